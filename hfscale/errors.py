@@ -39,7 +39,8 @@ class ParameterError(UsageError):
     """A parameter has a value that it cannot have.
 
     The message names the parameter as it is written in Python. Where the value came from a flag,
-    `hfscale.core.flags.parameters_are_flags` makes it name that flag.
+    `hfscale.core.flags.parameters_are_flags` makes it name that flag. The rule names further parameters in
+    backticks, as do the messages of other UsageErrors, so that they become flags too.
 
     Args:
         parameter (`str`): the name of the parameter.

@@ -10,6 +10,7 @@ from tiny import tiny_trainer
 
 from hfscale import (
     CommHealthCallback,
+    DiLoCoCallback,
     LRScalingCallback,
     ParallelArguments,
     SampleGenerationCallback,
@@ -17,7 +18,9 @@ from hfscale import (
     SpotCheckpointCallback,
 )
 from hfscale.core.flags import parameters_are_flags
-from hfscale.errors import ParameterError, UsageError
+from hfscale.errors import LayoutError, ParameterError, UsageError
+from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments, island_callbacks
+from hfscale.islands.rendezvous import TOKEN_VARIABLE
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.parallel.stages import StagePlan
 from hfscale.recipe.arguments import CALLBACK_FLAGS
@@ -54,6 +57,33 @@ BAD_VALUES = [
     (ParallelArguments, {"dry_run": -8}),
 ]
 """A class, and parameters of which one has a bad value: the last one of `prompts` and others, else the first."""
+
+ISLANDS = {"islands": 2, "rendezvous": "127.0.0.1:29600"}
+BAD_ISLANDS = [
+    ({"islands": 0}, "it must be greater than 0"),
+    ({"island_rank": 2}, "it must be less than `islands` (2)"),
+    ({"island_rank": -1}, "it must be at least 0"),
+    ({"rendezvous": "here"}, "give host:port, such as 10.0.0.1:29600"),
+    ({"every_steps": 0}, "it must be greater than 0"),
+    ({"overlap_steps": -1}, "it must be at least 0"),
+    ({"overlap_steps": 100}, "it must be less than `every_steps` (100), so that a round ends before the next one"),
+    (
+        {"overlap_steps": 25, "fragments": 4},
+        "it must be less than `every_steps` (100) / `fragments` (4), so that a round ends before the next one",
+    ),
+    ({"fragments": 0}, "it must be greater than 0"),
+    (
+        {"fragments": 11, "every_steps": 10},
+        "it must be at most `every_steps` (10), so that each fragment has a step of its own",
+    ),
+    ({"quorum": 0}, "it must be greater than 0"),
+    ({"quorum": 3}, "it must be at most `islands` (2)"),
+    ({"deadline_s": -1.0}, "it must be greater than 0"),
+    ({"outer_lr": -1.0}, "it must be greater than 0"),
+    ({"outer_momentum": 1.0}, "it must be at least 0 and less than 1"),
+    ({"islands": 3, "rendezvous": None}, "give `rendezvous` too, host:port of island 0"),
+]
+"""Parameters of `DiLoCoCallback` of which the first has a bad value, and the rule that it breaks."""
 
 BAD_FLAGS = [
     ("base_global_batch_size", "0"),
@@ -96,6 +126,27 @@ def test_the_errors_of_a_schedule_name_the_fields_of_parallel_arguments():
     assert {"pipeline_schedule", "virtual_stages"} <= set(inspect.signature(ParallelArguments).parameters)
 
 
+@pytest.mark.parametrize(("given", "rule"), BAD_ISLANDS)
+def test_an_error_about_islands_names_the_parameter_or_the_flag(given, rule, monkeypatch):
+    name, value = next(iter(given.items()))
+    with pytest.raises(ParameterError) as caught:
+        DiLoCoCallback(**(ISLANDS | given))
+    assert str(caught.value) == f"{name} is {value!r}: {rule}"
+    monkeypatch.setenv(TOKEN_VARIABLE, "secret")
+    flags = {parameter: ISLAND_FLAGS.get(parameter, parameter) for parameter in (ISLANDS | given)}
+    for parameter in re.findall("`(.*?)`", rule):
+        rule = rule.replace(f"`{parameter}`", f"--{ISLAND_FLAGS.get(parameter, parameter)}")
+    with pytest.raises(UsageError) as caught:
+        island_callbacks(IslandArguments(**{flags[key]: value for key, value in (ISLANDS | given).items()}))
+    assert str(caught.value) == f"--{flags[name]} is {value}: {rule}"
+
+
+def test_each_flag_of_the_islands_is_a_parameter_of_the_callback():
+    parameters = set(inspect.signature(DiLoCoCallback).parameters)
+    assert set(ISLAND_FLAGS) <= parameters
+    assert set(ISLAND_FLAGS.values()) <= set(vars(IslandArguments()))
+
+
 @pytest.mark.parametrize(("flag", "value"), BAD_FLAGS)
 def test_an_error_of_a_recipe_names_the_flag(flag, value):
     with pytest.raises(UsageError, match=rf"^--{flag} is {value}"):
@@ -126,6 +177,12 @@ def test_a_flag_has_the_name_of_its_parameter_unless_another_is_given():
     for flags, message in (({}, "--quorum is true: no"), ({"quorum": "island_quorum"}, "--island_quorum is true: no")):
         with pytest.raises(UsageError, match=f"^{re.escape(message)}$"), parameters_are_flags(**flags):
             raise ParameterError("quorum", True, "no")
+
+
+def test_the_parameters_in_backticks_become_flags_in_any_usage_error():
+    message = r"^--tp_size 3 and --island_steps: `torchao` needs --pp_size 2$"
+    with pytest.raises(LayoutError, match=message), parameters_are_flags(every_steps="island_steps"):
+        raise LayoutError("`tp_size` 3 and `every_steps`: `torchao` needs `pp_size=2`")
 
 
 def test_the_error_of_a_parameter_can_be_copied():

@@ -63,17 +63,37 @@ def require_from_0(arguments: object, *names: str, **limits: float) -> None:
 def parameters_are_flags(**flags: str) -> Iterator[None]:
     """Let errors about parameters name the flags from which these have their values.
 
+    These are the parameter of a ParameterError, and what the message of any UsageError has in backticks:
+    names with an underscore, alone or with a value such as `tp_size=1`.
+
     Args:
         flags (`str`): for a parameter, the name of its flag without dashes; by default the flag has the same name.
 
     Raises:
-        UsageError: the code inside has raised a ParameterError.
+        UsageError: the code inside has raised one.
     """
     try:
         yield
     except ParameterError as error:
         flag = flags.get(error.parameter, error.parameter)
-        raise UsageError(f"--{flag} is {plain_value(error.value)}: {error.rule}") from error
+        raise UsageError(f"--{flag} is {plain_value(error.value)}: {_with_flags(error.rule, flags)}") from error
+    except UsageError as error:
+        # A message that quotes a library may have other words in backticks, such as the names of packages.
+        message = _with_flags(str(error), flags, names=r"\w*_\w*")
+        if message == str(error):
+            raise
+        raise type(error)(message) from error
+
+
+def _with_flags(message: str, flags: Mapping[str, str], names: str = r"\w+") -> str:
+    """Return a message with `--flag` for each parameter in backticks, and `--flag value` for `parameter=value`."""
+
+    def as_flag(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        written = f"--{flags.get(name, name)}"
+        return written if value is None else f"{written} {value}"
+
+    return re.sub(rf"`({names})(?:=(\w+))?`", as_flag, message)
 
 
 def read_yaml(path: str, flag: str = "--config") -> Any:

@@ -18,8 +18,9 @@ from hfscale.checkpoint.contents import outer_state_name
 from hfscale.core import distributed
 from hfscale.core.activity import activity
 from hfscale.core.collectives import ISLANDS, Replicas
+from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.logging import get_logger
-from hfscale.errors import CheckpointError, HealthError, UsageError
+from hfscale.errors import CheckpointError, HealthError, ParameterError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.client import IslandClient, Reply, on_thread, own_token, parse_address
@@ -128,44 +129,37 @@ class DiLoCoCallback(AdapterCallback):
         self.deadline_s = deadline_s
         self.compression = compression or Compression()
         is_sparse = self.compression.density is not None
-        self.outer_lr = outer_lr if outer_lr is not None else (1.0 if is_sparse else OUTER_LR)
-        self.outer_momentum = outer_momentum if outer_momentum is not None else (0.0 if is_sparse else OUTER_MOMENTUM)
+        default_lr = 1.0 if is_sparse else OUTER_LR
+        default_momentum = 0.0 if is_sparse else OUTER_MOMENTUM
+        self.outer_lr = default_lr if outer_lr is None else outer_lr
+        self.outer_momentum = default_momentum if outer_momentum is None else outer_momentum
         self._check()
         self._begin_run()
 
     def _check(self) -> None:
-        least = {"islands": 1, "island_rank": 0, "every_steps": 1, "quorum": 1, "deadline_s": 1, "outer_momentum": 0}
-        flags = {
-            "every_steps": "island_steps",
-            "overlap_steps": "island_overlap_steps",
-            "fragments": "island_fragments",
-        }
-        for name, smallest in {**least, "overlap_steps": 0, "fragments": 1}.items():
-            if not getattr(self, name) >= smallest:
-                raise UsageError(f"--{flags.get(name, name)} is {getattr(self, name)}: it must be at least {smallest}")
+        require_positive(self, "islands", "every_steps", "fragments", "quorum", "deadline_s", "outer_lr")
+        require_from_0(self, "island_rank", "overlap_steps", outer_momentum=1)
         if self.fragments > self.every_steps:
-            raise UsageError(
-                f"--island_fragments is {self.fragments}: it must be at most --island_steps ({self.every_steps}), so "
-                "that each fragment has a step of its own"
+            raise ParameterError(
+                "fragments",
+                self.fragments,
+                f"it must be at most `every_steps` ({self.every_steps}), so that each fragment has a step of its own",
             )
         if self.overlap_steps >= self.every_steps // self.fragments:
-            between = f"--island_steps ({self.every_steps})"
+            between = f"`every_steps` ({self.every_steps})"
             if self.fragments > 1:
-                between += f" / --island_fragments ({self.fragments})"
-            raise UsageError(
-                f"--island_overlap_steps is {self.overlap_steps}: it must be less than {between}, so that a round "
-                "ends before the next one"
+                between += f" / `fragments` ({self.fragments})"
+            raise ParameterError(
+                "overlap_steps",
+                self.overlap_steps,
+                f"it must be less than {between}, so that a round ends before the next one",
             )
-        if not self.outer_lr > 0:
-            raise UsageError(f"--outer_lr is {self.outer_lr}: it must be greater than 0")
-        if self.outer_momentum >= 1:
-            raise UsageError(f"--outer_momentum is {self.outer_momentum}: it must be less than 1")
         if self.island_rank >= self.islands:
-            raise UsageError(f"--island_rank is {self.island_rank}: with --islands {self.islands} it must be less")
+            raise ParameterError("island_rank", self.island_rank, f"it must be less than `islands` ({self.islands})")
         if self.quorum > self.islands:
-            raise UsageError(f"--island_quorum is {self.quorum}: with --islands {self.islands} it cannot be more")
+            raise ParameterError("quorum", self.quorum, f"it must be at most `islands` ({self.islands})")
         if self.islands > 1 and self.rendezvous is None:
-            raise UsageError(f"--islands is {self.islands}: give --island_rendezvous host:port of island 0 too")
+            raise ParameterError("islands", self.islands, "give `rendezvous` too, host:port of island 0")
         if self.rendezvous is not None:
             parse_address(self.rendezvous)
 
@@ -215,9 +209,8 @@ class DiLoCoCallback(AdapterCallback):
         held = ISLANDS.gather_numbers("islands: model", [self._part.layers, parameters]).amax(dim=0).tolist()
         layers, parameters = map(int, held)
         if self.fragments > layers:
-            raise UsageError(
-                f"--island_fragments is {self.fragments}: it must be at most the {layers} layers of the model"
-            )
+            rule = f"it must be at most the {layers} layers of the model"
+            raise ParameterError("fragments", self.fragments, rule)
         layout = self._part.describe()
         self._replicas = Replicas(ISLANDS, "islands: parts", layout)
         values = self._part.read()
@@ -244,9 +237,7 @@ class DiLoCoCallback(AdapterCallback):
             )
         reply = self._join(_CONNECT_S)
         if reply is None:
-            raise HealthError(
-                f"--island_rendezvous {self.rendezvous}: the connection was lost at the start: start again"
-            )
+            raise HealthError(f"the connection to the rendezvous {self.rendezvous} was lost at the start: start again")
         if reply.kind == "state":
             before = state.global_step
             self._take_state(reply, state)
@@ -293,7 +284,7 @@ class DiLoCoCallback(AdapterCallback):
         saved, checkpoint = saved_state(state, _NAME), resumed_from()
         why_not = None
         if "anchor" in saved and saved.get("fragments", 1) != self.fragments:
-            why_not = f"--island_fragments was {saved.get('fragments', 1)} and is {self.fragments}"
+            why_not = f"the number of fragments was {saved.get('fragments', 1)} and is {self.fragments}"
         elif self._outer is not None and checkpoint is not None:
             try:
                 path = Path(checkpoint) / outer_state_name(_NAME)
@@ -350,13 +341,13 @@ class DiLoCoCallback(AdapterCallback):
             "version": __version__,
             "model": f"{type(trainer.model).__name__} of {parameters}",
             "tokenizer": _digest(sorted(vocabulary.items())),
-            "--islands": self.islands,
-            "--island_steps": self.every_steps,
-            "--island_overlap_steps": self.overlap_steps,
-            "--island_fragments": self.fragments,
+            "islands": self.islands,
+            "steps between rounds": self.every_steps,
+            "overlap steps": self.overlap_steps,
+            "fragments": self.fragments,
             "last step": state.max_steps,
-            "--outer_lr": self.outer_lr,
-            "--outer_momentum": self.outer_momentum,
+            "outer learning rate": self.outer_lr,
+            "outer momentum": self.outer_momentum,
             "compression": str(self.compression),
             "parts": self._replicas.parts,
         }

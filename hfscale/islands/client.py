@@ -13,7 +13,7 @@ from typing import Any
 
 from hfscale.core.connections import Connection, WrongTokenError
 from hfscale.core.logging import get_logger
-from hfscale.errors import HealthError, UsageError
+from hfscale.errors import HealthError, ParameterError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE, listen
 
 logger = get_logger(__name__)
@@ -93,14 +93,15 @@ class IslandClient:
                 break
             self.disconnect()
             if time.monotonic() > until:
-                raise UsageError(
-                    f"--island_rank {self._hello['island']}: another launch with this rank is connected to the "
-                    "rendezvous: give each island its own"
+                raise ParameterError(
+                    "island_rank",
+                    self._hello["island"],
+                    "another launch with this rank is connected to the rendezvous: give each island its own",
                 )
             time.sleep(_RETRY_S)
         if message["kind"] == "refused":
             self.disconnect()
-            raise UsageError(f"{message['reason']}: use the same model, data, layout and flags on all islands")
+            raise UsageError(f"{message['reason']}: use the same model, data, layout and settings on all islands")
         if message["kind"] == "state":
             return Reply(kind="state", anchor=message["anchor"], state=payload)
         return Reply(kind="go", anchor=message["anchor"], send_state=message["send_state"])
@@ -192,13 +193,12 @@ class IslandClient:
                 return Connection(socket.create_connection((host, port), timeout=5.0), token, is_server=False)
             except WrongTokenError as error:
                 raise UsageError(
-                    f"--island_rendezvous {host}:{port}: {error}: set {TOKEN_VARIABLE} to the same secret on all "
-                    "islands"
+                    f"the rendezvous {host}:{port}: {error}: set {TOKEN_VARIABLE} to the same secret on all islands"
                 ) from None
             except OSError as error:
                 if time.monotonic() > until:
                     raise HealthError(
-                        f"--island_rendezvous {host}:{port} cannot be reached ({error}): start island 0 there, or "
+                        f"the rendezvous {host}:{port} cannot be reached ({error}): start island 0 there, or "
                         f"python -m hfscale.islands.rendezvous --port {port}, and open the port"
                     ) from error
             time.sleep(_RETRY_S)
@@ -220,14 +220,14 @@ def parse_address(text: str) -> tuple[str, int]:
     """Return host and port of `host:port`.
 
     Args:
-        text (`str`): the value of `--island_rendezvous`.
+        text (`str`): the address of the rendezvous.
 
     Raises:
-        UsageError: it has another form.
+        ParameterError: it has another form.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"--island_rendezvous is {text}: give host:port, such as 10.0.0.1:29600")
+        raise ParameterError("rendezvous", text, "give host:port, such as 10.0.0.1:29600")
     return host.strip("[]"), int(port)
 
 

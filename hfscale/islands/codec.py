@@ -58,7 +58,7 @@ def decode(payload: Tensor, values: int, compression: Compression) -> Tensor:
     if payload.dtype != torch.uint8 or payload.numel() != expected:
         raise LayoutError(
             f"a pseudo-gradient of {values} values has {payload.numel()} bytes, and {compression} need {expected}: "
-            "use the same model, layout and --island_* flags on all islands"
+            "use the same model, layout and settings on all islands"
         )
     if compression.lossless:
         return payload.clone().view(torch.float32)

@@ -41,7 +41,9 @@ def island_share(dataset: Any, *, islands: int, island: int) -> Any:
         return _EveryNth(dataset, islands, island)
     size = len(dataset) // islands * islands
     if size == 0:
-        raise DataError(f"--islands is {islands}: the training data has {len(dataset)} samples; give at least as many")
+        raise DataError(
+            f"the training data has {len(dataset)} samples for {islands} islands: give one for each at least"
+        )
     shares = [range(k, size, islands) for k in range(islands)]
     if isinstance(dataset, datasets.Dataset):
         share = dataset.select(shares[island])

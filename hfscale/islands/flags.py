@@ -26,6 +26,18 @@ class IslandArguments:
     outer_momentum: float | None = flag("Its Nesterov momentum. Default: 0.9, with a density 0.")
 
 
+ISLAND_FLAGS = {
+    "rendezvous": "island_rendezvous",
+    "every_steps": "island_steps",
+    "overlap_steps": "island_overlap_steps",
+    "fragments": "island_fragments",
+    "quorum": "island_quorum",
+    "deadline_s": "island_deadline_s",
+}
+"""Parameter of `DiLoCoCallback` -> the flag that gives its value, where it has another name."""
+
+
+@parameters_are_flags(**ISLAND_FLAGS)
 def island_callbacks(args: IslandArguments) -> list[DiLoCoCallback]:
     """Return the callback for training on several islands, or an empty list with `--islands 1`.
 

@@ -25,7 +25,7 @@ from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.lr_rules import RULES
 from hfscale.facts.support import Combination, check_support
-from hfscale.islands.flags import IslandArguments
+from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
 from hfscale.recipe.compression import METHODS
 from hfscale.recipe.resume import keep_global_batch
 
@@ -52,6 +52,7 @@ CALLBACK_FLAGS = {
     "remote": "checkpoint_remote",
     "baseline": "scaling_baseline",
     "steps": "profile_steps",
+    **ISLAND_FLAGS,
 }
 """Parameter of a callback -> the flag of the recipes that gives its value, where it has another name."""
 

@@ -72,7 +72,7 @@ def test_streams_keep_their_share():
 
 
 def test_fewer_samples_than_islands_are_refused():
-    with pytest.raises(DataError, match="--islands is 15"):
+    with pytest.raises(DataError, match="for 15 islands"):
         island_share(NUMBERS, islands=15, island=0)
 
 

@@ -13,7 +13,7 @@ from hfscale.islands.client import IslandClient
 from hfscale.islands.rendezvous import TOKEN_VARIABLE, Rendezvous, listen
 
 TOKEN = "a secret of the tests"  # noqa: S105
-TERMS = {"version": "1.0", "model": "Llama of 10", "tokenizer": "a", "--island_steps": 100, "compression": "32 bits"}
+TERMS = {"version": "1.0", "model": "Llama of 10", "tokenizer": "a", "fragments": 1, "compression": "32 bits"}
 
 
 def hello(island, *, layout="shapes", **terms):
@@ -36,7 +36,7 @@ def hello(island, *, layout="shapes", **terms):
         ({"version": "1.1"}, "version"),
         ({"model": "Llama of 20"}, "model"),
         ({"tokenizer": "b"}, "tokenizer"),
-        ({"--island_steps": 50}, "--island_steps"),
+        ({"fragments": 2}, "fragments"),
         ({"compression": "4 bits"}, "compression"),
         ({"layout": "other shapes"}, "shapes of the shards"),
     ],
@@ -64,7 +64,7 @@ def test_islands_that_differ_are_all_refused(monkeypatch, other, reason):
 def test_a_rendezvous_that_cannot_be_reached_is_named_with_what_to_do(monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     port = free_port()
-    with pytest.raises(HealthError, match=f"--island_rendezvous 127.0.0.1:{port} cannot be reached") as raised:
+    with pytest.raises(HealthError, match=f"the rendezvous 127.0.0.1:{port} cannot be reached") as raised:
         IslandClient(("127.0.0.1", port), hello(1)).join(anchor=0, digest="", timeout_s=0.0)
     assert "\n" not in str(raised.value)
 
