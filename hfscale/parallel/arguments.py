@@ -92,13 +92,13 @@ def decide_layout(
 
 
 def _nearest_size(world_size: int, sizes: dict[str, int]) -> str:
-    """Name the first flag of which another value makes the product of all sizes divide the world."""
+    """Name the first size of which another value makes the product of all sizes divide the world."""
     for name, size in sizes.items():
         product_of_others = math.prod(sizes.values()) // size
         legal = [n for n in range(1, world_size + 1) if world_size % (n * product_of_others) == 0]
         if legal:
-            return f"set --{name} {min(legal, key=lambda n: abs(n - size))}"
-    return "set --tp_size 1 and --pp_size 1"
+            return f"set `{name}={min(legal, key=lambda n: abs(n - size))}`"
+    return "set `tp_size=1` and `pp_size=1`"
 
 
 def plan_stages(
@@ -175,7 +175,7 @@ def check_arguments(
 
 
 def _strategy(args: TrainingArguments) -> str:
-    """The strategy of the launcher; without DeepSpeed and FSDP it leaves the distribution to this Trainer."""
+    """Return the strategy of the launcher; without DeepSpeed and FSDP it leaves the distribution to this Trainer."""
     family = requested_family(args)
     return "parallel" if family in ("single", "ddp") else family
 

@@ -59,8 +59,8 @@ def check_config(
     if text.num_hidden_layers < plan.stages:
         possible = text.num_hidden_layers // plan.per_rank
         raise LayoutError(
-            f"--pp_size is {plan.pp}: with {plan.per_rank} stages per rank it makes {plan.stages} stages, but the "
-            f"model has {text.num_hidden_layers} layers: set --pp_size {max(1, possible)}"
+            f"`pp_size` is {plan.pp}: with {plan.per_rank} stages per rank it makes {plan.stages} stages, but the "
+            f"model has {text.num_hidden_layers} layers: set `pp_size={max(1, possible)}`"
         )
     if layout.tp > 1:
         _check_tensor_sizes(config, layout.tp)
@@ -80,13 +80,13 @@ def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
             legal = [n for n in range(1, common + 1) if common % n == 0]
             nearest = min(legal, key=lambda n: abs(n - tp))
             raise LayoutError(
-                f"--tp_size is {tp}, which does not divide the model's {count} {what}: set --tp_size {nearest} "
+                f"`tp_size` is {tp}, which does not divide the model's {count} {what}: set `tp_size={nearest}` "
                 f"(one of {', '.join(map(str, legal[:12]))})"
             )
 
 
 def _rope_type(config: PreTrainedConfig) -> str | None:
-    """How a model computes rotary angles, of which some depend on the longest position; None if it names no kind."""
+    """Return how a model computes rotary angles, of which some depend on the longest position; None if unknown."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} - {None}
     return min(kinds, key=lambda kind: (kind not in ("dynamic", "longrope"), kind), default=None)

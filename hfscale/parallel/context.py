@@ -105,8 +105,8 @@ class ContextParallel:
         model.set_attn_implementation(self.kernel)
         if attention_implementation(model.config) != self.kernel:
             raise UnsupportedModelError(
-                f"--cp_size is {self.ranks}: the attention of {type(model).__name__} cannot be replaced; set "
-                "--cp_size 1"
+                f"`cp_size` is {self.ranks}: the attention of {type(model).__name__} cannot be replaced; set "
+                "`cp_size=1`"
             )
 
     # --- inputs -----------------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ class ContextParallel:
         unknown = sorted(inputs.keys() - set(_INPUTS)) + [name for name, value in inputs.items() if value.ndim != 2]
         if unknown:
             raise UsageError(
-                f"--cp_size is {self.ranks}: input {unknown[0]} is none of {', '.join(_INPUTS)} of shape (batch, "
-                "sequence): leave it out or set --cp_size 1"
+                f"`cp_size` is {self.ranks}: input {unknown[0]} is none of {', '.join(_INPUTS)} of shape (batch, "
+                "sequence): leave it out or set `cp_size=1`"
             )
 
     def _make_causal_biases(self, chunk: int) -> None:

@@ -91,8 +91,8 @@ def dry_run(
         MissingDependencyError: transformers is older than 5.23.
     """
     if dist.is_initialized():
-        raise UsageError("--dry_run simulates all ranks in one process: start it with python, not accelerate launch")
-    require("ParallelTrainer", "--dry_run")
+        raise UsageError("`dry_run` simulates all ranks in one process: start it with python, not accelerate launch")
+    require("ParallelTrainer", "dry_run")
     config = make_model().config
     check_config(config, layout, plan, sequence_parallel=sequence_parallel, speaker=speaker_of(args))
     # Pipeline ranks whose stages have the same numbers of layers hold the same, so each kind is built once.

@@ -114,7 +114,7 @@ class VocabParallelLoss:
         if logits.shape[-1] * self.group.size() != vocab_size:
             raise UnsupportedModelError(
                 f"{logits.shape[-1]} logits on each of {self.group.size()} ranks do not make up a vocabulary of "
-                f"{vocab_size}: set --tp_size 1"
+                f"{vocab_size}: set `tp_size=1`"
             )
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -336,7 +336,7 @@ class ParallelModel(nn.Module):
             if self._counts_all_tokens and "attention_mask" not in inputs:
                 raise UsageError(
                     f"output_router_logits counts all tokens, and sequences of {length} tokens would be padded to a "
-                    f"multiple of {self._multiple} to be split: set --block_size {padded}"
+                    f"multiple of {self._multiple} to be split: set `block_size={padded}`"
                 )
             inputs = pad_to_multiple(inputs, self._multiple)
         if self._context is not None:

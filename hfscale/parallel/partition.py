@@ -73,7 +73,7 @@ class ModelStructure:
         if embedding is None or head is None or id(head) not in names or len(stacks) != 1 or "." not in stacks[0]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not a stack of {depth} layers between token embeddings and a head: it "
-                "cannot be split into pipeline stages; set --pp_size 1"
+                "cannot be split into pipeline stages; set `pp_size=1`"
             )
         layers = stacks[0]
         decoder = layers.rpartition(".")[0]
@@ -199,8 +199,8 @@ def partition_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> 
     depth = len(costs)
     if depth < stages:
         raise LayoutError(
-            f"{stages} pipeline stages need at least {stages} layers, but the model has {depth}: set --pp_size or "
-            f"--virtual_stages so that there are at most {depth} stages"
+            f"{stages} pipeline stages need at least {stages} layers, but the model has {depth}: set `pp_size` or "
+            f"`virtual_stages` so that there are at most {depth} stages"
         )
     totals = [0.0, *accumulate(costs)]
     last = stages - 1

@@ -90,8 +90,8 @@ def plan_sequence_parallel(
         module = model.get_submodule(name)
         if name != structure.head and not _is_norm(module):
             raise UnsupportedModelError(
-                f"--sequence_parallel: {name} of {type(model).__name__} is neither a norm nor the head; leave the "
-                "flag out"
+                f"`sequence_parallel` is true: {name} of {type(model).__name__} is neither a norm nor the head; leave "
+                "it out"
             )
         _classify(found, name, module, tensor_plan, last_style="colwise")  # logits stay sharded
     return SequencePlan(**{kind: tuple(names) for kind, names in found.items()})

@@ -75,8 +75,8 @@ class StagePlan:
         below = next((number for number in range(micro_batches - 1, 0, -1) if self.supports(number)), above)
         nearest = min(below, above, key=lambda number: abs(number - micro_batches))
         raise LayoutError(
-            f"--gradient_accumulation_steps is {micro_batches}: {self.schedule} on {self.pp} pipeline ranks does not "
-            f"run with so many micro-batches; set --gradient_accumulation_steps {nearest}"
+            f"`gradient_accumulation_steps` is {micro_batches}: {self.schedule} on {self.pp} pipeline ranks does not "
+            f"run with so many micro-batches; set `gradient_accumulation_steps={nearest}`"
         )
 
     def in_flight(self, rank: int, micro_batches: int) -> float:

@@ -239,7 +239,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             raise UsageError(
                 f"the last step of an epoch has {len(batches)} micro-batches, but {self.stage_plan.schedule} needs "
                 f"{micro_batches}, and {type(self.parallelized.model).__name__} has no loss over counted tokens, to "
-                "which empty micro-batches would add nothing: give --max_steps, so that the run ends before that step"
+                "which empty micro-batches would add nothing: give `max_steps`, so that the run ends before that step"
             )
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = len(batches)
@@ -329,8 +329,8 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         if self.parallelized.context is not None:
             if self._num_items is None:
                 raise UsageError(
-                    f"--cp_size is {self.layout.cp}: {type(self.parallelized.model).__name__} has no loss over "
-                    "counted tokens, which the ranks of a sequence could add up; set --cp_size 1"
+                    f"`cp_size` is {self.layout.cp}: {type(self.parallelized.model).__name__} has no loss over "
+                    "counted tokens, which the ranks of a sequence could add up; set `cp_size=1`"
                 )
             if self.label_smoother is not None:
                 inputs = inputs | {"labels": inputs["shift_labels"]}
