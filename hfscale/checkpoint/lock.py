@@ -146,7 +146,7 @@ def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:
 
 
 def _is_alive_here(holder: bytes) -> bool:
-    """Whether the holder is a process of this machine.
+    """Return whether the holder is a process of this machine.
 
     A pod that replaces a lost one can have its host name, and process ids repeat: the process must have started before
     the lock was taken.

@@ -189,7 +189,7 @@ def _check_has(checkpoint: Path, *names: str) -> None:
 
 
 def _has_weights(checkpoint: Path, stem: str) -> bool:
-    """Whether the weights are there; all the files that an index names must be, with the length in their header."""
+    """Return whether the weights are there: all files that an index names, with the length in their header."""
     if (checkpoint / _WEIGHTS[stem]).is_file():
         return True
     try:

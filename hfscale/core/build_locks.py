@@ -117,7 +117,7 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _is_shared(path: Path) -> bool:
-    """Whether another machine may write to the file system."""
+    """Return whether another machine may write to the file system."""
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     nearest = next((folder for folder in path.resolve().parents if folder in mounts), None)
     return nearest is None or mounts[nearest].startswith(_SHARED_FILE_SYSTEMS)

@@ -257,8 +257,10 @@ class DiLoCoCallback(AdapterCallback):
     def _continue_data(self, before: int, state: TrainerState) -> None:
         """Read on where the steps of this island are now: what it has read before it ended is not read again."""
         assert self._adapter is not None
-        trainer, step = self._adapter.trainer, state.global_step
-        steps, samples = steps_per_epoch(trainer), global_batch_size(trainer)
+        trainer = self._adapter.trainer
+        step = state.global_step
+        steps = steps_per_epoch(trainer)
+        samples = global_batch_size(trainer)
         if step <= before:
             return
         epoch = continue_data_at(
@@ -281,7 +283,8 @@ class DiLoCoCallback(AdapterCallback):
 
     def _restore(self, state: TrainerState) -> None:
         """Restore the outer state of a checkpoint, if training resumes from one that has it on all ranks."""
-        saved, checkpoint = saved_state(state, _NAME), resumed_from()
+        saved = saved_state(state, _NAME)
+        checkpoint = resumed_from()
         why_not = None
         if "anchor" in saved and saved.get("fragments", 1) != self.fragments:
             why_not = f"the number of fragments was {saved.get('fragments', 1)} and is {self.fragments}"
@@ -389,7 +392,8 @@ class DiLoCoCallback(AdapterCallback):
         self._stall_s += seconds
         self._round_s += seconds
         if self._pending is None:
-            self._keys_of_round["islands/round_s"], self._round_s = self._round_s, 0.0
+            self._keys_of_round["islands/round_s"] = self._round_s
+            self._round_s = 0.0
         if state.global_step >= state.max_steps:  # it may have jumped there
             control.should_training_stop = True
             control.should_save = control.should_save or args.save_strategy != "no"
@@ -464,7 +468,7 @@ class DiLoCoCallback(AdapterCallback):
             logger.warning("round %d: this island was late; its last %d steps are dropped", reply.anchor, steps)
         elif missing:
             logger.info("round %d: %d of %d islands", reply.anchor, len(reply.contributors), self.islands)
-        spread, size = 0.0, 0.0
+        spread = size = 0.0
         if self._outer is not None:
             payloads = reply.payloads or {}
             spread, size = self._outer.step([payloads.get(island) for island in reply.contributors])
@@ -586,7 +590,10 @@ class DiLoCoCallback(AdapterCallback):
             "islands/dropped_samples": float(saved_state(state, _NAME)["dropped_samples"]),
             **self._keys_of_round,
         }
-        self._logged_at, self._logged_bytes, self._stall_s, self._keys_of_round = now, sent, 0.0, {}
+        self._logged_at = now
+        self._logged_bytes = sent
+        self._stall_s = 0.0
+        self._keys_of_round = {}
         return keys
 
 

@@ -126,7 +126,8 @@ class IslandClient:
             return Reply(kind="ahead", anchor=message["step"])
         if message["kind"] != "round":  # all islands that were ahead have ended
             return Reply(kind="go", anchor=message["anchor"])
-        contributors, payloads = message["contributors"], {}
+        contributors = message["contributors"]
+        payloads = {}
         for island in contributors:
             if island != self._hello["island"]:
                 payloads[island] = self._next()[1]
@@ -174,7 +175,8 @@ class IslandClient:
 
     def _next(self) -> tuple[dict[str, Any], bytearray]:
         """Return the next message that is not about waiting."""
-        began, told = time.monotonic(), False
+        began = time.monotonic()
+        told = False
         while True:
             message, payload = self._connected.receive(self._hello["max_bytes"])
             if message["kind"] != "wait":

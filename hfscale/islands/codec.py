@@ -14,14 +14,14 @@ from hfscale.facts.compression import BLOCK, CHUNK, Compression
 
 
 def encode(values: Tensor, compression: Compression) -> Tensor:
-    """Encodes values as bytes.
+    """Encode values as bytes.
 
     Args:
-        values (`Tensor`): The values, fp32, shape [N].
-        compression (`Compression`): The format.
+        values (`Tensor`): the values, fp32, shape [N].
+        compression (`Compression`): the format.
 
     Returns:
-        `Tensor`: The payload, uint8, shape [compression.bytes_of(N)].
+        `Tensor`: the payload, uint8, shape [compression.bytes_of(N)].
     """
     if compression.lossless:
         return values.contiguous().view(torch.uint8).clone()
@@ -41,18 +41,18 @@ def encode(values: Tensor, compression: Compression) -> Tensor:
 
 
 def decode(payload: Tensor, values: int, compression: Compression) -> Tensor:
-    """Decodes a payload; it never reads beyond it, and refuses one of another length.
+    """Decode a payload; it never reads beyond it, and refuses one of another length.
 
     Args:
-        payload (`Tensor`): The bytes, uint8.
-        values (`int`): Number of values N that were encoded.
-        compression (`Compression`): The format.
+        payload (`Tensor`): the bytes, uint8.
+        values (`int`): number of values N that were encoded.
+        compression (`Compression`): the format.
 
     Returns:
-        `Tensor`: The values, fp32, shape [N]; zero where top-k sent none.
+        `Tensor`: the values, fp32, shape [N]; zero where top-k sent none.
 
     Raises:
-        `LayoutError`: The payload's length is not that of N values in this format.
+        LayoutError: the payload's length is not that of N values in this format.
     """
     expected = compression.bytes_of(values)
     if payload.dtype != torch.uint8 or payload.numel() != expected:
@@ -68,29 +68,34 @@ def decode(payload: Tensor, values: int, compression: Compression) -> Tensor:
         scales = _floats(payload[: 4 * blocks])
         levels = _unpack(payload[4 * blocks :], bits).view(blocks, BLOCK)
         return _dequantize(levels, scales, bits).flatten()[:values]
-    chunks, kept = -(-values // CHUNK), compression.kept
-    positions, rest = payload[: chunks * kept * 3 // 2], payload[chunks * kept * 3 // 2 :]
+    chunks = -(-values // CHUNK)
+    kept = compression.kept
+    size_of_positions = chunks * kept * 3 // 2
+    positions = payload[:size_of_positions]
+    rest = payload[size_of_positions:]
     index = _unpack_positions(positions).view(chunks, kept)
     if bits == 32:
         sent = _floats(rest).view(chunks, kept)
     else:
-        sent = _dequantize(_unpack(rest[4 * chunks :], bits).view(chunks, kept), _floats(rest[: 4 * chunks]), bits)
+        scales = _floats(rest[: 4 * chunks])
+        levels = _unpack(rest[4 * chunks :], bits).view(chunks, kept)
+        sent = _dequantize(levels, scales, bits)
     return torch.zeros(chunks, CHUNK).scatter_(1, index, sent).flatten()[:values]
 
 
 def encode_with_feedback(values: Tensor, residual: Tensor, compression: Compression) -> Tensor:
-    """Encodes values together with what earlier rounds did not send, and keeps what this round does not send.
+    """Encode values together with what earlier rounds did not send, and keep what this round does not send.
 
     Error feedback (Karimireddy et al., arXiv 1901.09847): without it, values that are always rounded to zero would
     never reach the other islands.
 
     Args:
-        values (`Tensor`): The pseudo-gradient, fp32, shape [N].
-        residual (`Tensor`): What was not sent so far, fp32, shape [N]; changed in place. Zero in the first round.
-        compression (`Compression`): The format; its `decay` is applied to the residual first.
+        values (`Tensor`): the pseudo-gradient, fp32, shape [N].
+        residual (`Tensor`): what was not sent so far, fp32, shape [N]; changed in place. Zero in the first round.
+        compression (`Compression`): the format; its `decay` is applied to the residual first.
 
     Returns:
-        `Tensor`: The payload, uint8.
+        `Tensor`: the payload, uint8.
     """
     residual.mul_(compression.decay).add_(values)
     payload = encode(residual, compression)
@@ -99,17 +104,17 @@ def encode_with_feedback(values: Tensor, residual: Tensor, compression: Compress
 
 
 def _rows(values: Tensor, size: int) -> Tensor:
-    """Returns the values as rows of `size`, the last one filled up with zeros: [B, S]."""
+    """Return the values as rows of `size`, the last one filled up with zeros: [B, S]."""
     return torch.nn.functional.pad(values.float(), (0, -values.numel() % size)).view(-1, size)
 
 
 def _levels(bits: int) -> int:
-    """Number of levels: an odd one, so that zero is a level; with 2 bits, of top-k values only, all four."""
+    """Return the number of levels: odd, so that zero is a level; with 2 bits, of top-k values only, all four."""
     return 4 if bits == 2 else 2**bits - 1
 
 
 def _quantize(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
-    """Returns the nearest level of each value, uint8, where level 0 is minus the row's scale and the last one plus."""
+    """Return the nearest level of each value, uint8, where level 0 is minus the row's scale and the last one plus."""
     # A row of zeros has the scale 0: every level means 0 there. NaN and infinity stay in the scale, and so in the row.
     unit = rows / torch.where(scales == 0, 1.0, scales)[:, None]
     return ((unit.nan_to_num(0.0).clamp(-1, 1) + 1) * (_levels(bits) - 1) / 2).round().to(torch.uint8)
@@ -121,7 +126,7 @@ def _dequantize(levels: Tensor, scales: Tensor, bits: int) -> Tensor:
 
 
 def _pack(levels: Tensor, bits: int) -> Tensor:
-    """Packs levels of 2, 4 or 8 bits into bytes, the first one into the lowest bits."""
+    """Pack levels of 2, 4 or 8 bits into bytes, the first one into the lowest bits."""
     per_byte = 8 // bits
     if per_byte == 1:
         return levels.flatten()
@@ -139,7 +144,7 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def _pack_positions(index: Tensor) -> Tensor:
-    """Packs pairs of 12-bit positions into three bytes each."""
+    """Pack pairs of 12-bit positions into three bytes each."""
     first, second = index.view(-1, 2).unbind(dim=1)
     parts = (first & 0xFF, first >> 8 | (second & 0xF) << 4, second >> 4)
     return torch.stack(parts, dim=1).to(torch.uint8).flatten()

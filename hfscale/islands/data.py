@@ -100,7 +100,8 @@ def continue_data_at(
         batches = batches.batch_sampler
     if steps_per_epoch == 0 or not hasattr(batches, "sampler") or len(loader) % accumulation:
         return None
-    (epoch, position), (began, skipped) = divmod(step, steps_per_epoch), divmod(before, steps_per_epoch)
+    epoch, position = divmod(step, steps_per_epoch)
+    began, skipped = divmod(before, steps_per_epoch)
     is_empty = position < skipped
     batches.sampler = _Continued(
         batches.sampler,

@@ -81,7 +81,8 @@ class OuterOptimizer:
             `Tensor`: the encoded pseudo-gradient, uint8.
         """
         delta = self.anchor_of(fragment) - values
-        self._values, self._sent_fragment = values, fragment
+        self._values = values
+        self._sent_fragment = fragment
         if self.compression.lossless:
             self._sent = encode(delta, self.compression)
         else:
@@ -104,7 +105,7 @@ class OuterOptimizer:
         self._sent = None
 
     def _withdrawn(self) -> Tensor:
-        """The error feedback of the last pseudo-gradient's fragment as if that had not been made."""
+        """Return the error feedback of the last pseudo-gradient's fragment as if that had not been made."""
         fragment = self._sent_fragment
         return self._residual_of(fragment) + self._decoded(None) - (self.anchor_of(fragment) - self._values)
 

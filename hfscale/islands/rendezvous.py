@@ -132,7 +132,8 @@ class Rendezvous:
             if refusal is not None:
                 connection.send(refusal)
                 return
-            number, part = hello["island"], hello["part"]
+            number = hello["island"]
+            part = hello["part"]
             self._start(connection, number, part, hello)
             while not left:
                 message, payload = connection.receive(hello["max_bytes"], patient=True)
@@ -154,7 +155,8 @@ class Rendezvous:
     def _join(self, hello: dict[str, Any], connection: Connection) -> dict[str, Any] | None:
         """Register a part of an island; return a refusal if it does not fit to the others."""
         with self._changed:
-            number, part = hello["island"], hello["part"]
+            number = hello["island"]
+            part = hello["part"]
             if self._refusal is None:
                 refusal = self._differs(hello)
                 if refusal is not None:
@@ -204,7 +206,9 @@ class Rendezvous:
     def _start(self, connection: Connection, number: int, part: int, hello: dict[str, Any]) -> None:
         """Wait until the run has started, and tell the part what it has to do first."""
         island = self._islands[number]
-        wanted, quorum, deadline_s = hello["islands"], hello["quorum"], hello["deadline_s"]
+        wanted = hello["islands"]
+        quorum = hello["quorum"]
+        deadline_s = hello["deadline_s"]
 
         def ready() -> bool:
             if self._has_started or self._refusal is not None:
@@ -264,7 +268,8 @@ class Rendezvous:
             island.digests.pop(part, None)
             island.anchor = anchor
             if not island.digests and island.needs_state:  # all parts have it
-                island.needs_state, island.is_awaited = False, anchor == self._anchor
+                island.needs_state = False
+                island.is_awaited = anchor == self._anchor
                 island.inbox.clear()
 
     def _forget_outdated(self, island: _Island) -> None:
@@ -278,8 +283,12 @@ class Rendezvous:
         return any(n != number and not other.needs_state for n, other in self._islands.items())
 
     def _become_source(self, number: int, island: _Island) -> None:
-        island.needs_state, island.is_awaited = False, True
-        self._source, self._anchor, self._last, self._round = number, island.anchor, None, None
+        island.needs_state = False
+        island.is_awaited = True
+        self._source = number
+        self._anchor = island.anchor
+        self._last = None
+        self._round = None
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
@@ -295,7 +304,8 @@ class Rendezvous:
                     connection.send({"kind": "ahead", "step": self._round.step})
                     return
                 if self._round is not None and message["step"] > self._round.step:
-                    self._round.overtaken_by, self._round = message["step"], None
+                    self._round.overtaken_by = message["step"]
+                    self._round = None
                     self._changed.notify_all()
                 current = self._round = self._round or _Round(step=message["step"], anchor=self._anchor)
                 current.payloads.setdefault(number, {})[part] = payload
@@ -305,10 +315,12 @@ class Rendezvous:
                     self._changed.notify_all()
             elif last is not None and message["anchor"] == last.anchor and message["step"] == last.step:
                 current = last
-                island.is_awaited, island.anchor = True, last.step
+                island.is_awaited = True
+                island.anchor = last.step
             else:
                 if not island.needs_state:
-                    island.needs_state, island.is_awaited = True, False
+                    island.needs_state = True
+                    island.is_awaited = False
                     island.digests = dict.fromkeys(island.connections, "")
                 current = None
         if current is None:
@@ -336,7 +348,9 @@ class Rendezvous:
             return False
         current.is_closed = True
         current.payloads = {n: current.payloads[n] for n in current.complete}
-        self._anchor, self._last, self._round = current.step, current, None
+        self._anchor = current.step
+        self._last = current
+        self._round = None
         for number in missing:
             self._islands[number].is_awaited = False
         for number in current.complete & self._islands.keys():
@@ -393,8 +407,14 @@ class Rendezvous:
 
     def _forget_all(self) -> None:
         """Begin anew when no island is left: those that come next say where they are."""
-        self._terms, self._layouts, self._refusal, self._first_joined_at = None, {}, None, 0.0
-        self._has_started, self._round, self._last, self._anchor = False, None, None, 0
+        self._terms = None
+        self._layouts = {}
+        self._refusal = None
+        self._first_joined_at = 0.0
+        self._has_started = False
+        self._round = None
+        self._last = None
+        self._anchor = 0
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -76,7 +76,7 @@ def read_sources(split: str) -> Iterator[dict[str, str]]:
 
 
 def _files_of(split: str) -> list[Path]:
-    """The modules of a split, `train` or `validation`."""
+    """Return the modules of a split, `train` or `validation`."""
     files = source_files()
     held_out = files[::_EVALUATE_ONE_IN]
     return held_out if split == "validation" else sorted(set(files) - set(held_out))

@@ -93,7 +93,7 @@ def _check_best(checkpoint: Path, args: "TrainingArguments") -> None:
 
 
 def _has_begun(output_dir: Path) -> bool:
-    """Whether a launch before a restart by `hfscale run` has begun to train."""
+    """Return whether a launch before a restart by `hfscale run` has begun to train."""
     memory = RunMemory.of_environment()
     return memory is not None and memory.snapshots(output_dir).is_dir()
 
@@ -184,7 +184,7 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
 
 
 def _has_results(output_dir: Path, checkpoint: Path) -> bool:
-    """Whether the main process sees results newer than the checkpoint; older ones are those of a shorter run."""
+    """Return whether the main process sees results newer than the checkpoint; older ones are of a shorter run."""
     results, state = output_dir / RESULTS_NAME, checkpoint / TRAINER_STATE_NAME
 
     def are_newer() -> bool:

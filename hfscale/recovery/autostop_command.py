@@ -93,7 +93,8 @@ def file_activity(output_dir: Path) -> ActivityCheck:
 
     def changed() -> bool:
         nonlocal last
-        before, last = last, state()
+        before = last
+        last = state()
         return last != before
 
     return changed

@@ -66,7 +66,9 @@ class Coordinator:
         max_restarts: int,
         report: Callable[[str], None],
     ) -> None:
-        self._nodes, self._min_nodes, self._wait_s = nodes, min_nodes, wait_s
+        self._nodes = nodes
+        self._min_nodes = min_nodes
+        self._wait_s = wait_s
         self._report = report
         self._policy = RestartPolicy(max_restarts)
         self._messages: queue.SimpleQueue[tuple[int, Connection, dict[str, Any]]] = queue.SimpleQueue()
@@ -202,7 +204,8 @@ class Coordinator:
             self._rounds += 1
             for node in members:
                 self._tell(self._connections[node], event="assemble", round=self._rounds, snapshots=chosen)
-            waiting, failed = set(members), set()
+            waiting = set(members)
+            failed: set[tuple[str, int]] = set()
             while waiting:
                 node, message = self._next() or (-1, {})
                 if message["event"] == "lost" and node in members:
@@ -234,7 +237,9 @@ class Coordinator:
 
     def _wait_for_the_end(self, members: list[int]) -> list[dict[str, Any]]:
         """Pass on failures and complete snapshots until the launch is over on all nodes."""
-        running, endings, is_stopped = set(members), [], False
+        running = set(members)
+        endings: list[dict[str, Any]] = []
+        is_stopped = False
         replicated: dict[tuple[str, int], set[int]] = {}
         while running:
             node, message = self._next() or (-1, {})
@@ -251,7 +256,8 @@ class Coordinator:
                 endings.append(message)
             elif event == "lost" and node in running:
                 running.discard(node)
-                now, reason = time.time(), f"node {node} was lost"
+                now = time.time()
+                reason = f"node {node} was lost"
                 lost = Failure(failed_at=now, ended_at=now, rank=None, reason=reason, begun_step=0, completed_step=0)
                 endings.append({"code": None, "failure": asdict(lost)})
             has_failed = event in ("failed", "lost") or (event == "ended" and message["code"] not in (0, PREEMPTED))

@@ -90,7 +90,9 @@ class NodeGroup:
         interrupted: Callable[[], bool],
         say: Callable[..., None],
     ) -> None:
-        self._settings, self._memory, self._say = settings, memory, say
+        self._settings = settings
+        self._memory = memory
+        self._say = say
         self._interrupted = interrupted
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
@@ -261,7 +263,8 @@ class NodeGroup:
         )
         if self._start is None:
             self._say("nodes", _survivable(start))
-        self._start, self._failure = start, None
+        self._start = start
+        self._failure = None
         return start
 
     def _end(self, message: dict[str, Any]) -> int:
@@ -330,18 +333,21 @@ class NodeGroup:
             part = self._memory.folder / folder / PARTS / f"checkpoint-{step}"
             if start is None or start.launch != launch or not part.is_dir():  # the launch or the training has ended
                 continue
-            began, partner = time.monotonic(), start.addresses[(start.index + 1) % len(start.addresses)]
+            began = time.monotonic()
+            partner = start.addresses[(start.index + 1) % len(start.addresses)]
             problem: Exception | None = None
             sent = 0
             for _ in range(_SEND_ATTEMPTS if len(start.addresses) > 1 else 0):
                 try:
                     if connection is None or connected != (launch, partner):
-                        connection, connected = connect(partner, self._settings.token), (launch, partner)
+                        connection = connect(partner, self._settings.token)
+                        connected = (launch, partner)
                     sent = send_part(connection, self._memory.folder, folder, step, launch=launch, pace=pace)
                     problem = None
                     break
                 except (OSError, UsageError) as error:
-                    problem, connected = error, None
+                    problem = error
+                    connected = None
                     time.sleep(_RETRY_S)
             if problem is None:
                 fields = {"step": step, "bytes": sent, "seconds": time.monotonic() - began}

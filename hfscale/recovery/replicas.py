@@ -106,7 +106,8 @@ def choose(parts: Iterable[dict[str, Any]], excluded: set[tuple[str, int]]) -> l
         for index in range(count):
             for name, record in by_index[index][0]["manifest"]["files"].items():
                 if name not in part_of:
-                    part_of[name], manifest["files"][name] = index, record
+                    part_of[name] = index
+                    manifest["files"][name] = record
         sources = {str(i): [[p["address"], p["place"]] for p in found] for i, found in by_index.items()}
         parts_of_it = {"manifest": manifest, "part_of": part_of, "sources": sources}
         chosen[folder] = {"folder": folder, "step": step, **parts_of_it}  # later ones are newer
@@ -168,7 +169,10 @@ def adopt(memory: Path, folders: Iterable[str], snapshots: Iterable[tuple[str, i
         folder = memory / _plain(name)
         folder.mkdir(exist_ok=True)
         for old in [path for path in folder.iterdir() if path.name != _ASSEMBLING]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
         if name in steps:
             snapshot = f"checkpoint-{steps[name]}"
             (folder / _ASSEMBLING / snapshot).rename(folder / snapshot)
@@ -325,7 +329,8 @@ def _send_file(connection: Connection, path: Path, pace: Pace) -> int:
 def _receive_file(connection: Connection, path: Path, record: dict[str, Any]) -> bool:
     """Write a file that `_send_file` sends, and return whether its length and hash are those of the record."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    digest, length = xxhash.xxh3_128(), 0
+    digest = xxhash.xxh3_128()
+    length = 0
     with path.open("wb") as file:
         while piece := connection.receive(_CHUNK_BYTES, patient=True)[1]:
             digest.update(piece)

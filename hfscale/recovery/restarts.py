@@ -6,8 +6,10 @@ from typing import Any
 
 _WINDOW_S = 24 * 3600.0  # in which restarts are counted
 _SAME_STEP_LIMIT = 3
-_SHOWN_RANKS, _SHOWN_SAMPLES = 4, 32
-_BACK_OFF_S, _MAX_BACK_OFF_S = 1.0, 60.0
+_SHOWN_RANKS = 4
+_SHOWN_SAMPLES = 32
+_BACK_OFF_S = 1.0
+_MAX_BACK_OFF_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +108,8 @@ class RestartPolicy:
         wait_s = 0.0 if made_progress else min(_BACK_OFF_S * 2 ** (without - 1), _MAX_BACK_OFF_S)
         self._restarted_at.append(time.time())
         soon = f"in {wait_s:.0f} s" if wait_s else "now"
-        number, of = len(self._restarted_at), self._max_restarts
-        return wait_s, f"{failure} ({_where(failure)}); restart {number} of {of} in 24 hours, {soon}"
+        counted = f"restart {len(self._restarted_at)} of {self._max_restarts} in 24 hours"
+        return wait_s, f"{failure} ({_where(failure)}); {counted}, {soon}"
 
 
 def _where(failure: Failure) -> str:

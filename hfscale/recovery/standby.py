@@ -80,7 +80,8 @@ class Standby:
         assert self._write is not None
         with suppress(BrokenPipeError), os.fdopen(self._write, "w") as file:
             json.dump(dict(environ), file)
-        process, self._process, self._write = self._process, None, None
+        process = self._process
+        self._process = self._write = None
         return process
 
     def end(self) -> None:
@@ -112,7 +113,8 @@ def launcher_of(command: Sequence[str]) -> list[str] | None:
     program = shutil.which(command[0])
     if program is None or Path(program).parent.resolve() != Path(sys.executable).parent.resolve():
         return None
-    name, rest = Path(program).name, list(command[1:])
+    name = Path(program).name
+    rest = list(command[1:])
     if name.startswith("python") and rest[:1] == ["-m"] and rest[1:2] and rest[1] in _MODULES:
         return _MODULES[rest[1]] + rest[2:]
     if name.startswith("python") and is_wrapped(command):
@@ -181,12 +183,16 @@ def run_launcher(launcher: Sequence[str]) -> None:
     if launcher[0] == "accelerate":
         from accelerate.commands.launch import launch_command, launch_command_parser
 
-        parser, run, arguments = launch_command_parser(), launch_command, launcher[2:]
+        parser = launch_command_parser()
+        run = launch_command
+        arguments = launcher[2:]
     else:
         from torch.distributed.run import get_args_parser
         from torch.distributed.run import run as run_torchrun
 
-        parser, run, arguments = get_args_parser(), run_torchrun, launcher[1:]
+        parser = get_args_parser()
+        run = run_torchrun
+        arguments = launcher[1:]
     args = parser.parse_args(arguments)
     if args.no_python:
         os.environ["PET_RUN_PATH"] = "0"
@@ -194,7 +200,8 @@ def run_launcher(launcher: Sequence[str]) -> None:
     else:
         script = ["-m", args.training_script] if args.module else [args.training_script]
         args.training_script_args = [*script, *args.training_script_args]
-        args.training_script, args.module = str(_RANK), False
+        args.training_script = str(_RANK)
+        args.module = False
     run(args)
 
 

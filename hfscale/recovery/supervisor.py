@@ -47,7 +47,8 @@ _LAUNCHER_GRACE_S = 20.0  # for the launcher to notice that its ranks have ended
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MAX_MESSAGE = 65_536
 _WRONG_USAGE = 2
-_SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2), as the next one
+_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +219,8 @@ class Supervisor:
             self._group.disconnect()
         if message is None or message["event"] == "stop":
             if launch.failed_at is None:
-                launch.failed_at, launch.is_stopped = time.time(), True
+                launch.failed_at = time.time()
+                launch.is_stopped = True
                 for pid in launch.ranks:
                     _send(pid, signal.SIGKILL)
                 launch.process.kill()
@@ -278,7 +280,10 @@ class Supervisor:
             timeout = _OTHERS_GRACE_S
         # What a rank has said is read before its end is handled: it may be the reason.
         for key in sorted((key for key, _ in self._selector.select(timeout)), key=self._is_end_of_process):
-            key.data(launch) if self._is_end_of_process(key) else key.data(launch, key.fileobj)
+            if self._is_end_of_process(key):
+                key.data(launch)
+            else:
+                key.data(launch, key.fileobj)
 
     def _is_end_of_process(self, key: selectors.SelectorKey) -> bool:
         return key.data not in (self._accept, self._read, self._told)
@@ -364,13 +369,17 @@ class Supervisor:
         ending = launch.endings.get(rank)
         is_expected = rank in launch.trained or (ending is not None and ending["code"] in (0, PREEMPTED))
         if launch.failed_at is None and not is_expected and self._signalled is None:
-            launch.failed_at, launch.first_dead = time.time(), rank
+            launch.failed_at = time.time()
+            launch.first_dead = rank
             if self._group is not None:
                 self._group.failed()
 
     def _forget(self, file: Any) -> None:
         self._selector.unregister(file)
-        os.close(file) if isinstance(file, int) else file.close()
+        if isinstance(file, int):
+            os.close(file)
+        else:
+            file.close()
 
     # --- after a launch ---------------------------------------------------------------------------------------------
 
