@@ -145,7 +145,8 @@ def frozen_state(trainer: Trainer) -> TrainerState:
     by_callback: Any = live.stateful_callbacks  # TrainerState makes a dictionary of the list
     for exporter in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(exporter, ExportableState):
-            name, exported = type(exporter).__name__, exporter.state()
+            name = type(exporter).__name__
+            exported = exporter.state()
             if isinstance(by_callback.get(name), list):
                 by_callback[name].append(exported)
             else:

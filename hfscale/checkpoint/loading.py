@@ -227,7 +227,8 @@ def check_resumed(trainer: "Trainer") -> None:
         CheckpointError: the manifest of the checkpoint cannot be read.
         MissingDependencyError: Accelerate is too old to resume under FSDP2.
     """
-    path, running = resumed_from(), running_strategy(trainer)
+    path = resumed_from()
+    running = running_strategy(trainer)
     missing = what_is_missing("FSDP2 checkpoints") if running == "fsdp2" else None
     if missing is not None:
         if path is not None:

@@ -45,7 +45,8 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     path = Path(output_dir).resolve() / LOCK_NAME
     if path in _held:
         return
-    began, descriptor = time.monotonic(), _open(path)
+    began = time.monotonic()
+    descriptor = _open(path)
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

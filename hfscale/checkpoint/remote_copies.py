@@ -151,7 +151,8 @@ class RemoteCopies(ResetOnCopy):
         Args:
             last (`str`, *optional*): name of the last committed checkpoint; None: there is none.
         """
-        uploader, tried_again = self._uploader, False
+        uploader = self._uploader
+        tried_again = False
         while True:
             busy = uploader is not None and not uploader.wait(_CHECK_UPLOADER_EVERY_S)
             if uploader is not None and not busy and not tried_again and last is not None:

@@ -61,7 +61,8 @@ def record_samples(adapter: TrainerAdapter, train_dataloader: Any) -> StepSample
     sampler = getattr(loader, "batch_sampler", None)
     if sampler is None or isinstance(loader.dataset, IterableDataset):  # whose batch sampler yields no indices
         return None
-    kind, batches = type(sampler), dict[int, list[Any]]()
+    kind = type(sampler)
+    batches = dict[int, list[Any]]()
 
     def iterate(self: Any) -> Iterator[list[Any]]:
         batches.clear()

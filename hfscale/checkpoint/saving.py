@@ -233,7 +233,9 @@ class TrainerSaving:
     def _job_of_copy(self, model: Any, begun: float, *, is_optional: bool = False) -> CheckpointJob:
         trainer = self._trainer
         run_dir = output_folder(trainer.args)
-        failed, write, write_collectively = None, None, None
+        failed = None
+        write = None
+        write_collectively = None
         try:
             if self._own_methods:
                 self._run_own_methods(model, run_dir)
@@ -278,7 +280,9 @@ class TrainerSaving:
             The function that writes this rank's copies into a folder, and the one, if there is one, that all ranks
             must call together.
         """
-        trainer, full, saves = self._trainer, not self._trainer.args.save_only_model, self._trainer.args.should_save
+        trainer = self._trainer
+        full = not self._trainer.args.save_only_model
+        saves = self._trainer.args.should_save
         rng = rng_state(trainer) if full else None
         state = frozen_state(trainer) if saves and not self._own_methods else None
         names = parameter_names(trainer) if saves else None
@@ -352,7 +356,8 @@ class TrainerSaving:
         trainer = self._trainer
         run_dir = optional_dir or Path(self._adapter.output_dir(trial))
         best = trainer.state.best_model_checkpoint
-        failed, write_tensors = None, None
+        failed = None
+        write_tensors = None
         deferring = self._deferred.collecting() if self._deferred is not None else nullcontext()
         try:
             with deferring, self._writing_to_unfinished(run_dir):
@@ -389,7 +394,8 @@ class TrainerSaving:
             yield
 
     def _job(self, run_dir: Path, begun: float, **parts: Any) -> CheckpointJob:
-        args, state = self._trainer.args, self._trainer.state
+        args = self._trainer.args
+        state = self._trainer.state
         target = run_dir / f"checkpoint-{state.global_step}"
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         return CheckpointJob(
@@ -430,7 +436,8 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return "save_safetensors is False"
     if args.push_to_hub and args.hub_strategy != "end":
         return "push_to_hub uploads the folder at once"
-    name, own = type(trainer).__name__, own_methods(trainer)
+    name = type(trainer).__name__
+    own = own_methods(trainer)
     others = [method for method in own if method not in ("_save_checkpoint", *_MODEL_METHODS)]
     if others or (own and is_parallel):
         return f"{name} has its own {(others or own)[0]}"

@@ -90,7 +90,8 @@ def update_manifest(checkpoint: Path) -> None:
     written_at = (checkpoint / MANIFEST_NAME).stat().st_mtime_ns
     files = {}
     for name in checkpoint_files(checkpoint):
-        stat, record = (checkpoint / name).stat(), manifest.files.get(name)
+        stat = (checkpoint / name).stat()
+        record = manifest.files.get(name)
         if record is None or record.bytes != stat.st_size or stat.st_mtime_ns >= written_at:
             flush(checkpoint / name)
             record = FileRecord.of(checkpoint / name)
@@ -124,7 +125,8 @@ def verify(checkpoint: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1
     if share[0] == 0:
         check_links(checkpoint)
     for name in manifest.share(*share):
-        path, expected = checkpoint / name, manifest.files[name]
+        path = checkpoint / name
+        expected = manifest.files[name]
         check_no_link(checkpoint, name)
         if not path.is_file():
             raise CheckpointError(f"{checkpoint} is corrupt: {name} is missing")
@@ -423,13 +425,14 @@ def _inspect(checkpoint: Path, best: str | None, read_files: bool) -> Checkpoint
     manifest, state, reason = _state_of(checkpoint, read_files)
     stats = [(checkpoint / name).stat() for name in checkpoint_files(checkpoint)]
     newest = max(stat.st_mtime for stat in stats or [checkpoint.stat()])
-    step = checkpoint.name.removesuffix(SUPERSEDED).rpartition("-")[2]
+    named = checkpoint.name.removesuffix(SUPERSEDED).rpartition("-")[2]
+    step = int(named) if named.isdigit() else None
     return CheckpointInfo(
         name=checkpoint.name,
         path=str(checkpoint),
         state=state,
         reason=reason,
-        step=manifest.step if manifest else int(step) if step.isdigit() else None,
+        step=manifest.step if manifest else step,
         strategy=manifest.strategy if manifest else None,
         world_size=manifest.world_size if manifest else None,
         global_batch_size=manifest.global_batch_size if manifest else None,

@@ -312,7 +312,8 @@ class StreamPosition(TrainerCallback):
         samples = self._samples + steps * global_batch_size(self._adapter.trainer)
         if state.epoch is not None:  # Trainer counts from 0 where nothing is skipped
             state.epoch += self._first_pass + self._steps / state.max_steps
-        saved, position = saved_state(state, "stream"), self.stream.position_after(samples)
+        saved = saved_state(state, "stream")
+        position = self.stream.position_after(samples)
         saved.clear()
         if position is None:
             return

@@ -230,10 +230,12 @@ def _end_of_argument(pickled: bytes, at: int, opcode: OpcodeInfo) -> int:
             end = pickled.index(b"\n", at) + 1
             index = int(pickled[at : end - 1])
         elif opcode.name == "LONG_BINPUT":
-            (index,), end = struct.unpack_from("<I", pickled, at), at + 4
+            (index,) = struct.unpack_from("<I", pickled, at)
+            end = at + 4
         else:
             length = _LENGTHS[opcode.arg.n]  # type: ignore[union-attr]
-            index, end = 0, at + length.size + length.unpack_from(pickled, at)[0]
+            index = 0
+            end = at + length.size + length.unpack_from(pickled, at)[0]
     except (struct.error, ValueError, KeyError):
         raise HostileFileError("its pickle is broken") from None
     if not at <= end <= len(pickled) or not 0 <= index <= len(pickled):

@@ -146,7 +146,8 @@ class StoreExchanges(Exchanges):
             try:
                 result = function([notes[rank]["value"] for rank in range(self.world_size)])
             except Exception as error:
-                raised, failure = error, describe_error(error)
+                raised = error
+                failure = describe_error(error)
             self._store.publish(topic, [result, failure])
             if raised is not None:
                 raise raised

@@ -110,10 +110,12 @@ class Tree:
         Raises:
             HealthError: the limit of open files is too low for the connections.
         """
-        rank, ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
         layers = groups_of_levels(ranks, largest)
         _allow_files(sum(len(group) for groups in layers for group in groups if rank in group))
-        levels, rows = [], 1
+        levels = []
+        rows = 1
         for groups in layers:
             for members in groups:  # every rank names every group, so that all count alike; only the members connect
                 group = dist.new_group(list(members), backend="gloo", timeout=timeout)
@@ -214,7 +216,8 @@ def groups_of_levels(ranks: int, largest: int = LARGEST_GROUP) -> list[list[tupl
     """
     depth = next(depth for depth in count(1) if largest**depth >= ranks)
     size = next(size for size in count(1) if size**depth >= ranks)
-    layers, members = [], list(range(ranks))
+    layers = []
+    members = list(range(ranks))
     for _ in range(depth):
         layers.append([tuple(members[first : first + size]) for first in range(0, len(members), size)])
         members = [group[0] for group in layers[-1]]

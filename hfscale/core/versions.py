@@ -112,7 +112,8 @@ def what_is_missing(feature: str) -> str | None:
     unmet = [need for need in needs.values() if not is_at_least(need.package, need.minimum)]
     if not unmet:
         return None
-    states, wanted = [], []
+    states = []
+    wanted = []
     for need in unmet:
         found = installed(need.package)
         states.append(f"{need.package} {need.minimum} or later ({f'{found} is' if found else 'not'} installed)")

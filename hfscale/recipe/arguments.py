@@ -553,7 +553,8 @@ def _check_deepspeed_config(deepspeed: object) -> None:
     Args:
         deepspeed (`object`): the value of `--deepspeed`, which wins over the launcher's config.
     """
-    name, value = "--deepspeed", deepspeed
+    name = "--deepspeed"
+    value = deepspeed
     if not value and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         name = "deepspeed_config_file"  # the key of the Accelerate config
         value = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")

@@ -22,7 +22,8 @@ from hfscale.checkpoint.manifest import FileRecord
 from hfscale.core.durable_files import write_atomically
 from hfscale.errors import DataError
 
-_TEMPORARY, _LOCK = "loading-", "lock"
+_TEMPORARY = "loading-"
+_LOCK = "lock"
 _LOCKED_AFTER_S = 60.0  # from the creation of a temporary folder until its process surely holds the lock
 _SETTLED_NS = 2 * 10**9  # a file that changed less than this before it was read could change again without a trace
 

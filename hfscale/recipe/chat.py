@@ -427,7 +427,8 @@ def _check_rendered(text: str, messages: list[Message]) -> None:
 def _conversation(record: dict[str, Any], record_format: str | None) -> tuple[list[Message], list[Any] | None, int]:
     """Return a record's messages, its tools, and the number of messages before the completion."""
     if record_format == "completion":
-        raw, completion = record["prompt"] + record["completion"], len(record["prompt"])
+        raw = record["prompt"] + record["completion"]
+        completion = len(record["prompt"])
     else:
         raw = record[str(record_format)]
         completion = len(raw) - 1

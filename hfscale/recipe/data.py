@@ -107,10 +107,8 @@ def load_packed_datasets(
             "with 'messages', 'conversations' or 'prompt' and 'completion'"
         )
     set_packing_defaults(args, is_chat=is_chat)
-    packed = {
-        split: (pack_documents if is_chat else pack)(records, tokenizer, args, split=split)
-        for split, records in splits.items()
-    }
+    pack_split = pack_documents if is_chat else pack
+    packed = {split: pack_split(records, tokenizer, args, split=split) for split, records in splits.items()}
     train = packed["train"]
     evaluation = packed.get("validation")
     if _is_empty(train, args, "train"):

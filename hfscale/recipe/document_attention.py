@@ -98,7 +98,8 @@ def _reason_of_masks(model: PreTrainedModel) -> str | None:
     """
 
     def look(*, mask_function: Any, **_: Any) -> None:
-        second, first = torch.tensor(3), torch.tensor(1)  # positions in the row
+        second = torch.tensor(3)
+        first = torch.tensor(1)  # positions in the row
         raise _Seen(is_made=True, is_cut=not bool(mask_function(torch.tensor(0), torch.tensor(0), second, first)))
 
     def stop(*_: Any) -> None:

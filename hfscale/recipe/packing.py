@@ -220,8 +220,10 @@ def pack_rows(documents: Iterable[Document], *, packing: str, block_size: int, c
             rows = [[pieces[number] for number in row] for row in found]
     length = block_size if packing == "bestfit" else 0
     columns: Rows = {"input_ids": [], "labels": []}
-    third = "position_ids" if cut else None if packing == "concat" else "attention_mask"
-    columns |= {third: []} if third else {}
+    if cut:
+        columns["position_ids"] = []
+    elif packing != "concat":
+        columns["attention_mask"] = []
     for row in rows:
         used = sum(len(tokens) for tokens, _ in row)
         padding = max(length - used, 0)
@@ -230,7 +232,7 @@ def pack_rows(documents: Iterable[Document], *, packing: str, block_size: int, c
         columns["labels"].append([*chain(*labels), *[IGNORED] * padding])
         if cut:
             columns["position_ids"].append([*chain(*(range(len(tokens)) for tokens, _ in row)), *[0] * padding])
-        elif third:
+        elif packing != "concat":
             columns["attention_mask"].append([1] * used + [0] * padding)
     return columns
 

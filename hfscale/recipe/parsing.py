@@ -169,7 +169,8 @@ def _embedded_defaults(tokens: Sequence[str], task: str) -> list[str]:
     return [token for flag, value in defaults.items() for token in (f"--{flag}", value)]
 
 
-_HELP_WIDTH, _HELP_INDENT = 100, 6
+_HELP_WIDTH = 100
+_HELP_INDENT = 6
 _USAGE = """\
 usage: accelerate launch --config_file ACCELERATE.yaml {script} [--config FILE.yaml] [--FLAG VALUE ...]
 

@@ -124,7 +124,8 @@ def kept_environment() -> Iterator[None]:
 
     What holds the first object, such as default arguments of functions, would not see later changes.
     """
-    environ, before = os.environ, dict(os.environ)
+    environ = os.environ
+    before = dict(os.environ)
     try:
         yield
     finally:
@@ -169,7 +170,8 @@ class _Ranks:
         Args:
             probe (`Path`): a file in the cache folder of this process; rank 0 has written its own.
         """
-        store, local_rank = self._store, int(os.environ.get("LOCAL_RANK", "0"))
+        store = self._store
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         first = store.rank - local_rank
         store.write("place", describe_process() | {"first": local_rank == 0, "probe": probe.name})
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -250,7 +252,8 @@ def _signs_of_life(store: RankStore, what: str) -> Iterator[None]:
             store.store.add(f"beat/{store.rank}", 1)
             if time.monotonic() - logged_at >= LOG_EVERY_S:
                 logged_at = time.monotonic()
-                minutes, done = (logged_at - began_at) / 60, f"{store.count('done')} of {store.world_size}"
+                minutes = (logged_at - began_at) / 60
+                done = f"{store.count('done')} of {store.world_size}"
                 logger.info("preparing %s for %.0f minutes: %s processes have it", what, minutes, done)
 
     def beat_until_the_store_is_gone() -> None:

@@ -185,7 +185,8 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
 
 def _has_results(output_dir: Path, checkpoint: Path) -> bool:
     """Return whether the main process sees results newer than the checkpoint; older ones are of a shorter run."""
-    results, state = output_dir / RESULTS_NAME, checkpoint / TRAINER_STATE_NAME
+    results = output_dir / RESULTS_NAME
+    state = checkpoint / TRAINER_STATE_NAME
 
     def are_newer() -> bool:
         return results.is_file() and results.stat().st_mtime >= state.stat().st_mtime

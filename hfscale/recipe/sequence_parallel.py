@@ -120,7 +120,8 @@ class _MicroBatches(Dataset[Any]):
         batches, micro_batches = divmod(count, self._loader.sp_world_size)
         rest: Any = copy.copy(self._loader)  # the next pass uses the loader itself, from its beginning
         rest.dl = accelerate.skip_first_batches(self._loader.dl, batches)
-        rest.iter, rest.micro_batches = iter(rest.dl), deque()
+        rest.iter = iter(rest.dl)
+        rest.micro_batches = deque()
         for _ in range(micro_batches):
             next(rest)
         iterator: Iterator[Any] = rest

@@ -124,7 +124,8 @@ def _load_file(args: SourceArguments, split: str) -> AnyDataset:
 
 def _load_dataset(args: SourceArguments) -> Splits:
     def load(cache: str | None) -> Any:
-        name, streaming = args.dataset_config_name, args.streaming
+        name = args.dataset_config_name
+        streaming = args.streaming
         return datasets.load_dataset(args.dataset_name, name=name, streaming=streaming, cache_dir=cache)
 
     folder = Path(args.dataset_name or "")

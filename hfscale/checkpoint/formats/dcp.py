@@ -118,7 +118,8 @@ def save_shards(
         Exception: as `Channel.agreed`, on all ranks: a file cannot be written, for example.
     """
     is_first = distributed.rank() == 0
-    planner, storage = DefaultSavePlanner(), filesystem.FileSystemWriter(folder)
+    planner = DefaultSavePlanner()
+    storage = filesystem.FileSystemWriter(folder)
     metadata: Metadata | None = None
     writers: int | None = None  # ranks that together write everything; None: all
     with channel.agreed("save: plan"):

@@ -74,7 +74,8 @@ class MetadataClient:
 
     def __init__(self, base_url: str = METADATA_URL, *, timeout_s: float = 2.0) -> None:
         parts = urlsplit(base_url)
-        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._host = parts.hostname or ""
+        self._port = parts.port or 80
         self.timeout_s = timeout_s
 
     def request(self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float | None = None) -> Answer:
@@ -149,7 +150,8 @@ class CloudWatch(Protocol):
 class AwsWatch:
     """Reads EC2 spot interruptions, and the rebalance recommendation that can precede them. IMDSv2 only."""
 
-    source, every_s = AWS, 5.0
+    source = AWS
+    every_s = 5.0
 
     def __init__(self, client: MetadataClient) -> None:
         self._client = client
@@ -196,7 +198,8 @@ class AwsWatch:
 class GcpWatch:
     """Reads Compute Engine preemptions, with a request that the server answers when the value changes."""
 
-    source, every_s = GCP, 0.0
+    source = GCP
+    every_s = 0.0
     wait_s = 30.0
     """Seconds after which the server is asked to answer even without a change."""
     notice_s = 30.0
@@ -230,7 +233,8 @@ class GcpWatch:
 class AzureWatch:
     """Reads Azure's scheduled events of this machine: spot evictions and deletions by a scale set."""
 
-    source, every_s = AZURE, 2.0
+    source = AZURE
+    every_s = 2.0
     ending = ("Preempt", "Terminate")
 
     def __init__(self, client: MetadataClient) -> None:

@@ -63,7 +63,9 @@ still has to end."""
 EXCHANGE_EVERY_S = 0.5
 """Seconds between two exchanges. A notice is known to all ranks within this time and two steps: half a second of the 5
 that the shortest notice leaves (RunPod), at the cost of one small collective in the background."""
-_CONTINUE, _SAVE, _STOP = 0.0, 1.0, 2.0
+_CONTINUE = 0.0
+_SAVE = 1.0
+_STOP = 2.0
 """Votes; the ranks agree on the greatest."""
 
 
