@@ -207,7 +207,7 @@ def _copies(device: torch.device, sizes: Sizes) -> Iterator[dict[str, Any]]:
 
 
 def _groups() -> "dict[str, dist.ProcessGroup | None]":
-    """The default group, and on several nodes the ranks of this node too."""
+    """Return the default group, and on several nodes the ranks of this node too."""
     if not distributed.is_distributed():
         return {}
     if _nodes() == 1:
@@ -227,7 +227,7 @@ def _nodes() -> int:
 def _collectives(
     device: torch.device, sizes: Sizes, where: str, group: "dist.ProcessGroup | None"
 ) -> Iterator[dict[str, Any]]:
-    """The collectives of `KINDS` at each size."""
+    """Return the collectives of `KINDS` at each size."""
     ranks = dist.get_world_size(group)
     for size in sizes.messages:
         for kind in KINDS:
@@ -259,7 +259,7 @@ def _ring(rows: list[dict[str, Any]], where: str) -> tuple[float, float] | None:
 
 
 def _accelerator(device: torch.device, rows: list[dict[str, Any]]) -> Accelerator:
-    """The datasheet's row where the device is known, otherwise a row with the best measured rates as its peaks."""
+    """Return the datasheet's row where the device is known, else a row with the best measured rates as peaks."""
     best: dict[str, float] = {}
     for row in rows:
         if row["kind"] == "matmul":
@@ -287,7 +287,7 @@ def _accelerator(device: torch.device, rows: list[dict[str, Any]]) -> Accelerato
 
 
 def _links(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Bandwidths and latencies as `hfscale.planner.network` uses them."""
+    """Return bandwidths and latencies as `hfscale.planner.network` uses them."""
     links: dict[str, float] = {}
     per_node = _per_node()
     hop_s = 0.0

@@ -224,7 +224,7 @@ class CommHealthCallback(AdapterCallback):
         sys.excepthook = self._on_exception
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An exception ends this process: find the rank that caused it, then call the previous hook."""
+        """Find the rank that caused the exception that ends this process, then call the previous hook."""
         if self._watchdog is not None and isinstance(error, Exception):
             self._watchdog.examine_failure(error)
             self._watchdog.stop()

@@ -154,7 +154,7 @@ def _position(name: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) 
 
 
 def _dumps() -> list[str]:
-    """The JSON of gloo's recorder, and of NCCL's where torch is built with it."""
+    """Return the JSON of gloo's recorder, and of NCCL's where torch is built with it."""
     recorders: Any = _distributed_c10d  # its annotations do not list all of its functions
     found = [recorders._dump_fr_trace_json(True, False)]
     if hasattr(recorders, "_dump_nccl_trace_json"):
@@ -337,7 +337,7 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
 
 
 def _not_arrived(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]) -> dict[int, Position]:
-    """The ranks that have not entered a collective in which others wait, each with that collective."""
+    """Return the ranks that have not entered a collective in which others wait, each with that collective."""
     entered: dict[str, dict[int, int]] = {}
     for rank, snap in snapshots.items():
         for position in snap.positions:
@@ -411,5 +411,5 @@ def _blame_when_nobody_waits(snapshots: Mapping[int, Snapshot], blame: Blame) ->
 
 
 def _is_caused_by_a_peer(error: str) -> bool:
-    """Whether an exception only says that another rank has ended."""
+    """Return whether an exception only says that another rank has ended."""
     return any(text in error for text in _CAUSED_BY_A_PEER)

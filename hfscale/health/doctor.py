@@ -302,7 +302,7 @@ def _unmet_declarations() -> list[Finding]:
 
 
 def _satisfies(version: str | None, specifier: SpecifierSet) -> bool:
-    """Whether a version is in a range; a pre-release, such as that of a vendor's build, counts as its release."""
+    """Return whether a version is in a range; a pre-release, as of a vendor's build, counts as its release."""
     if version is None:
         return False
     try:
@@ -361,7 +361,7 @@ def _gpu_problems(
 
 
 def _runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
-    """Whether one of torch's architectures runs on a GPU: binaries within a major version, PTX on all later GPUs."""
+    """Return whether an architecture of torch runs on a GPU: a binary within a major version, PTX on later GPUs."""
     for name in architectures:
         kind, _, digits = name.rstrip("af").partition("_")
         built = (int(digits[:-1]), int(digits[-1]))
@@ -371,7 +371,7 @@ def _runs_on(architectures: list[str], capability: tuple[int, int]) -> bool:
 
 
 def _build_problems(packages: Mapping[str, str | None]) -> list[Finding]:
-    """DeepSpeed compiles its operators when they are first used."""
+    """Return what prevents DeepSpeed from compiling its operators when they are first used."""
     if packages["deepspeed"] is None:
         return []
     missing = [name for name in ("ninja", "c++") if shutil.which(name) is None]

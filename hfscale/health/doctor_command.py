@@ -42,7 +42,7 @@ def _text(report: DoctorReport) -> str:
 
 
 def _hardware(report: DoctorReport) -> list[str]:
-    """Lines about torch's build, the GPUs and the driver."""
+    """Return lines about torch's build, the GPUs and the driver."""
     if report.torch is None:
         return [f"NVIDIA driver: {report.driver or 'none'}"]
     build = [f"CUDA {report.torch['cuda']}" if report.torch["cuda"] else ""]

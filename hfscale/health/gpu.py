@@ -107,7 +107,7 @@ class NvmlSensor:
         return reasons
 
     def _query(self, name: str, *arguments: Any) -> Any:
-        """One value; None where this GPU, driver or version of nvidia-ml-py does not have it."""
+        """Return one value; None where this GPU, driver or version of nvidia-ml-py does not have it."""
         query = getattr(self._nvml, name, None)
         try:
             return query(self._handle, *arguments) if query is not None else None
@@ -207,7 +207,7 @@ def xids(lines: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def _kernel_lines(path: Path | None) -> list[str]:
-    """The kernel's messages that this user may read, from a text file or from the kernel's buffer."""
+    """Return the kernel's messages that this user may read, from a text file or from the kernel's buffer."""
     if path is not None:
         return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     lines: list[str] = []
@@ -226,7 +226,7 @@ def _kernel_lines(path: Path | None) -> list[str]:
 
 
 def _same_bus(one: str, other: str | None) -> bool:
-    """Whether two PCI addresses belong to one device: the kernel writes 0000:17:00, NVML 00000000:17:00.0."""
+    """Return whether two PCI addresses belong to one device: the kernel writes 0000:17:00, NVML 00000000:17:00.0."""
     if other is None:
         return True
     plain = [part.lower().partition(".")[0].split(":")[-2:] for part in (one, other)]

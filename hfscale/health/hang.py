@@ -352,7 +352,7 @@ def write_folder(
 ) -> None:
     """Write `verdict.json` with the findings and each rank's position, and `rank-N.txt` with its stacks.
 
-    Beyond `MOST_FILES` ranks the stacks are those of the ranks to blame and of one rank for each different stack.
+    Beyond `MAX_FILES` ranks the stacks are those of the ranks to blame and of one rank for each different stack.
 
     Args:
         folder (`Path`): the folder; it is created if it does not exist.

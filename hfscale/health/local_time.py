@@ -32,7 +32,7 @@ class StepSpans:
     """Adds up, for each step, the time between calls of `open` and `close`.
 
     Args:
-        clock (`HostClock`): The clock of the device that does the work.
+        clock (`HostClock`): the clock of the device that does the work.
     """
 
     def __init__(self, clock: HostClock) -> None:

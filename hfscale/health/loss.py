@@ -62,7 +62,7 @@ class LossGuard:
         return _loss_finding("warning", problem, "look at the batch, or lower the learning rate")
 
     def _limit(self) -> tuple[float, float | None]:
-        """The recent median, and the loss above which one is a spike."""
+        """Return the recent median, and the loss above which one is a spike."""
         if len(self._losses) < LEAST:
             return math.nan, None
         median = statistics.median(self._losses)
@@ -134,7 +134,7 @@ def compare_replicas(checksums: npt.ArrayLike, norms: npt.ArrayLike, hosts: Sequ
 
 
 def _differing_ranks(values: list[float]) -> list[int]:
-    """The ranks that do not have the most common value; all ranks where no single value is the most common."""
+    """Return the ranks that do not have the most common value; all ranks where no single value is the most common."""
     (first, most), *rest = Counter(values).most_common()
     is_tied = bool(rest) and rest[0][1] == most
     return [rank for rank, value in enumerate(values) if is_tied or value != first]

@@ -228,7 +228,7 @@ class Collective:
 
 
 def _buffer_pattern(length: int, device: torch.device) -> torch.Tensor:
-    """The pattern p of this module's collectives, (length,) fp64: sums over any number of ranks are exact in it."""
+    """Return the pattern p of this module's collectives, (length,) fp64; sums over any number of ranks are exact."""
     return (torch.arange(length, device=device) % _BUFFER_PERIOD).double()
 
 
@@ -340,7 +340,7 @@ def check_collective(
 
 
 def _guilty_contributor(collective: Collective, ranks: int) -> int | None:
-    """The rank whose contribution, missing or changed, explains all wrong elements; None if no single one does."""
+    """Return the rank whose missing or changed contribution explains all wrong elements; None if there is none."""
     output, expected = collective.output, collective.expected
     if collective.kind in ("all_gather", "all_to_all"):
         parts = (output != expected).view(ranks, -1).any(dim=1).nonzero().flatten().tolist()

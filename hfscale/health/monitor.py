@@ -186,7 +186,7 @@ class Monitor:
             self._gpu.stop()
 
     def _checksum(self, step: int) -> float:
-        """The checksum of the replicas where one is due, else NaN; it is due at the same logs on all ranks."""
+        """Return the checksum of the replicas where one is due, else NaN; it is due at the same logs on all ranks."""
         due = self._last_checksum_step is None or step - self._last_checksum_step >= self._checksum_every
         if not self._replicas or not due:
             return math.nan
@@ -202,7 +202,7 @@ class Monitor:
         return dict(zip(OWN_S, padding + times, strict=True))
 
     def _gpu_numbers(self) -> dict[str, float]:
-        """The last reading of this rank's GPU; NaN where there is none."""
+        """Return the last reading of this rank's GPU; NaN where there is none."""
         if self._gpu is None:
             return dict.fromkeys(("temperature_c", "power_w", "throttled"), math.nan)
         now = self._gpu.watch.last
@@ -221,7 +221,7 @@ def _worst(columns: Arrays, name: str) -> float | None:
 
 
 def _gpu_keys(temperatures: Numbers, powers: Numbers, throttled: Numbers) -> dict[str, float]:
-    """Over the GPUs that report a value: the highest temperature, the mean power, the share that is throttled."""
+    """Return the highest temperature, the mean power and the share that is throttled, of the GPUs that report it."""
 
     def known(values: Numbers) -> Numbers:
         return values[np.isfinite(values)]

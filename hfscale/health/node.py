@@ -105,7 +105,7 @@ class _NodeCheck:
     findings: list[Finding] = field(default_factory=list)
 
     def is_on(self, name: str) -> bool:
-        """Whether a variable is set to a true value."""
+        """Return whether a variable is set to a true value."""
         return self.environ.get(name, "").strip().lower() in _TRUE
 
     def add(self, level: Level, check: str, problem: str, fix: str) -> None:
@@ -245,7 +245,7 @@ def _check_transports(check: _NodeCheck) -> None:
 
 
 def _check_error_handling(check: _NodeCheck) -> None:
-    """Variables that decide what happens after an error, and those left from debugging or tuning."""
+    """Check the variables that decide what happens after an error, and those left from debugging or tuning."""
     environ = check.environ
     handling = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", environ.get("NCCL_ASYNC_ERROR_HANDLING"))
     if handling == "0":
@@ -304,7 +304,10 @@ def _check_devices(check: _NodeCheck) -> None:
 
 
 def _check_limits(check: _NodeCheck) -> None:
-    """Thresholds are hfscale's own: what data loaders with workers, NCCL and checkpoints are known to run into."""
+    """Check the limits of this process.
+
+    The thresholds are hfscale's own: what data loaders with workers, NCCL and checkpoints are known to run into.
+    """
     limits = check.node.limits
     if limits.get("nofile", float("inf")) < 4096:
         check.warn(
@@ -321,7 +324,7 @@ def _check_limits(check: _NodeCheck) -> None:
 
 
 def _check_memory(check: _NodeCheck) -> None:
-    """Thresholds are hfscale's own, as those of `_check_limits`."""
+    """Check the memory of this node; the thresholds are hfscale's own, as in `_check_limits`."""
     node, processes = check.node, check.processes
     if node.shm_gib < 0.1:
         check.add(

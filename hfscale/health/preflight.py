@@ -215,7 +215,7 @@ def _report_presence(rank_store: RankStore, checks: "_Checks", grace_s: float, w
 
 
 def _entered() -> dict[str, int | None] | None:
-    """What this rank has entered in the default group; None where that is not recorded.
+    """Return what this rank has entered in the default group; None where that is not recorded.
 
     `collectives` and `p2p` count the collectives, and the sends and receives; `waits_in` is the number of the
     collective that it waits in.
@@ -281,7 +281,7 @@ class _Checks(threading.Thread):
         self.results["clock"] = self._time_after_barrier()
 
     def _groups(self) -> dict[str, dist.ProcessGroup | None]:
-        """The group of all ranks, and on several nodes with equally many, consecutive ranks the group of this node."""
+        """Return the group of all ranks, and this node's if several nodes have equally many, consecutive ranks."""
         if self.rank_store.rank == 0:
             hello = self.rank_store.read("hello")
             self.rank_store.publish("nodes", ranks_per_node([note["host"] for _, note in sorted(hello.items())]))
@@ -295,7 +295,7 @@ class _Checks(threading.Thread):
         return {"network": None, "node": dist.new_subgroups(group_size=per_node)[0]}
 
     def _time_after_barrier(self) -> float:
-        """This rank's clock just after the quickest of a few all-reduces, which all ranks leave together."""
+        """Return this rank's clock just after the quickest of a few all-reduces, which all ranks leave together."""
         best = (float("inf"), 0.0)
         token = torch.zeros(1, device=self.plan.device)
         for _ in range(CLOCK_ROUNDS):
@@ -371,7 +371,7 @@ def _blame_absent(rank: int, hosts: Mapping[int, str], *, has_arrived: bool) -> 
 
 
 def _blame_late(present: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> Finding:
-    """All ranks are there now, but some came when the others had already stopped waiting for them."""
+    """Blame the ranks that came when the others had already stopped waiting for them; all are there now."""
     waited = {rank: float(note.get("waited_s", 0.0)) for rank, note in present.items()}
     late = tuple(sorted(rank for rank, seconds in waited.items() if seconds <= max(waited.values()) / 2))
     problem = f"arrived after the others had waited for {max(waited.values()):.0f} s"
@@ -415,7 +415,7 @@ def _blame_phases(
 
 
 def _has_skipped(phase: str, ahead: Mapping[str, Any], behind: Mapping[str, Any]) -> bool:
-    """Whether a rank has not done `phase`, which another is still in, or only a part of it.
+    """Return whether a rank has not done `phase`, which another is still in, or only a part of it.
 
     It has done a part of it if it has entered less than the other, or waits in a collective of the same number.
     """

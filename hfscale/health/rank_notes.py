@@ -82,7 +82,7 @@ def compare_ranks(notes: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
 def _differing(
     notes: Mapping[int, Mapping[str, Any]], values: Mapping[int, str], level: Level, check: str, problem: str, fix: str
 ) -> list[Finding]:
-    """The ranks whose value is not the most common one, one finding per host and value."""
+    """Return one finding per host and value that is not the most common one."""
     if not values:
         return []
     most_common, _ = Counter(values.values()).most_common(1)[0]

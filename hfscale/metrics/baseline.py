@@ -79,7 +79,7 @@ class Match:
         """Return the scaling efficiency; it is 1 if every GPU is as fast as those of the baseline.
 
         Args:
-            tokens_per_s_per_gpu (`float`): The speed of the run in tokens per second and GPU.
+            tokens_per_s_per_gpu (`float`): the speed of the run in tokens per second and GPU.
         """
         return tokens_per_s_per_gpu / self.baseline.tokens_per_s_per_gpu
 
@@ -104,12 +104,12 @@ def find(baselines: Sequence[Baseline], workload: Workload, world_size: int) -> 
     """Find the baseline to compare a run with.
 
     Args:
-        baselines (`Sequence[Baseline]`): The recorded baselines.
-        workload (`Workload`): What the run does.
-        world_size (`int`): Its number of GPUs.
+        baselines (`Sequence[Baseline]`): the recorded baselines.
+        workload (`Workload`): what the run does.
+        world_size (`int`): its number of GPUs.
 
     Returns:
-        `Match | str`: The baseline, or the reason why none can be compared.
+        `Match | str`: the baseline, or the reason why none can be compared.
     """
     if not baselines:
         return "no baseline is recorded"
@@ -137,7 +137,7 @@ def find(baselines: Sequence[Baseline], workload: Workload, world_size: int) -> 
 
 
 def _differences(one: Workload, other: Workload) -> list[str]:
-    """The fields that must be equal and are not."""
+    """Return the fields that must be equal and are not."""
     return [name for name in _MUST_BE_EQUAL if getattr(one, name) != getattr(other, name)]
 
 
@@ -145,13 +145,13 @@ def read_baselines(path: Path) -> list[Baseline]:
     """Read the baselines of a file.
 
     Args:
-        path (`Path`): A file that `hfscale sweep` has written.
+        path (`Path`): a file that `hfscale sweep` has written.
 
     Returns:
-        `list[Baseline]`: The baselines, in the order of the file.
+        `list[Baseline]`: the baselines, in the order of the file.
 
     Raises:
-        ConfigFileError: The file is missing, or is not a file that `hfscale sweep` writes.
+        ConfigFileError: the file is missing, or is not a file that `hfscale sweep` writes.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -190,12 +190,12 @@ def record_baseline(path: Path, baseline: Baseline) -> None:
     """Add a baseline to a file, and replace an earlier one of the same work on the same number of GPUs.
 
     Args:
-        path (`Path`): The file; it is created if it does not exist.
-        baseline (`Baseline`): The measured speed.
+        path (`Path`): the file; it is created if it does not exist.
+        baseline (`Baseline`): the measured speed.
 
     Raises:
-        ConfigFileError: The file exists, and is not a file that `hfscale sweep` writes.
-        StorageError: The file cannot be written.
+        ConfigFileError: the file exists, and is not a file that `hfscale sweep` writes.
+        StorageError: the file cannot be written.
     """
     rows = read_baselines(path) if path.exists() else []
     key = (baseline.workload, baseline.world_size)

@@ -64,17 +64,17 @@ class ScalingMetricsCallback(AdapterCallback):
     `hfscale.core.records`.
 
     Args:
-        peak_tflops (`float`, *optional*): Dense peak of one device in TFLOP/s, for hardware not in `hardware.toml`.
-        usd_per_gpu_hour (`float`, *optional*): Price of one device in USD per hour; None: the price in `prices.toml`,
+        peak_tflops (`float`, *optional*): dense peak of one device in TFLOP/s, for hardware not in `hardware.toml`.
+        usd_per_gpu_hour (`float`, *optional*): price of one device in USD per hour; None: the price in `prices.toml`,
             if it has the device.
-        baseline (`str` or `Path`, *optional*): A baselines file that `hfscale sweep` has written; None:
+        baseline (`str` or `Path`, *optional*): a baselines file that `hfscale sweep` has written; None:
             `~/.config/hfscale/baselines.json`, if it exists.
-        noise_scale (`bool`): Whether to measure the gradient noise scale, from the gradients of at most one step in
+        noise_scale (`bool`): whether to measure the gradient noise scale, from the gradients of at most one step in
             fifty. It is off by default, because it puts hooks on the parameters or, under FSDP2, on the communication.
 
     Raises:
-        ParameterError: A peak or a price is not positive.
-        ConfigFileError: When training begins: the baselines file or the price list cannot be read.
+        ParameterError: a peak or a price is not positive.
+        ConfigFileError: when training begins: the baselines file or the price list cannot be read.
     """
 
     def __init__(

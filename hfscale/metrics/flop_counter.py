@@ -54,13 +54,13 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *arg
 
 
 def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Counts scores again, and the gradients of value, scores, query and key."""
+    """Count the scores again, and the gradients of value, scores, query and key."""
     flops: int = query.shape[:-1].numel() * key.shape[-2] * (6 * query.shape[-1] + 4 * value.shape[-1])
     return flops
 
 
 def _grouped_mm(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> int:
-    """Counts the product of experts' matrices and their tokens: each row belongs to one expert."""
+    """Count the product of experts' matrices and their tokens: each row belongs to one expert."""
     experts = one.shape[0] if one.ndim == other.ndim == 3 else 1
     return 2 * experts * one.shape[-2] * one.shape[-1] * other.shape[-1]
 
@@ -83,7 +83,7 @@ class StepFlops(TorchDispatchMode):
     of attention.
 
     Args:
-        counter (`TokenCounter`): Says whether a forward of the model is running: such a forward is no recomputation
+        counter (`TokenCounter`): says whether a forward of the model is running: such a forward is no recomputation
             even if it runs during a backward, as in sentence-transformers' cached losses.
     """
 

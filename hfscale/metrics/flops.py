@@ -46,9 +46,9 @@ class FlopsFit:
         """Add a counted step.
 
         Args:
-            work (`Sequence[float]`): The increase of `TokenCounter.work` during the step, (`WORK_SIZES`,).
-            model_flops (`float`): Its model FLOPs.
-            hardware_flops (`float`): Its executed FLOPs.
+            work (`Sequence[float]`): the increase of `TokenCounter.work` during the step, (`WORK_SIZES`,).
+            model_flops (`float`): its model FLOPs.
+            hardware_flops (`float`): its executed FLOPs.
         """
         predicted = self.predict(work)
         self._work.append(work)
@@ -66,7 +66,7 @@ class FlopsFit:
         """Take a step into account that was not counted: if its shape is new, the next steps will be counted.
 
         Args:
-            work (`Sequence[float]`): The increase of `TokenCounter.work` during the step.
+            work (`Sequence[float]`): the increase of `TokenCounter.work` during the step.
         """
         if len(self._work) >= MAX_COUNTED_STEPS or not any(work):
             return
@@ -78,7 +78,7 @@ class FlopsFit:
         """Return the model FLOPs and the executed FLOPs of some work; None before a step was counted.
 
         Args:
-            work (`Sequence[float]`): The increase of `TokenCounter.work` during one or more steps.
+            work (`Sequence[float]`): the increase of `TokenCounter.work` during one or more steps.
         """
         if self._solution is None:
             return None

@@ -32,9 +32,9 @@ class GoodputTracker:
     """Adds up how the time was spent, launch after launch.
 
     Args:
-        saved (`dict[str, Any]`): The dictionary that keeps the times: empty in a fresh run, and as the checkpoint had
+        saved (`dict[str, Any]`): the dictionary that keeps the times: empty in a fresh run, and as the checkpoint had
             it in a resumed run. It is updated in place.
-        now (`Callable[[], float]`): Returns the Unix time in seconds.
+        now (`Callable[[], float]`): returns the Unix time in seconds.
     """
 
     def __init__(self, saved: dict[str, Any], *, now: Callable[[], float] = time.time) -> None:
@@ -56,11 +56,11 @@ class GoodputTracker:
 
         Args:
             launched_at (`float`): Unix time at which the process of this launch started.
-            world_size (`int`): Number of processes of this launch.
+            world_size (`int`): number of processes of this launch.
             last_alive (`float`, *optional*): Unix time of the last record of the previous launch; None without one.
             first_launch (`float`, *optional*): Unix time of the first launch, for times that no checkpoint has kept;
                 None if this is the first launch.
-            save (`tuple[float, float]`, *optional*): The Unix time at which the save of the checkpoint that is resumed
+            save (`tuple[float, float]`, *optional*): the Unix time at which the save of the checkpoint that is resumed
                 from ended, and its duration in seconds. The times in the checkpoint are from before its save.
         """
         saved = self._saved
@@ -91,7 +91,7 @@ class GoodputTracker:
         """Set the saved times to those at the last `fold` (at first those at `begin`), plus those of a window.
 
         Args:
-            window (`Mapping[str, float]`): Seconds of each phase since the last `fold`.
+            window (`Mapping[str, float]`): seconds of each phase since the last `fold`.
         """
         now = self._now()
         seconds = self._saved["seconds"]
@@ -104,7 +104,7 @@ class GoodputTracker:
         """Update the saved times, and start a new window from them.
 
         Args:
-            window (`Mapping[str, float]`): Seconds of each phase since the last `fold`.
+            window (`Mapping[str, float]`): seconds of each phase since the last `fold`.
         """
         self.update(window)
         self._base = dict(self._saved["seconds"])
@@ -138,15 +138,15 @@ def rate(device_name: str, usd_per_gpu_hour: float | None, *, prices: Path | Non
     Of several offers the cheapest on-demand one is taken: it is the least that the run costs without a contract.
 
     Args:
-        device_name (`str`): The name that `torch.cuda.get_device_name()` returns.
-        usd_per_gpu_hour (`float`, *optional*): The price that the user gave; it takes precedence.
-        prices (`Path`, *optional*): A price list; by default the shipped one, with the rows of the user's own file.
+        device_name (`str`): the name that `torch.cuda.get_device_name()` returns.
+        usd_per_gpu_hour (`float`, *optional*): the price that the user gave; it takes precedence.
+        prices (`Path`, *optional*): a price list; by default the shipped one, with the rows of the user's own file.
 
     Returns:
-        `Rate | None`: The price, or None if the user gave none and the price list does not have the device.
+        `Rate | None`: the price, or None if the user gave none and the price list does not have the device.
 
     Raises:
-        ConfigFileError: The price list cannot be read, or a row of it is wrong.
+        ConfigFileError: the price list cannot be read, or a row of it is wrong.
     """
     if usd_per_gpu_hour is not None:
         return Rate(usd_per_gpu_hour=usd_per_gpu_hour, source="as given")

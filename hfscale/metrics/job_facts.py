@@ -68,7 +68,7 @@ def _layout(trainer: "Trainer", strategy: str) -> dict[str, int]:
 
 
 def _offload(trainer: "Trainer") -> str:
-    """What is kept in the CPU's memory, by the planner's names."""
+    """Return what is kept in the CPU's memory, by the planner's names."""
     state = trainer.accelerator.state
     if state.deepspeed_plugin is not None:
         zero = state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})

@@ -22,10 +22,10 @@ class ProfilerCallback(TrainerCallback):
     the other steps are not affected. The callback logs no metric keys.
 
     Args:
-        steps (`Sequence[int]`): Numbers of the optimizer steps to profile, counted from 1.
+        steps (`Sequence[int]`): numbers of the optimizer steps to profile, counted from 1.
 
     Raises:
-        ParameterError: A step is below 1.
+        ParameterError: a step is below 1.
     """
 
     def __init__(self, steps: Sequence[int]) -> None:

@@ -68,14 +68,14 @@ class RunRecorder:
         """Prepare the files, record the launch, and start to account for its time.
 
         Args:
-            folder (`Path`): Output directory of the run, or of one trial of a hyperparameter search.
-            args (`TrainingArguments`): Arguments of the training.
-            state (`TrainerState`): State of the Trainer at the beginning of the training.
-            saved_goodput (`dict[str, Any]`): The dictionary that `GoodputTracker` keeps its times in.
-            facts (`Mapping[str, Any]`): What is known of the run; `world_size` and `strategy` are recorded.
+            folder (`Path`): output directory of the run, or of one trial of a hyperparameter search.
+            args (`TrainingArguments`): arguments of the training.
+            state (`TrainerState`): the state of the Trainer at the beginning of the training.
+            saved_goodput (`dict[str, Any]`): the dictionary that `GoodputTracker` keeps its times in.
+            facts (`Mapping[str, Any]`): what is known of the run; `world_size` and `strategy` are recorded.
 
         Returns:
-            `GoodputTracker`: The tracker of this run, on every rank.
+            `GoodputTracker`: the tracker of this run, on every rank.
         """
         goodput_tracker = GoodputTracker(saved_goodput)
         launched = launched_at()
@@ -125,9 +125,9 @@ class RunRecorder:
         """Record once what the run does, and the price of a GPU.
 
         Args:
-            state (`TrainerState`): State of the Trainer, for its step.
-            facts (`Mapping[str, Any]`): What the run does, such as its model, strategy and batch.
-            rate (`Rate`, *optional*): The price of a GPU; None if it is unknown.
+            state (`TrainerState`): the state of the Trainer, for its step.
+            facts (`Mapping[str, Any]`): what the run does, such as its model, strategy and batch.
+            rate (`Rate`, *optional*): the price of a GPU; None if it is unknown.
         """
         self._workload_is_written = True
         price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
@@ -137,8 +137,8 @@ class RunRecorder:
         """Record once how the planner describes the run, for the comparison with its estimate in the report.
 
         Args:
-            state (`TrainerState`): State of the Trainer, for its step.
-            facts (`Mapping[str, Any]`): Model config, layout and options; values that JSON does not have become text.
+            state (`TrainerState`): the state of the Trainer, for its step.
+            facts (`Mapping[str, Any]`): model config, layout and options; values that JSON does not have become text.
         """
         self._write("job", state, **json.loads(json.dumps(facts, default=str)))
 
@@ -146,8 +146,8 @@ class RunRecorder:
         """Write a line of `hfscale_ranks.jsonl`.
 
         Args:
-            state (`TrainerState`): State of the Trainer, for its step.
-            numbers (`Mapping[str, Sequence[float]]`): One number per rank of each measure, as in `RankLines.add`.
+            state (`TrainerState`): the state of the Trainer, for its step.
+            numbers (`Mapping[str, Sequence[float]]`): one number per rank of each measure, as in `RankLines.add`.
         """
         if self._ranks is not None:
             self._ranks.add(state.global_step, numbers)
@@ -156,10 +156,10 @@ class RunRecorder:
         """Write a line of `scaling.jsonl`.
 
         Args:
-            state (`TrainerState`): State of the Trainer, for its step.
-            logs (`Mapping[str, float]`): The values of the log. hfscale's metric keys and Trainer's loss, gradient
+            state (`TrainerState`): the state of the Trainer, for its step.
+            logs (`Mapping[str, float]`): the values of the log. hfscale's metric keys and Trainer's loss, gradient
                 norm, learning rate and epoch are kept.
-            durable (`bool`): Whether to wait until the line is on disk, which a log before a checkpoint needs.
+            durable (`bool`): whether to wait until the line is on disk, which a log before a checkpoint needs.
         """
         if self._folder is None:
             return
@@ -173,8 +173,8 @@ class RunRecorder:
         """Record that a checkpoint was saved.
 
         Args:
-            state (`TrainerState`): State of the Trainer, for its step.
-            seconds (`float`): The seconds for which the training waited.
+            state (`TrainerState`): the state of the Trainer, for its step.
+            seconds (`float`): the seconds for which the training waited.
         """
         self._write("save", state, seconds=round(seconds, 4))
 
@@ -182,8 +182,8 @@ class RunRecorder:
         """Record a bottleneck that the triage has named.
 
         Args:
-            state (`TrainerState`): State of the Trainer, for its step.
-            finding (`Finding`): The bottleneck.
+            state (`TrainerState`): the state of the Trainer, for its step.
+            finding (`Finding`): the bottleneck.
         """
         self._write("finding", state, **finding.to_cause())
 
@@ -191,9 +191,9 @@ class RunRecorder:
         """Record the end of the training.
 
         Args:
-            state (`TrainerState`): State of the Trainer, for its step.
-            split (`Mapping[str, float]`): Seconds of each phase since the first launch.
-            advice (`str`, *optional*): The advice on the batch size; None if there is none.
+            state (`TrainerState`): the state of the Trainer, for its step.
+            split (`Mapping[str, float]`): seconds of each phase since the first launch.
+            advice (`str`, *optional*): the advice on the batch size; None if there is none.
         """
         self._record_failures(state)
         extra = {"advice": advice} if advice is not None else {}

@@ -48,7 +48,7 @@ def run(
 
 
 def _to_dict(found: Run) -> dict[str, object]:
-    """The report for `--json`. `mend` is the older name of `fix`."""
+    """Return the report for `--json`. `mend` is the older name of `fix`."""
     return {
         "name": found.name,
         "status": found.status,

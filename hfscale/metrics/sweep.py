@@ -42,7 +42,7 @@ class Sweep:
     """Describes the runs of a sweep.
 
     Raises:
-        UsageError: A value is wrong, or with strong scaling the global batch does not divide.
+        UsageError: a value is wrong, or with strong scaling the global batch does not divide.
     """
 
     recipe: Sequence[str]
@@ -79,10 +79,10 @@ class Sweep:
         """Return the flags that keep the global batch on a number of processes; none for weak scaling.
 
         Args:
-            number (`int`): The number of processes.
+            number (`int`): the number of processes.
 
         Raises:
-            UsageError: The recipe's flags have no valid batch size, or the global batch does not divide.
+            UsageError: the recipe's flags have no valid batch size, or the global batch does not divide.
         """
         if self.mode == "weak":
             return []
@@ -105,11 +105,11 @@ class Sweep:
         """Return the command line of one run.
 
         Args:
-            number (`int`): The number of processes.
-            output_dir (`Path`): The output directory of the run.
+            number (`int`): the number of processes.
+            output_dir (`Path`): the output directory of the run.
 
         Raises:
-            UsageError: With strong scaling, the flags of the batch are missing or the global batch does not divide.
+            UsageError: with strong scaling, the flags of the batch are missing or the global batch does not divide.
         """
         launcher = [sys.executable, "-m", "accelerate.commands.launch"]
         launcher += ["--config_file", str(self.config_file), "--num_processes", str(number)]
@@ -149,7 +149,7 @@ class Measurement:
         """Return the median of a metric over the repeats that have it, or None if none has it.
 
         Args:
-            key (`str`): The metric key, such as `scaling/mfu`.
+            key (`str`): the metric key, such as `scaling/mfu`.
         """
         values = [keys[key] for keys in self.keys if key in keys]
         return statistics.median(values) if values else None
@@ -158,7 +158,7 @@ class Measurement:
         """Return the scaling efficiency: the median over the repeats of this speed over that of `base`.
 
         Args:
-            base (`Measurement`): The measurement on the fewest processes, with as many repeats.
+            base (`Measurement`): the measurement on the fewest processes, with as many repeats.
         """
         return statistics.median(own / other for own, other in zip(self.rates, base.rates, strict=True))
 
@@ -170,10 +170,10 @@ class Measurement:
         """Return the share of the time that each cause takes from the efficiency; `not measured` is the rest.
 
         Args:
-            base (`Measurement`): The measurement on the fewest processes, with as many repeats.
+            base (`Measurement`): the measurement on the fewest processes, with as many repeats.
 
         Returns:
-            `dict[str, float]`: The share of each cause that takes more than 0.1%.
+            `dict[str, float]`: the share of each cause that takes more than 0.1%.
         """
         lost = max(1 - self.efficiency(base), 0.0)
         added = {cause: (self.median(key) or 0.0) - (base.median(key) or 0.0) for cause, key in _SHARE_KEYS.items()}
@@ -190,7 +190,7 @@ class Measurement:
         """Return the bottleneck to look at first, or None if the triage finds none.
 
         Args:
-            base (`Measurement`): The measurement on the fewest processes, with as many repeats.
+            base (`Measurement`): the measurement on the fewest processes, with as many repeats.
         """
         names = {key for keys in self.keys for key in keys}
         medians = {key: value for key in names if (value := self.median(key)) is not None}
@@ -202,7 +202,7 @@ class Measurement:
         """Return the baseline that later runs are compared with.
 
         Raises:
-            HfScaleError: The run has not recorded what it does.
+            HfScaleError: the run has not recorded what it does.
         """
         try:
             workload = Workload(**{each.name: self.facts[each.name] for each in fields(Workload)})
@@ -220,15 +220,15 @@ def run_sweep(sweep: Sweep, *, log: Callable[[str], None]) -> list[Measurement]:
     """Run a sweep.
 
     Args:
-        sweep (`Sweep`): The runs.
-        log (`Callable[[str], None]`): Called with one line as each run ends.
+        sweep (`Sweep`): the runs.
+        log (`Callable[[str], None]`): called with one line as each run ends.
 
     Returns:
-        `list[Measurement]`: The measurements, in order of the number of processes.
+        `list[Measurement]`: the measurements, in order of the number of processes.
 
     Raises:
-        HfScaleError: A run failed, took too long or left no measurements.
-        StorageError: The output directory cannot be written.
+        HfScaleError: a run failed, took too long or left no measurements.
+        StorageError: the output directory cannot be written.
     """
     found = {number: Measurement(gpus=number) for number in sweep.gpus}
     for repeat in range(sweep.repeats):
@@ -300,8 +300,8 @@ def environment(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) ->
     Without GPUs every process gets as many threads as in the largest run; one process alone must not use all cores.
 
     Args:
-        gpus (`Sequence[int]`): The numbers of processes of the sweep.
-        environ (`Mapping[str, str]`): The environment of this process; its `OMP_NUM_THREADS` takes precedence.
+        gpus (`Sequence[int]`): the numbers of processes of the sweep.
+        environ (`Mapping[str, str]`): the environment of this process; its `OMP_NUM_THREADS` takes precedence.
     """
     threads = max(1, (os.cpu_count() or 1) // max(gpus))
     return {"OMP_NUM_THREADS": str(threads), **environ}
@@ -323,7 +323,7 @@ def _read(measurement: Measurement, kept: Path) -> None:
 
 
 def _flag_value(recipe: Sequence[str], name: str) -> int | None:
-    """The integer given as `--name N` or `--name=N`, or else in the recipe's `--config` file; None without one."""
+    """Return the integer given as `--name N` or `--name=N`, or else in the recipe's `--config` file, or None."""
     rest, config = split_off_config(recipe[1:])
     found: object = None
     if config is not None:

@@ -32,16 +32,16 @@ class FlopsModel:
         """Read the FLOPs from a model (also one wrapped by PEFT) and its training arguments.
 
         Args:
-            model (`torch.nn.Module`): The model, with its config.
-            args (`TrainingArguments`): Say whether activations are recomputed.
-            sizes (`tuple[int, int]`, *optional*): Total and trainable parameters of the whole model, where this rank
+            model (`torch.nn.Module`): the model, with its config.
+            args (`TrainingArguments`): say whether activations are recomputed.
+            sizes (`tuple[int, int]`, *optional*): total and trainable parameters of the whole model, where this rank
                 holds only a part of it.
 
         Returns:
-            `FlopsModel`: The FLOPs per token.
+            `FlopsModel`: the FLOPs per token.
 
         Raises:
-            UnsupportedModelError: The formula does not hold: the architecture is another one, or a part of the model
+            UnsupportedModelError: the formula does not hold: the architecture is another one, or a part of the model
                 is frozen in another way than by LoRA.
         """
         config = getattr(model, "config", None)
@@ -71,10 +71,10 @@ class FlopsModel:
         """Return the FLOPs per token that the mathematics needs: no recomputation, full attention (c = 1).
 
         Args:
-            sequence_length (`float`): Tokens per sequence.
+            sequence_length (`float`): tokens per sequence.
 
         Raises:
-            UsageError: The sequence length is not above 0.
+            UsageError: the sequence length is not above 0.
         """
         return self.shape.flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
 
@@ -82,10 +82,10 @@ class FlopsModel:
         """Return the FLOPs per token that the hardware executes, with the second forward of recomputed layers.
 
         Args:
-            sequence_length (`int`): Tokens per sequence.
+            sequence_length (`int`): tokens per sequence.
 
         Raises:
-            UsageError: The sequence length is not above 0.
+            UsageError: the sequence length is not above 0.
         """
         if not self.recomputes:
             return self.model_flops_per_token(sequence_length)
@@ -106,10 +106,10 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     bitsandbytes has quantized to 4 bits holds two parameters in each byte.
 
     Args:
-        model (`torch.nn.Module`): The model, wrapped or not.
+        model (`torch.nn.Module`): the model, wrapped or not.
 
     Returns:
-        `tuple[int, int]`: The total and the trainable parameters.
+        `tuple[int, int]`: the total and the trainable parameters.
     """
     sizes = [(_size(parameter), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
@@ -126,8 +126,8 @@ def training_dtype(model: nn.Module, args: "TrainingArguments") -> Dtype:
     If autocast is on, it decides. Otherwise the weights decide: transformers loads a checkpoint in its own dtype.
 
     Args:
-        model (`torch.nn.Module`): The model, for the dtype of its weights.
-        args (`TrainingArguments`): Say whether autocast (`bf16`, `fp16`) and TF32 are on.
+        model (`torch.nn.Module`): the model, for the dtype of its weights.
+        args (`TrainingArguments`): say whether autocast (`bf16`, `fp16`) and TF32 are on.
 
     Returns:
         `str`: `bf16`, `fp16`, `tf32` or `fp32`.
@@ -144,11 +144,11 @@ def device_peak_tflops(device: torch.device, dtype: Dtype) -> float | None:
     """Return the dense peak of the local accelerator in TFLOP/s.
 
     Args:
-        device (`torch.device`): The device of this process.
-        dtype (`str`): The dtype of matrix products: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
+        device (`torch.device`): the device of this process.
+        dtype (`str`): the dtype of matrix products: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
 
     Returns:
-        `float | None`: The peak; None on a CPU, and if `hardware.toml` has no peak of this device.
+        `float | None`: the peak; None on a CPU, and if `hardware.toml` has no peak of this device.
 
     Raises:
         UsageError: `dtype` is another one.
@@ -163,7 +163,7 @@ def device_name(device: torch.device) -> str:
     """Return the name of a GPU or the kind of another device.
 
     Args:
-        device (`torch.device`): The device. The name of a CPU includes its number of threads, because its speed
+        device (`torch.device`): the device. The name of a CPU includes its number of threads, because its speed
             depends on them.
     """
     if device.type == "cuda":
@@ -178,13 +178,13 @@ def describe_workload(
     """Describe what a run does, as far as two speeds can be compared by it.
 
     Args:
-        model (`torch.nn.Module`): The model that is trained.
-        args (`TrainingArguments`): Its training arguments.
-        sequence_length (`int`): Tokens per sequence.
-        tokens_per_gpu (`int`): Tokens per GPU and optimizer step.
+        model (`torch.nn.Module`): the model that is trained.
+        args (`TrainingArguments`): its training arguments.
+        sequence_length (`int`): tokens per sequence.
+        tokens_per_gpu (`int`): tokens per GPU and optimizer step.
 
     Returns:
-        `Workload`: The description that baselines are looked up by.
+        `Workload`: the description that baselines are looked up by.
     """
     config = getattr(model, "config", None)
     recomputes = recomputes_activations(args)

@@ -79,7 +79,7 @@ class TokenCounter:
         """Count the batches that enter these modules from now on, instead of those of earlier modules.
 
         Args:
-            entries (`Sequence[BatchEntry]`): The modules; `hfscale.trainer.strategy.batch_entries` finds them.
+            entries (`Sequence[BatchEntry]`): the modules; `hfscale.trainer.strategy.batch_entries` finds them.
         """
         self.detach()
         for entry in entries:
@@ -219,7 +219,7 @@ class TokenCounter:
 
 
 def _dictionaries(args: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    """The dictionaries in positional arguments, such as the features of sentence-transformers."""
+    """Return the dictionaries in positional arguments, such as the features of sentence-transformers."""
     for value in args:
         if isinstance(value, Mapping):
             yield value
@@ -228,7 +228,7 @@ def _dictionaries(args: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _token_shape(batch: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Size | None:
-    """The shape (..., sequence) of the main token sequences; None if the batch has no tokens."""
+    """Return the shape (..., sequence) of the main token sequences; None if the batch has no tokens."""
     if "input_ids" in batch:
         return batch["input_ids"].shape
     if "inputs_embeds" in batch:

@@ -77,9 +77,9 @@ class TriageInput:
         """Read the numbers from metric keys; a missing key leaves its number unknown.
 
         Args:
-            keys (`Mapping[str, float]`): Metric keys such as `scaling/efficiency`; of these, `TRIAGE_KEYS` are read.
-            comm_over_backward (`float`, *optional*): Communication time over backward time, which no key holds.
-            tokens_per_gpu (`int`, *optional*): Tokens per GPU and optimizer step, which no key holds.
+            keys (`Mapping[str, float]`): metric keys such as `scaling/efficiency`; of these, `TRIAGE_KEYS` are read.
+            comm_over_backward (`float`, *optional*): communication time over backward time, which no key holds.
+            tokens_per_gpu (`int`, *optional*): tokens per GPU and optimizer step, which no key holds.
         """
         numbers = {key.partition("/")[2]: keys.get(key) for key in TRIAGE_KEYS}
         return cls(**numbers, comm_over_backward=comm_over_backward, tokens_per_gpu=tokens_per_gpu)
@@ -95,10 +95,10 @@ def triage(measured: TriageInput) -> Finding | None:
     """Return the bottleneck to look at first.
 
     Args:
-        measured (`TriageInput`): What was measured.
+        measured (`TriageInput`): what was measured.
 
     Returns:
-        `Finding | None`: The bottleneck, or None if nothing calls for a change. Its `check` is `data wait`,
+        `Finding | None`: the bottleneck, or None if nothing calls for a change. Its `check` is `data wait`,
         `straggler`, `tokens per GPU too small`, `exposed communication`, `bubble`, `recompute`, `thermal` or
         `not measured`.
     """
@@ -226,7 +226,7 @@ class TriageWatch:
     The same bottleneck is reported again only after another one has been.
 
     Args:
-        after_s (`float`): Seconds of training before the first report.
+        after_s (`float`): seconds of training before the first report.
     """
 
     def __init__(self, after_s: float = TRIAGE_AFTER_S) -> None:
@@ -246,12 +246,12 @@ class TriageWatch:
         """Take one log into account, and log a new bottleneck.
 
         Args:
-            logs (`Mapping[str, float]`): The metric keys of the log.
-            comm_over_backward (`float`, *optional*): Communication time over backward time.
-            tokens_per_gpu (`int`, *optional*): Tokens per GPU and optimizer step.
+            logs (`Mapping[str, float]`): the metric keys of the log.
+            comm_over_backward (`float`, *optional*): communication time over backward time.
+            tokens_per_gpu (`int`, *optional*): tokens per GPU and optimizer step.
 
         Returns:
-            `Finding | None`: The bottleneck, if it is new.
+            `Finding | None`: the bottleneck, if it is new.
         """
         if self._is_first:
             self._is_first = False

@@ -98,8 +98,8 @@ class WandbRun(TrainerCallback):
         The id of the run is stored, its x-axis is set to tokens, and a resume from an earlier step is recorded.
 
         Args:
-            state (`TrainerState`): State of the Trainer at the beginning of the training.
-            last_logged_step (`int`): The last step that an earlier launch of this run has logged.
+            state (`TrainerState`): the state of the Trainer at the beginning of the training.
+            last_logged_step (`int`): the last step that an earlier launch of this run has logged.
         """
         self.restore_environment()
         self._run = None
@@ -153,8 +153,8 @@ class WandbRun(TrainerCallback):
         After a preemption nothing is published. If the report cannot be made, a warning is logged.
 
         Args:
-            args (`TrainingArguments`): The training arguments, with the output directory.
-            state (`TrainerState`): State of the Trainer; it is not used.
+            args (`TrainingArguments`): the training arguments, with the output directory.
+            state (`TrainerState`): the state of the Trainer; it is not used.
         """
         if self._run is None:
             return

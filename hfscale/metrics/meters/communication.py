@@ -120,7 +120,7 @@ class DdpCounters:
     `tests/metrics/test_communication.py` fails if they change.
 
     Args:
-        ddp (`DistributedDataParallel`): The wrapper; it is set to measure one step in `DDP_SAMPLE_EVERY_STEPS`.
+        ddp (`DistributedDataParallel`): the wrapper; it is set to measure one step in `DDP_SAMPLE_EVERY_STEPS`.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -132,7 +132,7 @@ class DdpCounters:
         """Return the counters of a module if it is a DDP wrapper (not compiled), else None.
 
         Args:
-            module (`object`): The module that the Trainer calls.
+            module (`object`): the module that the Trainer calls.
         """
         return cls(module) if isinstance(module, DistributedDataParallel) else None
 
@@ -151,8 +151,8 @@ class SampledSteps:
     """Profiles one step in `every` on this rank, and keeps the result of the last one.
 
     Args:
-        every (`int`): Optimizer steps from one sample to the next.
-        first (`int`): The first step to profile, counted from 1 at the beginning of this launch.
+        every (`int`): optimizer steps from one sample to the next.
+        first (`int`): the first step to profile, counted from 1 at the beginning of this launch.
     """
 
     def __init__(self, *, every: int = SAMPLE_EVERY_STEPS, first: int = FIRST_SAMPLE_STEP) -> None:
@@ -203,11 +203,11 @@ def exposed_communication(events: Iterable[FunctionEvent]) -> Exposed | None:
     """Measure the exposed communication of a profiled step.
 
     Args:
-        events (`Iterable[FunctionEvent]`): The events of the profiler. On a GPU its kernels are compared, and without
+        events (`Iterable[FunctionEvent]`): the events of the profiler. On a GPU its kernels are compared, and without
             a GPU the host operators.
 
     Returns:
-        `Exposed | None`: The communication of the step, or None if it has no communication or no computation.
+        `Exposed | None`: the communication of the step, or None if it has no communication or no computation.
     """
     all_events = list(events)
     kernels = [event for event in all_events if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -239,7 +239,7 @@ def union(intervals: Sequence[Interval]) -> list[Interval]:
     """Return the same time as disjoint intervals in order.
 
     Args:
-        intervals (`Sequence[Interval]`): Intervals in any order, which may overlap.
+        intervals (`Sequence[Interval]`): intervals in any order, which may overlap.
     """
     merged: list[Interval] = []
     for start, end in sorted(intervals):
@@ -254,8 +254,8 @@ def subtracted_length(of: Sequence[Interval], without: Sequence[Interval]) -> fl
     """Return the length of the time that is in `of` and not in `without`, in their unit.
 
     Args:
-        of (`Sequence[Interval]`): Disjoint intervals in order, as `union` returns them.
-        without (`Sequence[Interval]`): Disjoint intervals in order.
+        of (`Sequence[Interval]`): disjoint intervals in order, as `union` returns them.
+        without (`Sequence[Interval]`): disjoint intervals in order.
     """
     length = 0.0
     first = 0

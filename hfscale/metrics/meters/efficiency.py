@@ -22,7 +22,7 @@ class EfficiencyMeter(Meter):
     """Measures `scaling/efficiency`: tokens/s/GPU over those of a recorded baseline of the same work.
 
     Args:
-        path (`Path`, *optional*): The baselines file; None: the user's own, if it exists.
+        path (`Path`, *optional*): the baselines file; None: the user's own, if it exists.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -71,7 +71,7 @@ class EfficiencyMeter(Meter):
         """Return what the run does, for the timeline.
 
         Returns:
-            `dict[str, Any]`: The fields of `Workload` from the first log on, `world_size`, `strategy`,
+            `dict[str, Any]`: the fields of `Workload` from the first log on, `world_size`, `strategy`,
             `global_batch_size` (sequences), and `baseline` (a description) if one matches.
         """
         args = self._trainer.args

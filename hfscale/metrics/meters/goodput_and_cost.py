@@ -15,7 +15,7 @@ class GoodputMeter(Meter):
     """Measures `scaling/goodput`, `scaling/usd` and `scaling/usd_per_million_tokens`, from the times of the run.
 
     Args:
-        usd_per_gpu_hour (`float`, *optional*): Price of one device; None: the price in the price list.
+        usd_per_gpu_hour (`float`, *optional*): price of one device; None: the price in the price list.
     """
 
     def __init__(self, usd_per_gpu_hour: float | None) -> None:

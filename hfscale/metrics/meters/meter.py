@@ -43,35 +43,35 @@ class Meter:
         """Prepare for a training. It is called on every rank when training begins.
 
         Args:
-            trainer (`Trainer`): The Trainer that trains, with its model prepared.
-            state (`TrainerState`): State of the Trainer.
+            trainer (`Trainer`): the Trainer that trains, with its model prepared.
+            state (`TrainerState`): the state of the Trainer.
 
         Raises:
-            ConfigFileError: A file that the meter needs (baselines, prices) cannot be read.
+            ConfigFileError: a file that the meter needs (baselines, prices) cannot be read.
         """
 
     def step_begin(self, state: TrainerState) -> None:
         """Start to measure a step, before its first forward.
 
         Args:
-            state (`TrainerState`): State of the Trainer; the step is number `state.global_step + 1`.
+            state (`TrainerState`): the state of the Trainer; the step is number `state.global_step + 1`.
         """
 
     def step_end(self, state: TrainerState) -> None:
         """Stop measuring a step, after its optimizer step.
 
         Args:
-            state (`TrainerState`): State of the Trainer; the step is number `state.global_step`.
+            state (`TrainerState`): the state of the Trainer; the step is number `state.global_step`.
         """
 
     def numbers(self, state: TrainerState) -> dict[str, float]:
         """Return the numbers of this rank in the window that ends now.
 
         Args:
-            state (`TrainerState`): State of the Trainer.
+            state (`TrainerState`): the state of the Trainer.
 
         Returns:
-            `dict[str, float]`: The numbers by name; NaN for an unknown one. No other meter uses these names, and they
+            `dict[str, float]`: the numbers by name; NaN for an unknown one. No other meter uses these names, and they
             are the same on every rank and at every log.
         """
         return {}
@@ -80,12 +80,12 @@ class Meter:
         """Return the metric keys of this meter, computed from the numbers of all ranks.
 
         Args:
-            columns (`Mapping[str, Sequence[float]]`): The numbers of every rank, by name.
-            window (`Window`): The window that ends now.
-            state (`TrainerState`): State of the Trainer.
+            columns (`Mapping[str, Sequence[float]]`): the numbers of every rank, by name.
+            window (`Window`): the window that ends now.
+            state (`TrainerState`): the state of the Trainer.
 
         Returns:
-            `dict[str, float]`: The metric keys that are known.
+            `dict[str, float]`: the metric keys that are known.
         """
         return {}
 

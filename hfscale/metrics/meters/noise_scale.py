@@ -168,9 +168,9 @@ class NoiseScale:
     """Averages samples of the noise and of the signal.
 
     Args:
-        saved (`dict[str, Any]`): The dictionary that keeps the averages: empty in a fresh run, and as the checkpoint
+        saved (`dict[str, Any]`): the dictionary that keeps the averages: empty in a fresh run, and as the checkpoint
             had it in a resumed run. It is updated in place.
-        decay (`float`): Weight of the earlier samples; 1 - 1/n averages over about n samples.
+        decay (`float`): weight of the earlier samples; 1 - 1/n averages over about n samples.
     """
 
     def __init__(self, saved: dict[str, Any], *, decay: float = DECAY) -> None:
@@ -181,7 +181,7 @@ class NoiseScale:
         """Add the sample of one step to the averages.
 
         Args:
-            sample (`Sample`): The squared gradient norms; the large batch must be larger than the small one.
+            sample (`Sample`): the squared gradient norms; the large batch must be larger than the small one.
         """
         noise, signal = sample.noise_and_signal()
         for name, value in (("noise", noise), ("signal", signal)):
@@ -202,11 +202,11 @@ def advice(noise_scale: float, global_batch_size: int) -> str:
     """Return one line of advice on the batch size. hfscale itself changes neither the batch nor the learning rate.
 
     Args:
-        noise_scale (`float`): The noise scale in sequences.
-        global_batch_size (`int`): Sequences per optimizer step.
+        noise_scale (`float`): the noise scale in sequences.
+        global_batch_size (`int`): sequences per optimizer step.
 
     Returns:
-        `str`: The advice, with its numbers.
+        `str`: the advice, with its numbers.
     """
     kappa = noise_scale / global_batch_size
     # A batch B takes 1 + B_noise/B times the fewest steps that are possible, and 1 + B/B_noise the fewest tokens.
@@ -243,10 +243,10 @@ class GradientProbe(Protocol):
         """Return what was measured since `open`; this waits for the GPU.
 
         Args:
-            backward_passes (`int`): Backward passes of the step.
+            backward_passes (`int`): backward passes of the step.
 
         Returns:
-            `tuple[float, int] | None`: The sum of the squared gradients, and in how many parts the step's gradient was
+            `tuple[float, int] | None`: the sum of the squared gradients, and in how many parts the step's gradient was
             measured; None if nothing was measured.
         """
 
@@ -257,7 +257,7 @@ class LeafProbe(GradientProbe):
     The hooks exist only during the measured steps, so other steps pay nothing.
 
     Args:
-        model (`torch.nn.Module`): The model whose trainable parameters are measured.
+        model (`torch.nn.Module`): the model whose trainable parameters are measured.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -291,10 +291,10 @@ class ReduceScatterProbe(GradientProbe):
     communicates only once per step, all its backward passes count as one part.
 
     Args:
-        model (`torch.nn.Module`): A model that `fully_shard` has been applied to.
+        model (`torch.nn.Module`): a model that `fully_shard` has been applied to.
 
     Raises:
-        ValueError: A group of the model does not accept a custom reduce-scatter.
+        ValueError: a group of the model does not accept a custom reduce-scatter.
     """
 
     def __init__(self, model: nn.Module) -> None:

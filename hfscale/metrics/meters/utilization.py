@@ -31,8 +31,8 @@ class UtilizationMeter(Meter):
     few steps; where a trainer has its own loss, this also checks the formula.
 
     Args:
-        peak_tflops (`float`, *optional*): Dense peak of one device in TFLOP/s; None: the peak in `hardware.toml`.
-        counter (`TokenCounter`): Counts the work of the steps.
+        peak_tflops (`float`, *optional*): dense peak of one device in TFLOP/s; None: the peak in `hardware.toml`.
+        counter (`TokenCounter`): counts the work of the steps.
     """
 
     def __init__(self, peak_tflops: float | None, counter: TokenCounter) -> None:
@@ -119,7 +119,7 @@ class UtilizationMeter(Meter):
                 logger.info("scaling/mfu is computed from counted FLOPs: %s", self._why_no_formula)
 
     def _formula_agrees(self, work: Sequence[float], counted: float) -> bool:
-        """Whether the formula gives the FLOPs that were counted, which means that the loss has no other part."""
+        """Return whether the formula gives the counted FLOPs, which means that the loss has no other part."""
         assert self._formula is not None
         tokens, attended = work[1], work[2]
         formula, self._formula = self._formula, None

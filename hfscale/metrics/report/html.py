@@ -26,11 +26,11 @@ def document(title: str, parts: Sequence[str]) -> str:
     """Return a complete HTML document.
 
     Args:
-        title (`str`): The title, as plain text.
-        parts (`Sequence[str]`): The sections of the page, as HTML; empty strings are allowed.
+        title (`str`): the title, as plain text.
+        parts (`Sequence[str]`): the sections of the page, as HTML; empty strings are allowed.
 
     Returns:
-        `str`: The document.
+        `str`: the document.
     """
     footer = f"<footer>hfscale {escape(__version__)}. Unknown numbers are left out.</footer>"
     return (
@@ -46,11 +46,11 @@ def save_page(text: str, path: Path) -> None:
     """Write a page to a file.
 
     Args:
-        text (`str`): The HTML document.
-        path (`Path`): The file; missing folders are created.
+        text (`str`): the HTML document.
+        path (`Path`): the file; missing folders are created.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: the file cannot be written.
     """
     with writing(f"--html {path}", "give another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,12 +101,12 @@ def ticks(low: float, high: float, *, most: int = 4) -> list[float]:
     """Return round numbers for the labels of an axis, including both ends if they are round.
 
     Args:
-        low (`float`): The lower end of the axis.
-        high (`float`): The upper end of the axis.
-        most (`int`): About how many numbers to return.
+        low (`float`): the lower end of the axis.
+        high (`float`): the upper end of the axis.
+        most (`int`): about how many numbers to return.
 
     Returns:
-        `list[float]`: The numbers in rising order; only `low` if `high` is not above it.
+        `list[float]`: the numbers in rising order; only `low` if `high` is not above it.
     """
     if not high > low:
         return [low]
@@ -121,8 +121,8 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """Reduce the number of points of a line; each new point is the mean of consecutive ones.
 
     Args:
-        points (`Sequence[Point]`): The points (x, y), in order.
-        most (`int`): The largest number of points to return.
+        points (`Sequence[Point]`): the points (x, y), in order.
+        most (`int`): the largest number of points to return.
     """
     if len(points) <= most:
         return list(points)
@@ -150,15 +150,15 @@ def line_chart(
     """Draw lines over a common x-axis.
 
     Args:
-        series (`Sequence[Series]`): The lines; those without points are left out.
-        label (`str`): The caption.
-        x_name (`str`): The name of the x-axis.
-        from_zero (`bool`): Whether the y-axis includes zero.
-        form (`str`): Format of the labels of the y-axis.
-        marks (`Sequence[float]`): Steps at which the run was resumed, drawn as vertical lines.
+        series (`Sequence[Series]`): the lines; those without points are left out.
+        label (`str`): the caption.
+        x_name (`str`): the name of the x-axis.
+        from_zero (`bool`): whether the y-axis includes zero.
+        form (`str`): format of the labels of the y-axis.
+        marks (`Sequence[float]`): steps at which the run was resumed, drawn as vertical lines.
 
     Returns:
-        `str`: The chart as HTML; empty if there are no points.
+        `str`: the chart as HTML; empty if there are no points.
     """
     drawn = [(one, thin(one.points)) for one in series if one.points]
     if not drawn:
@@ -213,11 +213,11 @@ def stacked_bar(parts: Sequence[Part], *, label: str) -> str:
     """Draw one bar of several parts, with a legend that names each; parts too thin to see are in the legend too.
 
     Args:
-        parts (`Sequence[Part]`): The parts from left to right; those without length are left out.
-        label (`str`): The description of the bar for screen readers.
+        parts (`Sequence[Part]`): the parts from left to right; those without length are left out.
+        label (`str`): the description of the bar for screen readers.
 
     Returns:
-        `str`: The bar as HTML; empty if no part has a length.
+        `str`: the bar as HTML; empty if no part has a length.
     """
     total = sum(part.value for part in parts)
     if total <= 0:
@@ -244,13 +244,13 @@ def timeline(rows: Sequence[tuple[str, Sequence[Span], Sequence[float]]], *, beg
     """Draw a timeline.
 
     Args:
-        rows (`Sequence[tuple[str, Sequence[Span], Sequence[float]]]`): For each row its name, its stretches of time,
+        rows (`Sequence[tuple[str, Sequence[Span], Sequence[float]]]`): for each row its name, its stretches of time,
             and the times of its saves in Unix seconds.
         begin (`float`): Unix seconds at the left edge.
         end (`float`): Unix seconds at the right edge.
 
     Returns:
-        `str`: The timeline as HTML.
+        `str`: the timeline as HTML.
     """
     length = (end - begin) or 1.0
 
@@ -273,14 +273,14 @@ def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, fo
     """Draw ranks from top to bottom and steps from left to right; darker cells are larger.
 
     Args:
-        samples (`Sequence[tuple[float, Sequence[float]]]`): For each log its step and one number per rank, (ranks,);
+        samples (`Sequence[tuple[float, Sequence[float]]]`): for each log its step and one number per rank, (ranks,);
             at least one log. Logs with another number of ranks than the last one are left out. If there are more
             ranks than rows, a row shows its largest number.
-        label (`str`): The caption.
-        form (`str`): Format of a number.
+        label (`str`): the caption.
+        form (`str`): format of a number.
 
     Returns:
-        `str`: The heat map as HTML.
+        `str`: the heat map as HTML.
     """
     samples = [sample for sample in samples if len(sample[1]) == len(samples[-1][1])]
     ranks = len(samples[-1][1])

@@ -61,11 +61,11 @@ def write_page(run: Run, path: Path) -> None:
     """Write the report of a run to an HTML file.
 
     Args:
-        run (`Run`): The data of the run (`load_run`).
-        path (`Path`): The file; missing folders are created.
+        run (`Run`): the data of the run (`load_run`).
+        path (`Path`): the file; missing folders are created.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: the file cannot be written.
     """
     save_page(page(run), path)
 
@@ -250,7 +250,7 @@ def _spread(samples: Sequence[tuple[float, Sequence[float]]]) -> float:
 
 
 def _islands(run: Run) -> str:
-    """The rounds of a training on several islands (docs/islands.md)."""
+    """Return the rounds of a training on several islands (docs/islands.md)."""
     rounds = run.series("islands/round_s")
     if not rounds:
         return ""
@@ -306,11 +306,11 @@ def write_sweep_page(answer: Mapping[str, Any], path: Path) -> None:
     """Write the report of a sweep to an HTML file.
 
     Args:
-        answer (`Mapping[str, Any]`): The object that `hfscale sweep --json` prints.
-        path (`Path`): The file; missing folders are created.
+        answer (`Mapping[str, Any]`): the object that `hfscale sweep --json` prints.
+        path (`Path`): the file; missing folders are created.
 
     Raises:
-        StorageError: The file cannot be written.
+        StorageError: the file cannot be written.
     """
     save_page(sweep_page(answer), path)
 
@@ -319,7 +319,7 @@ def sweep_page(answer: Mapping[str, Any]) -> str:
     """Return the report of a sweep as an HTML document: speed and efficiency by number of GPUs, and the causes.
 
     Args:
-        answer (`Mapping[str, Any]`): The object that `hfscale sweep --json` prints.
+        answer (`Mapping[str, Any]`): the object that `hfscale sweep --json` prints.
     """
     rows = answer["rows"]
     meaning = "equal work per process" if answer["mode"] == "weak" else "equal work in total"

@@ -169,7 +169,7 @@ def comparison(found: Prediction) -> list[str]:
 
 
 def _job(run: Run) -> Job:
-    """The job that the run has recorded, with the checks of a job that a user describes."""
+    """Return the job that the run has recorded, with the checks of a job that a user describes."""
     facts, own = run.facts, run.job
     trainer = str(own["trainer"])
     if "DPO" in trainer or "GRPO" in trainer:
@@ -213,7 +213,7 @@ def _job(run: Run) -> Job:
 
 
 def _accelerator(device: str) -> Accelerator:
-    """The hardware row of a device: the user's measured one, or that of the datasheet.
+    """Return the hardware row of a device: the user's measured one, or that of the datasheet.
 
     Raises:
         UnknownHardwareError: there is none.

@@ -96,7 +96,7 @@ class Run:
         """Return (step, value) of a metric at each log that has it.
 
         Args:
-            key (`str`): The metric key, such as `scaling/mfu`.
+            key (`str`): the metric key, such as `scaling/mfu`.
         """
         return [(record["step"], record[key]) for record in self.records if key in record]
 
@@ -104,7 +104,7 @@ class Run:
         """Return the newest value of a metric, or None if there is none.
 
         Args:
-            key (`str`): The metric key, such as `scaling/mfu`.
+            key (`str`): the metric key, such as `scaling/mfu`.
         """
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
@@ -112,7 +112,7 @@ class Run:
         """Return the median of a metric without its first value, which includes start-up; None if there is none.
 
         Args:
-            key (`str`): The metric key, such as `scaling/mfu`.
+            key (`str`): the metric key, such as `scaling/mfu`.
         """
         values = [value for _, value in self.series(key)]
         return statistics.median(values[1:] or values) if values else None
@@ -127,13 +127,13 @@ def load_run(output_dir: Path) -> Run:
     """Read the output directory of a run, finished or not.
 
     Args:
-        output_dir (`Path`): The `--output_dir` of the run.
+        output_dir (`Path`): the `--output_dir` of the run.
 
     Returns:
-        `Run`: The data of the run.
+        `Run`: the data of the run.
 
     Raises:
-        UsageError: It is not a directory, or it has no measurements.
+        UsageError: it is not a directory, or it has no measurements.
     """
     if not output_dir.is_dir():
         raise UsageError(f"{output_dir} is not a directory: give the --output_dir of a run")
@@ -224,7 +224,7 @@ def _checkpoint(path: Path) -> Checkpoint:
 
 
 def _attempts(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]) -> list[Attempt]:
-    """The launches of the timeline; each reaches to the next one."""
+    """Return the launches of the timeline; each reaches to the next one."""
     starts = [index for index, event in enumerate(events) if event["event"] == "launch"]
     last_record = max((record["time"] for record in records if "time" in record), default=0.0)
     attempts = []
@@ -268,7 +268,7 @@ def _ranks(path: Path) -> dict[str, list[tuple[float, list[float]]]]:
 def _split(
     output_dir: Path, events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """The seconds of each phase, from the end of the run or, before it has ended, from the newest checkpoint.
+    """Return the seconds of each phase, from the end of the run or, before it has ended, from the newest checkpoint.
 
     The times of a checkpoint are completed by the time since then. Exposed communication and the pipeline bubble are
     parts of the steps.
@@ -296,7 +296,7 @@ def _split(
 
 
 def _saved_goodput(output_dir: Path) -> dict[str, Any]:
-    """What the `GoodputTracker` of the run has saved in its newest checkpoint; {} if there is none."""
+    """Return what the `GoodputTracker` of the run has saved in its newest checkpoint; {} if there is none."""
     for checkpoint in reversed(list_checkpoints(output_dir)):
         try:
             state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

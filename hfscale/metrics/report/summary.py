@@ -244,7 +244,7 @@ def _how_to_lose_less(run: Run) -> str:
 
 
 def _save_interval(run: Run) -> str:
-    """Young's optimum sqrt(2 x save time x time between failures), for this run (Young 1974, CACM 17 (9))."""
+    """Return Young's optimum sqrt(2 x save time x time between failures) for this run (CACM 17 (9), 1974)."""
     stall_s = run.median("checkpoint/stall_s")
     restarts = len(run.attempts) - 1
     if stall_s is None or restarts < 1:
