@@ -20,7 +20,7 @@ CONNECT_S = 10.0
 """Seconds to reach the store; the launcher opens it before it starts a rank."""
 REQUESTS_PER_S = 8192
 """Polls per second that all ranks together make: a tenth of what one store answers (`benchmarks/control_plane.py`)."""
-_LEAST_POLL_S = 0.02
+_MIN_POLL_S = 0.02
 
 
 class RankStore:
@@ -78,7 +78,7 @@ class RankStore:
     @property
     def poll_s(self) -> float:
         """Seconds between two polls of one rank, so that the store can serve all of them."""
-        return max(_LEAST_POLL_S, self.world_size / REQUESTS_PER_S)
+        return max(_MIN_POLL_S, self.world_size / REQUESTS_PER_S)
 
     @property
     def store(self) -> dist.Store:

@@ -109,7 +109,9 @@ class CheckReport:
         else:
             lines.append("ranks and links are not checked by one process: accelerate launch -m hfscale check")
         errors = sum(finding.level == "error" for finding in self.findings)
-        verdict = "fit to train" if self.ok else f"not fit to train: {errors} error{'s' if errors > 1 else ''}"
+        verdict = "fit to train"
+        if not self.ok:
+            verdict = f"not fit to train: {errors} error{'s' if errors > 1 else ''}"
         return "\n".join([*lines, f"{subject}: {verdict} ({self.seconds:.1f} s)"])
 
 
@@ -200,7 +202,8 @@ def _ending_without_answers(limit_s: float, environ: Mapping[str, str]) -> Itera
 
     It gives a function, to be called after each answer of the store.
     """
-    answered_at, is_done = time.monotonic(), threading.Event()
+    answered_at = time.monotonic()
+    is_done = threading.Event()
 
     def has_answered() -> None:
         nonlocal answered_at

@@ -87,7 +87,8 @@ class Position:
         The ranks of a large group are `first:stop:step` where they are evenly spaced: every rank sends those of each
         of its groups.
         """
-        ranks, step = self.ranks, self.ranks[1] - self.ranks[0] if len(self.ranks) > _LISTED_RANKS else 0
+        ranks = self.ranks
+        step = self.ranks[1] - self.ranks[0] if len(self.ranks) > _LISTED_RANKS else 0
         spaced = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
         is_spaced = bool(spaced) and tuple(spaced) == ranks
         return vars(self) | {"ranks": f"{spaced[0]}:{spaced[-1] + 1}:{step}" if is_spaced else list(ranks)}
@@ -197,7 +198,8 @@ def slow_activity(thread_id: int) -> str | None:
     if reported is not None:
         return reported
     for frame in frames_of(thread_id):
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        file = frame.f_code.co_filename
+        name = frame.f_code.co_name
         if any(part in file for part in COMPILING):
             return "compiling"
         if _TRAINER in file or name.startswith("on_"):

@@ -242,9 +242,11 @@ def _probe(modules: list[str]) -> tuple[dict[str, str], dict[str, Any] | None]:
         done = subprocess.run(  # noqa: S603 - our own program
             command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
         )
-        out, code = done.stdout, done.returncode
+        out = done.stdout
+        code = done.returncode
     except subprocess.TimeoutExpired as error:
-        out, code = (error.stdout or b"").decode(errors="replace"), None
+        out = (error.stdout or b"").decode(errors="replace")
+        code = None
     failed: dict[str, str] = {}
     last = "torch"
     for line in out.splitlines():

@@ -47,7 +47,7 @@ logger = get_logger(__name__)
 
 FOLDER = "hfscale_hang"
 """Folder in the output directory, with one folder per hang."""
-MOST_FILES = 512
+MAX_FILES = 512
 """Number of files with stacks that are written about one hang."""
 _WARM_UP_STEPS = 3
 _EXIT_CODE = 1
@@ -198,7 +198,9 @@ class HangWatchdog(threading.Thread):
         Counted are waits of this thread, in which a process that is stopped for a while does not count. Each silence
         is reported once; if the store answers again, the other ranks are asked as usual.
         """
-        polls, waits, reported_at = 0, 0, 0.0
+        polls = 0
+        waits = 0
+        reported_at = 0.0
         while not self._stop_now.wait(self._poll_s):
             waits = waits + 1 if self._polls_store and self._polls == polls else 0
             polls = self._polls
@@ -333,7 +335,8 @@ class HangWatchdog(threading.Thread):
 
     def _report(self) -> None:
         """Log one line, and write a folder with all details."""
-        found, answers = self.findings, self._answers
+        found = self.findings
+        answers = self._answers
         step = max(snap.step for snap in answers.values())
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         self.folder = self._output_dir / FOLDER / f"step-{step}-{stamp}"
@@ -371,6 +374,6 @@ def write_folder(
     (folder / "verdict.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
     blamed = {rank for finding in found for rank in finding.ranks}
     one_of_each = {snap.stacks: rank for rank, snap in reversed(list(answers.items()))}.values()
-    chosen = sorted(answers, key=lambda rank: (rank not in blamed, rank not in one_of_each, rank))[:MOST_FILES]
+    chosen = sorted(answers, key=lambda rank: (rank not in blamed, rank not in one_of_each, rank))[:MAX_FILES]
     for rank in chosen:
         (folder / f"rank-{rank}.txt").write_text(stacks[answers[rank].stacks], encoding="utf-8")

@@ -13,12 +13,12 @@ from hfscale.core.findings import Finding, Level, rank_error
 
 WINDOW = 50
 """Number of logged losses with which a new one is compared."""
-LEAST = 10
+MIN_LOSSES = 10
 """Number of losses below which nothing is called a spike."""
 Z_SCORE = 8.0
 """Robust z-score of a spike (1.4826 x MAD for the standard deviation): a chance of 1e-15 under a normal distribution,
 and far above the tails of real losses."""
-LEAST_RISE = 0.1
+MIN_RISE = 0.1
 """A spike is also at least this far above the median, relative to it: a flat loss has hardly any spread."""
 SAMPLED_PARAMETERS = 32
 SAMPLED_ELEMENTS = 1024
@@ -63,11 +63,11 @@ class LossGuard:
 
     def _limit(self) -> tuple[float, float | None]:
         """Return the recent median, and the loss above which one is a spike."""
-        if len(self._losses) < LEAST:
+        if len(self._losses) < MIN_LOSSES:
             return math.nan, None
         median = statistics.median(self._losses)
         spread = 1.4826 * statistics.median(abs(loss - median) for loss in self._losses)
-        return median, median + max(Z_SCORE * spread, LEAST_RISE * abs(median))
+        return median, median + max(Z_SCORE * spread, MIN_RISE * abs(median))
 
 
 def _loss_finding(level: Level, problem: str, fix: str) -> Finding:

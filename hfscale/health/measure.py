@@ -245,7 +245,8 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
     Returns:
         `Collective`: the collective with its buffers and the expected values; it has not run yet.
     """
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    ranks = dist.get_world_size(group)
+    me = dist.get_rank(group)
     part = max(1, size_bytes // _ELEMENT_BYTES // ranks)
     mine = slice(me * part, (me + 1) * part)
     pattern = _buffer_pattern(part * ranks, device)
@@ -253,7 +254,8 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
     output = torch.empty_like(pattern[mine] if kind == "reduce_scatter" else pattern)
     sum_of_factors = ranks * (ranks + 1) // 2
     factors = torch.arange(1, ranks + 1, device=device).double().repeat_interleave(part)
-    left, right = (me - 1) % ranks, (me + 1) % ranks
+    left = (me - 1) % ranks
+    right = (me + 1) % ranks
 
     def neighbours() -> None:
         operations = [
@@ -341,7 +343,8 @@ def check_collective(
 
 def _guilty_contributor(collective: Collective, ranks: int) -> int | None:
     """Return the rank whose missing or changed contribution explains all wrong elements; None if there is none."""
-    output, expected = collective.output, collective.expected
+    output = collective.output
+    expected = collective.expected
     if collective.kind in ("all_gather", "all_to_all"):
         parts = (output != expected).view(ranks, -1).any(dim=1).nonzero().flatten().tolist()
         return parts[0] if len(parts) == 1 else None
@@ -450,8 +453,10 @@ def compare_links(rows: list[dict[str, Any]], gpu: Accelerator | None, per_node:
     found = []
     for where in ("node", "network"):
         mine = [row for row in rows if row["kind"] == "all_reduce" and row["where"] == where]
-        link = None if gpu is None else ((gpu.link_gb_s or gpu.host_gb_s) if where == "node" else gpu.network_gb_s)
-        if not mine or link is None:
+        if not mine or gpu is None:
+            continue
+        link = (gpu.link_gb_s or gpu.host_gb_s) if where == "node" else gpu.network_gb_s
+        if link is None:
             continue
         least = LINK_SHARE * link * (per_node if where == "network" else 1)
         best = max(row["gb_s"] for row in mine)

@@ -193,7 +193,8 @@ def _check_interfaces(check: _NodeCheck) -> None:
         wanted = check.environ.get(name, "").strip()
         if wanted and not wanted.startswith("^"):  # with "^" NCCL takes all interfaces but these
             matching[name] = _check_interface(check, name, wanted)
-    nccl, gloo = matching.get("NCCL_SOCKET_IFNAME"), matching.get("GLOO_SOCKET_IFNAME")
+    nccl = matching.get("NCCL_SOCKET_IFNAME")
+    gloo = matching.get("GLOO_SOCKET_IFNAME")
     if nccl and gloo and not nccl & gloo:
         check.warn(
             "interfaces",
@@ -285,7 +286,8 @@ def _check_renamed_variables(check: _NodeCheck) -> None:
 
 
 def _check_devices(check: _NodeCheck) -> None:
-    node, processes = check.node, check.processes
+    node = check.node
+    processes = check.processes
     visible = check.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and node.gpus:
         named = [part.strip() for part in visible.split(",") if part.strip()]
@@ -325,7 +327,8 @@ def _check_limits(check: _NodeCheck) -> None:
 
 def _check_memory(check: _NodeCheck) -> None:
     """Check the memory of this node; the thresholds are hfscale's own, as in `_check_limits`."""
-    node, processes = check.node, check.processes
+    node = check.node
+    processes = check.processes
     if node.shm_gib < 0.1:
         check.add(
             "error" if processes > 1 else "warning",

@@ -195,10 +195,12 @@ def _wait_for_all(
     Returns:
         `bool`: whether all ranks have written.
     """
-    most, since = 0, time.monotonic()
+    most = 0
+    since = time.monotonic()
     while (count := rank_store.count(topic)) < rank_store.world_size and may_wait():
         if each_restarts_it and count > most:
-            most, since = count, time.monotonic()
+            most = count
+            since = time.monotonic()
         if time.monotonic() - since > limit_s:
             break
         time.sleep(rank_store.poll_s)
@@ -226,7 +228,8 @@ def _entered() -> dict[str, int | None] | None:
     world = dist.group.WORLD
     assert world is not None  # the process group has positions
     name = world.group_name
-    collectives, p2p = found.get(name), found.get(name + POINT_TO_POINT)
+    collectives = found.get(name)
+    p2p = found.get(name + POINT_TO_POINT)
     return {
         "collectives": collectives.entered if collectives else 0,
         "p2p": p2p.entered if p2p else 0,
@@ -421,7 +424,8 @@ def _has_skipped(phase: str, ahead: Mapping[str, Any], behind: Mapping[str, Any]
     """
     if phase in measure.KINDS and phase not in ahead.get("done", measure.KINDS):
         return True
-    mine, other = ahead.get("entered"), behind.get("entered")
+    mine = ahead.get("entered")
+    other = behind.get("entered")
     if phase not in measure.KINDS or mine is None or other is None:
         return False
     has_less = mine["collectives"] < other["collectives"] or mine["p2p"] < other["p2p"]

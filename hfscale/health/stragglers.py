@@ -11,7 +11,7 @@ from hfscale.core.findings import Finding
 
 WINDOW = 50
 """Number of steps that are judged."""
-LEAST = 20
+MIN_STEPS = 20
 """Number of steps below which nothing is judged."""
 RATIO = 1.3
 """Local time over the median rank's from which a rank is a straggler; between the 1.1 of ordinary spread and the 1.5
@@ -24,9 +24,9 @@ Z_SCORE = 4.0
 ROTATING_RATIO = 1.4
 """Slowest over second slowest rank from which a slowness that changes ranks is reported: higher than `RATIO`, since
 noise changes ranks too."""
-ROTATING_LEAST = 40
+MIN_ROTATING_STEPS = 40
 """Number of steps below which such a slowness is not reported."""
-_LEAST_SPREAD = 0.03
+_MIN_SPREAD = 0.03
 Numbers = npt.NDArray[np.float64]
 WAIT_SHARE = 0.1
 """Part of its time that a rank may wait for data before it is reported; below half of it, it has recovered."""
@@ -80,7 +80,7 @@ class StragglerJudge:
         return Judgement(skew=skew, own_s=_median_by_rank(new).tolist(), findings=findings)
 
     def _judge(self) -> list[Finding]:
-        if len(self._steps) < LEAST or len(self._hosts) < 2:
+        if len(self._steps) < MIN_STEPS or len(self._hosts) < 2:
             return []
         usual = _median_by_rank(self._steps)
         ratios = _median_by_rank(self._steps / _median_low(self._steps)[:, None])
@@ -119,7 +119,7 @@ class StragglerJudge:
         ]
 
     def _rotates(self, lead: float) -> bool:
-        if len(self._steps) < ROTATING_LEAST or lead < ROTATING_RATIO:
+        if len(self._steps) < MIN_ROTATING_STEPS or lead < ROTATING_RATIO:
             return False
         slowest = np.bincount(self._steps.argmax(axis=1))
         return bool(slowest.max() < 0.75 * len(self._steps))
@@ -153,7 +153,7 @@ def z_scores(values: npt.ArrayLike) -> Numbers:
     distances = np.asarray(values, dtype=np.float64)
     median = _median_low(distances)
     distances = distances - median
-    scale = max(1.4826 * float(_median_low(abs(distances))), _LEAST_SPREAD * float(median))
+    scale = max(1.4826 * float(_median_low(abs(distances))), _MIN_SPREAD * float(median))
     return distances / scale if scale > 0 else np.zeros_like(distances)
 
 
@@ -179,7 +179,8 @@ class DataWaitJudge:
         Returns:
             `list[Finding]`: a warning for each rank that waits; a rank is reported once until it has recovered.
         """
-        waits, windows = np.asarray(waits_s, dtype=np.float64), np.asarray(windows_s, dtype=np.float64)
+        waits = np.asarray(waits_s, dtype=np.float64)
+        windows = np.asarray(windows_s, dtype=np.float64)
         self._windows.append(np.divide(waits, windows, out=np.zeros_like(waits), where=windows > 0))
         if len(self._windows) < 3 or len(self._hosts) < 2:
             return []

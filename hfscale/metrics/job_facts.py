@@ -33,12 +33,13 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     adapters = getattr(trainer.model, "peft_config", None)
     in_4_bits = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
     parallel = trainer if is_parallel_trainer(trainer) else None
+    adapter_method = "qlora" if in_4_bits else "lora"
     return {
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
         "layout": _layout(trainer, strategy),
         "zero": {"fsdp2": 3, "parallel": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0),
         "micro_batch": args.train_batch_size,
-        "method": ("qlora" if in_4_bits else "lora") if adapters else "full",
+        "method": adapter_method if adapters else "full",
         "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16) if adapters else 16,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "compile": bool(args.torch_compile),
@@ -73,7 +74,9 @@ def _offload(trainer: "Trainer") -> str:
     if state.deepspeed_plugin is not None:
         zero = state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         devices = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("param", "optimizer")]
-        return "full" if devices[0] != "none" else "optimizer" if devices[1] != "none" else "none"
+        if devices[0] != "none":
+            return "full"
+        return "optimizer" if devices[1] != "none" else "none"
     if trainer.is_fsdp_enabled and state.fsdp_plugin.cpu_offload:
         return "full"
     return "none"

@@ -167,7 +167,8 @@ class SampleGenerationCallback(AdapterCallback):
             HfScaleError: a rank could not generate.
         """
         together = generates_together(trainer)
-        ranks, rank = trainer.args.world_size, trainer.args.process_index
+        ranks = trainer.args.world_size
+        rank = trainer.args.process_index
         mine = range(rank, len(self.prompts), ranks)
         calls = -(-len(self.prompts) // ranks)
         answers: dict[int, dict[str, Any]] = {}

@@ -168,8 +168,10 @@ def device_name(device: torch.device) -> str:
     """
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return device.type
     threads = torch.get_num_threads()
-    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}" if device.type == "cpu" else device.type
+    return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def describe_workload(

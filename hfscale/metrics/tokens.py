@@ -142,7 +142,9 @@ class TokenCounter:
         shape = _token_shape(batch, entry.names)
         length = 0
         if shape is not None:
-            samples, length, tokens = shape[0], shape[-1], shape.numel()
+            samples = shape[0]
+            length = shape[-1]
+            tokens = shape.numel()
             samples = self._count_main(batch, shape)
         else:
             samples = next((value.shape[0] for value in batch.values() if value.ndim), 0)
@@ -167,7 +169,8 @@ class TokenCounter:
         """Count the main token sequences; return their number, or the number of rows if they are packed."""
         tokens = shape.numel()
         rows = batch["offsets"].shape[0] if len(shape) == 1 and "offsets" in batch else shape[0]
-        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        mask = batch.get("attention_mask")
+        positions = batch.get("position_ids")
         self.tokens += tokens
         self._counts.tokens += tokens
         self._counts.main_tokens += tokens
@@ -187,8 +190,10 @@ class TokenCounter:
 
     def _count_decoder(self, batch: Mapping[str, torch.Tensor], main: torch.Size | None) -> torch.Size:
         """Count the sequences of the decoder and return their shape."""
-        labels, mask = batch.get("labels"), batch.get("decoder_attention_mask")
-        inputs, embeddings = batch.get("decoder_input_ids"), batch.get("decoder_inputs_embeds")
+        labels = batch.get("labels")
+        mask = batch.get("decoder_attention_mask")
+        inputs = batch.get("decoder_input_ids")
+        embeddings = batch.get("decoder_inputs_embeds")
         has_labels = labels is not None and labels.ndim == 2
         if inputs is not None:
             shape = inputs.shape

@@ -121,7 +121,8 @@ class UtilizationMeter(Meter):
     def _formula_agrees(self, work: Sequence[float], counted: float) -> bool:
         """Return whether the formula gives the counted FLOPs, which means that the loss has no other part."""
         assert self._formula is not None
-        tokens, attended = work[1], work[2]
+        tokens = work[1]
+        attended = work[2]
         formula, self._formula = self._formula, None
         if not tokens or abs(tokens * formula.model_flops_per_token(attended / tokens) / counted - 1) > _AGREES:
             return False
@@ -167,7 +168,8 @@ class UtilizationMeter(Meter):
         """Return the FLOPs per second and GPU over the peak."""
         if self._facts.get("flops_source") == "counted":
             capacity = window.seconds * self._peak_flops * len(columns["model_flops"])
-            mfu, hfu = sum(columns["model_flops"]) / capacity, sum(columns["hardware_flops"]) / capacity
+            mfu = sum(columns["model_flops"]) / capacity
+            hfu = sum(columns["hardware_flops"]) / capacity
             return {} if math.isnan(mfu) else {"scaling/mfu": mfu, "scaling/hfu": hfu}
         if self._formula is None or "flops_source" not in self._facts or not window.tokens:
             return {}

@@ -165,7 +165,8 @@ def line_chart(
         return ""
     xs = [x for _, points in drawn for x, _ in points]
     ys = [y for _, points in drawn for _, y in points]
-    left, right = min(xs), max(xs)
+    left = min(xs)
+    right = max(xs)
     low = min(0.0, min(ys)) if from_zero else min(ys)
     high = max(ys)
     margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0

@@ -170,7 +170,8 @@ def comparison(found: Prediction) -> list[str]:
 
 def _job(run: Run) -> Job:
     """Return the job that the run has recorded, with the checks of a job that a user describes."""
-    facts, own = run.facts, run.job
+    facts = run.facts
+    own = run.job
     trainer = str(own["trainer"])
     if "DPO" in trainer or "GRPO" in trainer:
         raise UnknownHardwareError(f"steps of {trainer} are not estimated from what a run records")
@@ -219,7 +220,9 @@ def _accelerator(device: str) -> Accelerator:
         UnknownHardwareError: there is none.
     """
     known = match_device_name(device)
-    name = "cpu" if device.startswith("cpu") else known.name if known is not None else device
+    name = known.name if known is not None else device
+    if device.startswith("cpu"):
+        name = "cpu"
     try:
         return find_accelerator(f"{LOCAL}{name}")
     except UnknownHardwareError:
