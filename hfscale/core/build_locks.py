@@ -21,6 +21,9 @@ UNSEEN_HOLDER_AGE_S = 600.0
 """Age from which a lock counts as abandoned if its holder may be a process that is not visible from here, on another
 machine or of another user; our own choice: the longest build that we have seen, DeepSpeed's CPU Adam on busy cores,
 takes half of it."""
+RELEASE_S = 1.0
+"""Seconds after which a lock that no process holds is checked again: a process that releases its lock closes the file
+and then removes it."""
 _SHARED_FILE_SYSTEMS = (
     "nfs",
     "lustre",
@@ -74,6 +77,9 @@ def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
     """
     for path in _locks(environ):
         identity = _identity(path)
+        if not _is_abandoned(path):
+            continue
+        time.sleep(RELEASE_S)
         # Another run may have removed the file meanwhile and have taken the lock itself.
         if _is_abandoned(path) and _identity(path) == identity:
             path.unlink(missing_ok=True)

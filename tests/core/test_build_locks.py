@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,21 @@ def test_where_the_holder_may_be_on_another_machine_the_age_decides(tmp_path, mo
     assert abandoned_locks(here) == []
     os.utime(lock, (0, 0))
     assert abandoned_locks(here) == [lock]
+
+
+def test_a_lock_that_is_being_released_is_left_to_its_holder(tmp_path):
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()  # as it is between the holder's close and its removal
+    with ThreadPoolExecutor(1) as pool:
+
+        def release():
+            time.sleep(0.3)
+            lock.unlink()
+
+        released = pool.submit(release)
+        remove_abandoned_locks({"TORCH_EXTENSIONS_DIR": str(tmp_path)})
+        released.result()  # raises if the file was gone
 
 
 def test_a_lock_that_another_run_has_taken_meanwhile_is_kept(tmp_path, monkeypatch):
