@@ -2,8 +2,8 @@
 
 To add a subcommand, write `NAME_command.py` in the package of its capability, with `COMMAND`: a function with typer's
 annotations, or a dictionary of such functions by the names of their subcommands; `EXAMPLES`, if there is one, is shown
-at the end of its help. Then add lines to `COMMANDS` and
-`_MODULES`. Exit codes: 0 done, 1 the thing checked is bad, 2 wrong usage.
+at the end of its help. Then add lines to `COMMANDS` and `_MODULES`. Exit codes: 0 done, 1 the thing checked is bad,
+2 wrong usage or a missing package.
 """
 
 import re

@@ -13,7 +13,7 @@
     ├── CheckpointError                a checkpoint is incomplete, corrupt or not what the run needs
     ├── StorageError                   a directory or store cannot be written or read
     ├── HealthError                    a node, a link, a rank or the training itself is not healthy
-    └── MissingDependencyError (ImportError)   a package is needed that is not installed or too old
+    └── MissingDependencyError (ImportError)   exit code 2: a package is needed that is not installed or too old
 
 Each message is one line with what is wrong, the value, and how to fix it. The command line and the recipes print it
 without a traceback and exit with `exit_code`.
@@ -111,3 +111,5 @@ class HealthError(HfScaleError):
 
 class MissingDependencyError(HfScaleError, ImportError):
     """A package that the request needs is not installed, or an earlier version of it is."""
+
+    exit_code = 2  # another start does not install it, so a scheduler must not try again

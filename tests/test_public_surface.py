@@ -249,7 +249,8 @@ def test_wrong_usage_is_a_value_error_with_exit_code_2():
             is_usage = issubclass(cls, errors.UsageError)
             assert issubclass(cls, ValueError) == is_usage
             in_use = cls is errors.OutputDirInUseError
-            assert cls.exit_code == (75 if in_use else 2 if is_usage else 1)
+            is_missing_package = cls is errors.MissingDependencyError
+            assert cls.exit_code == (75 if in_use else 2 if is_usage or is_missing_package else 1)
 
 
 def test_every_module_opens_with_what_it_is_for():

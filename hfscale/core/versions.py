@@ -141,8 +141,8 @@ def require(feature: str, flag: str | None = None) -> None:
 def require_for_import(feature: str, name: str | None = None) -> None:
     """Call `require` where a module or a name of hfscale is imported.
 
-    A script imports it before it can handle errors. If it does not handle this one, one line is printed instead of a
-    traceback.
+    A script imports it before it can handle errors. If it does not handle this one, the process prints one
+    line instead of a traceback and exits with 2.
 
     Args:
         feature (`str`): one of `FEATURES`.
@@ -161,8 +161,8 @@ def require_for_import(feature: str, name: str | None = None) -> None:
 def _print_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if isinstance(error, MissingDependencyError):
         sys.stderr.write(f"hfscale: error: {error}\n")
-    else:
-        sys.__excepthook__(kind, error, traceback)
+        raise SystemExit(error.exit_code)  # Python exits with the code of a `SystemExit` that its excepthook raises
+    sys.__excepthook__(kind, error, traceback)
 
 
 # ---- transformers: arguments

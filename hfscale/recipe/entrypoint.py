@@ -36,11 +36,11 @@ _TRL_AND_BELOW = ("trl", "transformers", "accelerate", "peft", "datasets")
 def run(main: Callable[[], None]) -> None:
     """Run a recipe's `main` and exit the process with a meaningful code.
 
-    An `HfScaleError` becomes one line on standard error and its exit code (2: wrong usage, 1: it cannot be done). So
-    does a full or read-only output directory, a missing package that transformers asks to install, and a flag or a
-    record that the constructor of one of TRL's trainers refuses. Any other exception keeps its traceback. With several
-    ranks the main process prints the line: the other ranks wait until the launcher ends them, and print a line of
-    their own only if the main process did not fail.
+    An `HfScaleError` becomes one line on standard error and its exit code (2: wrong usage or a missing package, 1: it
+    cannot be done). So does a full or read-only output directory, a missing package that transformers asks to install,
+    and a flag or a record that the constructor of one of TRL's trainers refuses. Any other exception keeps its
+    traceback. With several ranks the main process prints the line: the other ranks wait until the launcher ends them,
+    and print a line of their own only if the main process did not fail.
 
     Preemption signals are handled from here on. A run that was preempted (`end_if_preempted`) ends with exit code 75
     on every rank, and the main process prints one line about it.

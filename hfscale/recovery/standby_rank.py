@@ -40,8 +40,11 @@ def main() -> None:
         sys.last_type = type(error)
         sys.last_value = error
         sys.last_traceback = error.__traceback__
-        sys.excepthook(type(error), error, error.__traceback__)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as ended:  # as Python does it
+            code = ended.code
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

@@ -112,8 +112,8 @@ class Supervisor:
 
         Returns:
             `int`: the exit code: 0 when the command is done, 75 when it was preempted, the code of an error that a
-            restart cannot help (2: wrong usage, 1: another), 128 plus the signal's number after a signal without a
-            save, and 1 when the supervisor gives up.
+            restart cannot help (2: wrong usage or a missing package, 1: another), 128 plus the signal's number after
+            a signal without a save, and 1 when the supervisor gives up.
 
         Raises:
             UsageError: the command or the folder in memory cannot be used.
@@ -397,7 +397,8 @@ class Supervisor:
             self._say("failed", f"not started again, since the error would come back: {final['reason']}")
             return int(final["code"]) or 1
         if code == _WRONG_USAGE:  # of the launcher, or of ranks whose exit code it returns
-            self._say("failed", f"not started again, since the command ended with exit code {code}: wrong usage")
+            reason = f"the command ended with exit code {code}: wrong usage, or a missing package"
+            self._say("failed", f"not started again, since {reason}")
             return code
         if self._signalled is not None:
             return 128 + self._signalled

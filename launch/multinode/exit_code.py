@@ -8,7 +8,8 @@ When: wherever something decides by the exit code whether to start the job again
 `accelerate.sh` and `torchrun.sh` beside this file use it. Edit: nothing.
 
     0    trained to the end                       75   preempted or stopped by a signal: the same command continues
-    2    a flag, file or config is wrong          130  Ctrl-C
+    2    a flag, file or config is wrong,         130  Ctrl-C
+         or a package is missing
     any other: what the first process that failed ended with (128 + n: killed by signal n)
 
 The launcher runs inside this process, so a signal sent to it reaches the launcher, which passes it to the workers and

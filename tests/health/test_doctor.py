@@ -63,7 +63,7 @@ def test_other_commands_name_what_is_missing_in_one_line(without_torch):
 )
 def test_a_script_that_imports_what_cannot_work_ends_with_one_line(without_torch, code):
     done = without_torch(python=("-c", code))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("hfscale: error: ")
     assert "torch 2." in done.stderr

@@ -247,7 +247,7 @@ def test_exit_codes_and_lines(python: Callable[..., Any]) -> None:
         "usage": "2",
         "storage": "1",
         "cannot": "1",
-        "install": "1",
+        "install": "2",
         "bug": "1",
         "import": "1",
         "exit": "75",

@@ -1,6 +1,8 @@
 """Launch files: checked with the schemas of their readers, run with stubs of the cluster, launched on loopback."""
 
+import ast
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,14 @@ import torch.distributed.elastic.metrics.api as elastic_metrics
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from conftest import RECIPE, REPOSITORY, Finished, run_forked
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from test_recipe_ddp import QUICK
 from test_recipe_yamls import command_problems, shell_commands
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+import hfscale.recipe
 from hfscale import latest_checkpoint
 from hfscale.checkpoint.store import verify
 
@@ -56,6 +62,7 @@ JOB = {  # the variables that sbatch sets on the first of two nodes
 }
 POD = {"PRIMARY_ADDR": "10.65.0.2", "PRIMARY_PORT": "29400", "NODE_RANK": "1", "NUM_NODES": "2", "NUM_TRAINERS": "8"}
 KUBERNETES = "1.37"
+EXTRAS = ("recipes", "trl", "wandb", "gpu")  # what a launch file that installs hfscale must ask for
 PREEMPTED, WRONG_USAGE = 75, 2
 
 
@@ -659,12 +666,140 @@ def test_skypilot_sets_up_and_starts_a_launcher_per_node(fake_python, tmp_path):
     }
     executable(tmp_path / ".local" / "bin" / "uv", '#!/bin/bash\necho "$@"\n')
     executable(tmp_path / "hfscale" / "bin" / "activate", "")
-    assert run("bash", "-c", task["setup"], env=env).out == "pip install -c constraints.txt .[wandb,gpu]\n"
+    assert run("bash", "-c", task["setup"], env=env).out == f"pip install -c constraints.txt .[{','.join(EXTRAS)}]\n"
     argv, _ = composed(run("bash", executable(tmp_path / "run", task["run"]), env=env))
     script = [*DEFAULT, "--output_dir", "/runs/llama-3.1-8b-full"]
     assert argv == accelerate_command(NODE | {"MAIN_IP": "10.0.0.7"}, *script)
     assert "/runs" in task["file_mounts"]
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [PREEMPTED]
+
+
+# --- what launch files install ---------------------------------------------------------------------------------------
+
+
+def own_extras(text: str) -> list[tuple[str, ...]]:
+    """Return the extras of each installation of this repository in a launch file."""
+    return [tuple(names.split(",")) for names in re.findall(r"pip install[^\n]*[ \"]\.\[([^\]]*)\]", text)]
+
+
+def installed_with(extras: tuple[str, ...]) -> set[str]:
+    """Return the packages, in their normal form, that an installation with these extras has."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lists = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    open_, found = [Requirement(text) for texts in lists for text in texts], set()
+    while open_:
+        need = open_.pop()
+        keys = {(canonicalize_name(need.name), extra) for extra in ("", *need.extras)}
+        if keys <= found or (need.marker is not None and not need.marker.evaluate({"extra": ""})):
+            continue
+        found |= keys
+        try:
+            texts = importlib.metadata.requires(need.name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue  # it is not installed here, so its own requirements are not known
+        for child in map(Requirement, texts):
+            environments = [{"extra": extra} for extra in ("", *need.extras)]
+            if child.marker is None or any(child.marker.evaluate(environment) for environment in environments):
+                child.marker = None
+                open_.append(child)
+    return {name for name, _ in found}
+
+
+def imports_of(path: Path) -> tuple[set[str], set[str]]:
+    """Return the modules that a file imports when it is itself imported, and all that it may import later."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    immediate, all_ = set(), set()
+
+    def visit(node: ast.AST, *, at_once: bool) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        all_.update(names)
+        if at_once:
+            immediate.update(names)
+        inner = at_once and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_once=inner)
+
+    visit(tree, at_once=True)
+    return immediate, all_
+
+
+def file_of(module: str) -> Path | None:
+    """Return the file of a module of hfscale; None for other modules, and for names in a module."""
+    path = REPOSITORY.joinpath(*module.split("."))
+    candidates = [path.with_suffix(".py"), path / "__init__.py"] if module.partition(".")[0] == "hfscale" else []
+    return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def third_party_imports(script: Path) -> set[str]:
+    """Return the packages that a recipe, and every module of hfscale that it may load, import at import time."""
+    home_of = hfscale._HOME_OF | {f"recipe.{name}": module for name, module in hfscale.recipe._HOME_OF.items()}
+    found, seen, open_ = set(), set(), [script]
+    while open_:
+        path = open_.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        immediate, later = imports_of(path)
+        found |= {name.partition(".")[0] for name in immediate}
+        for name in later:
+            home = file_of(home_of.get(name.removeprefix("hfscale."), name))
+            if home is not None:
+                open_.append(home)
+    return found - {"hfscale"} - set(sys.stdlib_module_names)
+
+
+def missing_packages(extras: tuple[str, ...], script: Path) -> set[str]:
+    """Return the packages that a recipe imports and that an installation with these extras does not have."""
+    packages = importlib.metadata.packages_distributions()
+    there = installed_with(extras)
+    return {name for name in third_party_imports(script) if not {*map(canonicalize_name, packages[name])} & there}
+
+
+def test_launch_files_install_the_extras_of_the_recipes():
+    texts = {named(path): path.read_text(encoding="utf-8") for path in FILES}
+    found = {name: own_extras(text) for name, text in texts.items() if own_extras(text)}
+    assert found == {named(DOCKERFILE): [EXTRAS], named(SKYPILOT): [EXTRAS]}
+
+
+@pytest.mark.parametrize("script", sorted(REPOSITORY.glob("recipes/*/train.py")), ids=named)
+def test_every_import_of_a_recipe_is_installed_by_the_launch_files(script):
+    assert missing_packages(EXTRAS, script) == set()
+
+
+@pytest.mark.parametrize(
+    ("extras", "recipe", "missing"),
+    [(("wandb", "gpu"), "sharded", {"datasets"}), (("recipes", "wandb", "gpu"), "sft", {"trl"})],
+    ids=["without datasets", "without trl"],
+)
+def test_a_package_that_no_extra_installs_is_found(extras, recipe, missing):
+    assert missing_packages(extras, REPOSITORY / "recipes" / recipe / "train.py") == missing
+
+
+@pytest.mark.parametrize(("package", "recipe"), [("datasets", "ddp"), ("trl", "sft")])
+def test_a_recipe_without_one_of_its_packages_ends_with_the_code_of_wrong_usage(package, recipe):
+    """So that no scheduler starts it again."""
+    program = (
+        "import importlib.metadata as metadata, runpy, sys\n"
+        "version = metadata.version\n"
+        "def without(name):\n"
+        f"    if name == {package!r}: raise metadata.PackageNotFoundError(name)\n"
+        "    return version(name)\n"
+        "metadata.version = without\n"
+        "sys.argv = ['train.py', '--help']\n"
+        f"runpy.run_path({str(REPOSITORY / 'recipes' / recipe / 'train.py')!r}, run_name='__main__')"
+    )
+    done = run(sys.executable, "-c", program, env={})
+    assert done.code == WRONG_USAGE, done.err[-2000:]
+    lines = [line for line in done.err.splitlines() if line.startswith("hfscale: error: ")]
+    assert len(lines) == 1
+    assert f"{package} " in lines[0]
+    assert "Traceback" not in done.err
 
 
 # --- Docker ----------------------------------------------------------------------------------------------------------
@@ -723,8 +858,6 @@ def test_a_bad_dockerfile_is_found(old, new, problem):
 
 
 def test_dockerignore_admits_the_files_of_the_image():
-    import tomllib
-
     lines = (DOCKERFILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
     kept = {line[1:] for line in lines if line.startswith("!")}
     assert "*" in lines

@@ -134,7 +134,7 @@ class TestMistakes:
 def test_deepspeed_that_is_not_installed(folder, python):
     done = python("-c", WITHOUT_DEEPSPEED, SHARDED, *FLAGS, "--deepspeed", "ds_configs/zero2.json")
     reports(done, "--deepspeed: ", "deepspeed", "not installed", 'pip install --upgrade "hfscale[deepspeed]"')
-    assert done.code == 1
+    assert done.code == 2
 
 
 @pytest.mark.world(2)
