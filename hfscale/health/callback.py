@@ -10,7 +10,6 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -36,6 +35,7 @@ from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
+from hfscale.trainer.state import model_of, output_folder
 from hfscale.trainer.strategy import check_launch, check_strategy, describe_strategy
 
 logger = get_logger(__name__)
@@ -208,13 +208,13 @@ class CommHealthCallback(AdapterCallback):
             hosts=gather_hosts(),
             timer=timer,
             gpu=gpu,
-            replicas=list(trainer.model.parameters()) if are_replicas else (),
+            replicas=list(model_of(trainer).parameters()) if are_replicas else (),
         )
 
     def _start_watchdog(self, args: TrainingArguments, rank_store: RankStore, hang_after_s: float) -> None:
         self._watchdog = HangWatchdog(
             rank_store,
-            Path(args.output_dir),
+            output_folder(args),
             limits=Limits(floor_s=hang_after_s, outside_s=max(Limits.outside_s, 10 * hang_after_s)),
             abort=self.on_hang == "abort" or connect() is not None,
             inside=training_frame(),
@@ -382,13 +382,13 @@ def _check_disk(trainer: Trainer) -> list[Finding]:
     args = trainer.args
     if args.save_strategy == "no":
         return []
-    sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in trainer.model.parameters()]
+    sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in model_of(trainer).parameters()]
     weights = sum(numel * p.element_size() for numel, p in sizes)
     states = node.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
     return node.check_disk(
-        Path(args.output_dir),
+        output_folder(args),
         checkpoint_bytes=weights + states,
-        bytes_per_s=node.write_speed(Path(args.output_dir), _SPEED_PROBE_BYTES),
+        bytes_per_s=node.write_speed(output_folder(args), _SPEED_PROBE_BYTES),
         notice_s=node.DEFAULT_NOTICE_S,
     )
 

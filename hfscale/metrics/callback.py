@@ -119,7 +119,7 @@ class ScalingMetricsCallback(AdapterCallback):
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Make transformers' WandbCallback continue one W&B run, if the Trainer reports to W&B."""
         self._wandb_run = None
-        if "wandb" in adapter.trainer.args.report_to:
+        if "wandb" in (adapter.trainer.args.report_to or ()):
             self._wandb_run = WandbRun()
             adapter.prepend_callback(self._wandb_run)
             adapter.at_training_end(self._wandb_run.restore_environment)

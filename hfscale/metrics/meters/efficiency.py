@@ -12,7 +12,7 @@ from hfscale.metrics.job_facts import job_facts
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.metrics.throughput import describe_workload
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.state import global_batch_size
+from hfscale.trainer.state import global_batch_size, model_of
 from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
@@ -51,9 +51,8 @@ class EfficiencyMeter(Meter):
 
     def _look_up(self, window: Window) -> None:
         args = self._trainer.args
-        assert self._trainer.model is not None  # Trainer has one when training begins
         self.workload = describe_workload(
-            self._trainer.model,
+            model_of(self._trainer),
             args,
             sequence_length=window.sequence_length,
             tokens_per_gpu=round(window.tokens / window.steps / args.world_size),

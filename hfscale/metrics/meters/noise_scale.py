@@ -31,7 +31,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.state import global_batch_size, saved_state
+from hfscale.trainer.state import global_batch_size, model_of, saved_state
 from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
@@ -79,8 +79,7 @@ class NoiseScaleMeter(Meter):
         if self._global_batch_size <= args.per_device_train_batch_size:
             return "it needs two micro-batches per step, from two ranks or by gradient accumulation"
         if strategy in _LEAF_PROBE_STRATEGIES:
-            assert trainer.model is not None  # Trainer has one when training begins
-            return LeafProbe(trainer.model)
+            return LeafProbe(model_of(trainer))
         if strategy != "fsdp2":
             return f"hfscale cannot measure it under {strategy}"
         try:

@@ -16,6 +16,7 @@ from hfscale.metrics.throughput import FlopsModel, device_peak_tflops, training_
 from hfscale.metrics.tokens import TokenCounter
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.collector import Columns
+from hfscale.trainer.state import model_of
 
 logger = get_logger(__name__)
 
@@ -52,8 +53,7 @@ class UtilizationMeter(Meter):
         self._length = 0
         self._logged_work = self._step_work = list(self._counter.work)
         args = trainer.args
-        assert trainer.model is not None  # Trainer has one when training begins
-        dtype = training_dtype(trainer.model, args)
+        dtype = training_dtype(model_of(trainer), args)
         peak_tflops = self._peak_tflops or device_peak_tflops(args.device, dtype)
         if peak_tflops is None:
             self._give_up(f"the {dtype} peak of this {args.device.type} is unknown (give peak_tflops)")
@@ -61,7 +61,7 @@ class UtilizationMeter(Meter):
         self._peak_flops = peak_tflops * 1e12
         self._why_no_formula = f"{type(trainer).__name__} has its own loss"
         try:
-            self._formula = FlopsModel.of(trainer.model, args, sizes=getattr(trainer, "parameter_counts", None))
+            self._formula = FlopsModel.of(model_of(trainer), args, sizes=getattr(trainer, "parameter_counts", None))
         except UnsupportedModelError as error:
             self._why_no_formula = f"no formula holds: {str(error).partition(':')[0]}"
         self._extends_loss = has_own_loss(trainer) and extends_loss(trainer)
