@@ -360,7 +360,7 @@ class SpotCheckpointCallback(AdapterCallback):
         ending = self.preemption.ending(self.last_committed)
         if ending is not None and self.on_preemption == "exit":
             if isinstance(ending, Preempted):  # Python prints nothing for a SystemExit
-                logger.info("%s", ending.words)
+                logger.info("%s", ending.message)
                 self.memory.preempted(ending.code)
             adapter.raise_after_training(ending)
 

@@ -34,19 +34,19 @@ def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
         if name is None or not _keeps_workers(loader):
             return
         if name in before:
-            _draw_elsewhere(loader, state.global_step)
+            _use_own_generator(loader, state.global_step)
         started[name] = True
 
     adapter.on_eval_dataloader("seeds", at_evaluation)
     if resumed_from() is not None and _keeps_workers(train_dataloader):
-        _draw_elsewhere(train_dataloader, state.global_step)
+        _use_own_generator(train_dataloader, state.global_step)
 
 
 def _keeps_workers(loader: Any) -> bool:
     return bool(getattr(getattr(loader, "base_dataloader", loader), "persistent_workers", False))
 
 
-def _draw_elsewhere(loader: Any, step: int) -> None:
+def _use_own_generator(loader: Any, step: int) -> None:
     """Give a loader its own generator for the seed of its workers; each launch and step have another seed."""
     loader = getattr(loader, "base_dataloader", loader)
     if loader.generator is None:

@@ -82,7 +82,7 @@ def run(main: Callable[[], None]) -> None:
             link.ending(preempted.code)
         watch.ignore()  # the launcher signals the other ranks as soon as the first one has ended
         if is_main_process():
-            print(f"hfscale: {preempted.words}", file=sys.stderr, flush=True)
+            print(f"hfscale: {preempted.message}", file=sys.stderr, flush=True)
         sys.exit(preempted.code)
 
 

@@ -121,8 +121,10 @@ def set_up_data_parallelism(args: "TrainingArguments", *, trl: bool) -> Parallel
 
 def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: Mapping[str, str]) -> ParallelLayout:
     def size(axis: str, flag: int | None) -> int | None:
+        if flag is not None:
+            return flag
         by_launcher = environ.get(_ENVIRONMENT.format(axis.upper()))
-        return flag if flag is not None else int(by_launcher) if by_launcher else None
+        return int(by_launcher) if by_launcher else None
 
     cp = size("sp" if family == "zero" else "cp", parallel.cp_size) or 1
     tp = size("tp", parallel.tp_size) or 1

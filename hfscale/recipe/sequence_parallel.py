@@ -105,7 +105,7 @@ class SkippableUlyssesLoader:
 
 
 class _MicroBatches(Dataset[Any]):
-    """Returns the micro-batches of one pass by number; they must be read in order, from any first number."""
+    """The micro-batches of one pass, by number. They must be read in order, from any first number."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -31,7 +31,7 @@ BUSY_PERCENT = 5
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 ActivityCheck = Callable[[], bool]
-"""Returns whether there was activity since its last call."""
+"""Tells whether there was activity since its last call."""
 
 
 def parse_duration(text: str) -> float:

@@ -204,12 +204,12 @@ def describe_strategy(trainer: "Trainer") -> str:
     return ", ".join([*parts, *_deepspeed_traits(trainer), *_fsdp_traits(trainer)])
 
 
-def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
+def _parameter_share(module: nn.Module, all_elements: int | None = None) -> float:
     """Return the elements that this rank keeps between steps over all elements, with the padding of the last shard.
 
     Args:
         module (`nn.Module`): the prepared model.
-        elsewhere (`int`, *optional*): the number of all elements, if `module` has only some of them.
+        all_elements (`int`, *optional*): the number of all elements, if `module` has only some of them.
     """
     kept = total = 0
     for parameter in module.parameters():
@@ -220,7 +220,7 @@ def _parameter_share(module: nn.Module, elsewhere: int | None = None) -> float:
             kept += parameter.ds_tensor.numel()
         else:
             kept += parameter.numel()
-    return kept / (elsewhere or total)
+    return kept / (all_elements or total)
 
 
 def _optimizer_share(module: nn.Module) -> float | None:
@@ -242,9 +242,9 @@ def _deepspeed_traits(trainer: "Trainer") -> list[str]:
     zero = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("zero_optimization", {})
     devices = {part: zero.get(f"offload_{part}", {}).get("device", "none") for part in ("optimizer", "param")}
     traits = [f"{part} offloaded to {device}" for part, device in devices.items() if device != "none"]
-    secondary = getattr(trainer.model_wrapped.optimizer, "zero_hpz_partition_size", 1)
-    if secondary > 1:
-        traits.append(f"copies over {secondary} ranks")
+    partition_size = getattr(trainer.model_wrapped.optimizer, "zero_hpz_partition_size", 1)
+    if partition_size > 1:
+        traits.append(f"copies over {partition_size} ranks")
     if sequence_parallel_size(trainer) > 1:
         traits.append(f"sequences cut over {trainer.model_wrapped.sequence_parallel_size} ranks")
     return traits

@@ -114,7 +114,7 @@ class TestNotice:
     def test_preempted_exits_with_75(self):
         with pytest.raises(SystemExit) as ended:
             raise Preempted("why")
-        assert (ended.value.code, ended.value.words) == (75, "why")
+        assert (ended.value.code, ended.value.message) == (75, "why")
 
 
 class TestSignalWatch:

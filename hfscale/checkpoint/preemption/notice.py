@@ -17,14 +17,14 @@ class Preempted(SystemExit):
     """Ends the process with exit code 75.
 
     Args:
-        words (`str`): message that says why the run was preempted, and how to resume it.
+        message (`str`): message that says why the run was preempted, and how to resume it.
     """
 
     code: int
 
-    def __init__(self, words: str) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(EXIT_CODE)
-        self.words = words
+        self.message = message
 
 
 @dataclass(frozen=True, kw_only=True)
