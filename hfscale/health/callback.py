@@ -135,6 +135,11 @@ class CommHealthCallback(AdapterCallback):
         logger.info("strategy %s on %d processes (%s)", strategy, args.world_size, args.device.type)
         if args.world_size > 1:
             logger.info("each rank: %s", describe_strategy(trainer))
+        if args.logging_nan_inf_filter:
+            logger.warning(
+                "logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so that "
+                "it is not found, and each micro-batch waits for the GPU; set logging_nan_inf_filter=False"
+            )
         self._end()  # an earlier training may have ended by an exception
         self._begin_run()
         self._healthy_step = state.global_step

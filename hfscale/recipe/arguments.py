@@ -319,6 +319,13 @@ class RecipeTrainingMixin(_TrainingArguments):
         "Search each backward pass for parameters without a gradient; only models that skip some need it.",
         default=False,
     )
+    ddp_broadcast_buffers: bool | None = flag(
+        "Send rank 0's buffers to all ranks before each step; those of language models are constant.", default=False
+    )
+    logging_nan_inf_filter: bool = flag(
+        "Leave NaN and infinite losses out of the log, which waits for the GPU twice per micro-batch and hides them.",
+        default=False,
+    )
     dataloader_num_workers: int = flag("Processes per rank that load batches.", default=2)
     dataloader_persistent_workers: bool = flag("Keep these processes between epochs.", default=True)
     dataloader_prefetch_factor: int | None = flag("Batches that each of them loads in advance.", default=4)
@@ -344,7 +351,9 @@ class RecipeTrainingMixin(_TrainingArguments):
         if self.recompute == "selective":
             self.activation_checkpointing_kwargs = self._selective_kwargs()
         for name in (*JSON_FLAGS, *JSON_FLAGS_OF_TRL):
-            _check_json(f"--{name}", vars(self).get(name), is_text=name.endswith("kwargs"))
+            content = _check_json(f"--{name}", vars(self).get(name), is_text=name.endswith("kwargs"))
+            if name == "accelerator_config":
+                self._copy_batches_asynchronously(content)
         if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
             raise UsageError(
                 f"--torch_compile_backend {self.torch_compile_backend} is not known: choose one of "
@@ -391,6 +400,16 @@ class RecipeTrainingMixin(_TrainingArguments):
         if self.dataloader_num_workers == 0:
             self.dataloader_persistent_workers = False
             self.dataloader_prefetch_factor = None
+
+    def _copy_batches_asynchronously(self, config: dict[str, Any] | None) -> None:
+        """Complete `--accelerator_config`: no copy of a batch to the GPU waits for it, unless the user wants that.
+
+        Args:
+            config (`dict`, *optional*): the content of the flag; None if it is not given.
+        """
+        is_mapping = self.accelerator_config is None or isinstance(self.accelerator_config, dict | str)
+        if is_mapping and self.dataloader_pin_memory:  # a copy from memory that is not pinned waits in any case
+            self.accelerator_config = {"non_blocking": True} | (config or {})
 
     def _check_numbers(self) -> None:
         require_positive(
@@ -523,16 +542,19 @@ def check_evaluation(args: TrainingArguments, *, has_evaluation: bool) -> None:
         raise UsageError(f"--eval_strategy {strategy} needs text to evaluate on: give --validation_file")
 
 
-def _check_json(name: str, value: object, *, is_text: bool) -> None:
-    """Raise a UsageError if a value, `name` in the message, is not a JSON mapping or a file with one.
+def _check_json(name: str, value: object, *, is_text: bool) -> dict[str, Any] | None:
+    """Return a JSON mapping, or the content of a file that holds one; None for a value that is neither.
 
     Args:
         name (`str`): how the user gave the value, such as `--fsdp_config`.
         value (`object`): JSON text or the path of a file; anything but a string has been parsed already.
         is_text (`bool`): whether the value cannot be a path. Text that begins with `{` never is one.
+
+    Raises:
+        UsageError: a text is neither; the message begins with `name`.
     """
     if not isinstance(value, str):
-        return
+        return value if isinstance(value, dict) else None
     try:
         is_text = is_text or value.startswith("{")
         content = json.loads(value if is_text else Path(value).read_text(encoding="utf-8"))
@@ -545,6 +567,7 @@ def _check_json(name: str, value: object, *, is_text: bool) -> None:
         raise UsageError(f"{name} {value} is not UTF-8 text: byte {error.start}: save it as UTF-8") from error
     if not isinstance(content, dict):
         raise UsageError(f"{name} {value} is not a JSON mapping")
+    return content
 
 
 def _check_deepspeed_config(deepspeed: object) -> None:
