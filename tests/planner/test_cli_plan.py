@@ -180,7 +180,7 @@ class TestPlan:
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            assert "hfscale[report]" in run(capsys, *PLAN, "--plot", str(path), code=1).err
+            assert "hfscale[report]" in run(capsys, *PLAN, "--plot", str(path), code=2).err
         else:
             run(capsys, *PLAN, "--tokens", "1B", "--plot", str(path))
             assert path.read_text().lstrip().startswith("<?xml")
