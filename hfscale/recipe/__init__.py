@@ -26,6 +26,7 @@ Each is loaded when it is first used. Behind them:
 | `resume` | the checkpoint to resume from, and the accumulation that keeps the global batch |
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models`, `compression` | loading of model, tokenizer and adapters; gradient compression of DDP |
+| `kernels` | the attention that a model gets where no flag names one |
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 
 What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
@@ -35,6 +36,9 @@ Read, called, or set once
 
 - `PreTrainedModel._is_stateful`. By: `reason_not_to_cut`. Reason: nothing public tells that a model has layers that
   pass a state along the sequence. Test: test_packing.py, test_models_that_do_not_cut_are_refused.
+- `PreTrainedModel._supports_flash_attn`, `_supports_flex_attn` and `_compatible_flash_implementations`. By:
+  kernels.py. Reason: nothing public tells which attention a model supports before it is set. Test:
+  test_fast_defaults.py, test_the_fastest_attention_that_the_model_supports_is_chosen.
 - `_scaled_dot_product_cudnn_attention`, `_scaled_dot_product_efficient_attention`,
   `_scaled_dot_product_flash_attention` and `_scaled_dot_product_flash_attention_for_cpu` of torch. By: arguments.py.
   Reason: selective recomputation names the operators whose outputs it keeps. Test: test_recompute.py.

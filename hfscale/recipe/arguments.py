@@ -80,7 +80,10 @@ class ModelArguments:
     model_name_or_path: str | None = flag("Checkpoint to start from: a hub id or a folder.")
     config_name: str | None = flag("Train from scratch: a config.json, its folder or a hub id.")
     tokenizer_name: str | None = flag("Tokenizer, if it is not the model's: a hub id or a folder.")
-    attn_implementation: str | None = flag("sdpa, flash_attention_2, … Default: transformers chooses.")
+    attn_implementation: str | None = flag(
+        "sdpa, flash_attention_2, flex_attention, … Default: with document attention on a GPU the fastest one that is "
+        "installed, else what transformers chooses."
+    )
     use_peft: bool = flag("Train LoRA adapters instead of the full model.", default=False)
     load_in_4bit: bool = flag(
         "Load the frozen base model of --use_peft in 4 bits (QLoRA; needs bitsandbytes).", default=False
@@ -480,7 +483,10 @@ _ATTENTION = (  # its computation grows with the square of the length, its outpu
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
 )
+_FLASH_PACKAGES = "flash_attn"
+"""How the namespaces of FlashAttention 2 and 3 begin, whose operators exist only where the packages are imported."""
 
 
 def checkpointing_kwargs(policy: str) -> dict[str, Any]:
@@ -503,10 +509,15 @@ def _selective_contexts() -> tuple[Any, Any]:
         if op in _MATMULS:
             seen[ctx.is_recompute] += 1
             return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if op in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return contexts
+
+
+def _is_attention(op: Any) -> bool:
+    """Return whether an operator computes attention forwards, in torch or in a package of FlashAttention."""
+    return op in _ATTENTION or (str(op).startswith(_FLASH_PACKAGES) and "forward" in str(op))
 
 
 def complete_early_stopping(args: TrainingArguments, patience: int | None) -> None:

@@ -27,6 +27,7 @@ from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
 from hfscale.recipe.document_attention import cut_attention, is_dense
+from hfscale.recipe.kernels import Kernels, use_fast_document_attention
 from hfscale.recipe.layout import check_model, distributed_config
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import requested_family
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _LARGE_MASK_MIB = 64
-"""Size of an attention mask, one byte per pair of tokens, from which on a log line names other implementations."""
+"""Size of an attention mask, one byte per pair of tokens, from which on a log line names other implementations on a
+CPU; on a GPU one of any size does."""
 
 
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
@@ -137,6 +139,8 @@ def load_model(
         model = load_weights(model_args, config, training_args, layout=layout)
     if data_args is None:
         return model
+    if data_args.document_attention and model_args.attn_implementation is None and not empty:
+        use_fast_document_attention(model, Kernels.here(training_args))
     cut_document_attention(model, data_args, training_args, layout)
     return add_lora(model, model_args, training_args) if model_args.use_peft else model
 
@@ -238,6 +242,8 @@ def cut_document_attention(
     data_args: DataArguments,
     training_args: "TrainingArguments",
     layout: ParallelLayout | None = None,
+    *,
+    device_type: str | None = None,
 ) -> None:
     """Let a model cut attention at the boundaries of packed documents, where `--document_attention` asks for it.
 
@@ -246,6 +252,7 @@ def cut_document_attention(
         data_args (`DataArguments`): the flags of packing, with their defaults set by `load_packed_datasets`.
         training_args (`TrainingArguments`): the rows of a micro-batch.
         layout (`ParallelLayout`, *optional*): the parallel axes of Accelerate, if the recipe has any.
+        device_type (`str`, *optional*): where the run computes, such as `cuda`. Default: the device of the arguments.
 
     Raises:
         UsageError: the attention implementation does not cut, or ranks that share a sequence cannot.
@@ -262,9 +269,10 @@ def cut_document_attention(
         return
     name = cut_attention(model)
     mask_mib = training_args.per_device_train_batch_size * data_args.block_size**2 / 2**20
-    if is_dense(name) and mask_mib >= _LARGE_MASK_MIB:
+    is_on_gpu = (device_type or training_args.device.type) != "cpu"
+    if is_dense(name) and (is_on_gpu or mask_mib >= _LARGE_MASK_MIB):
         logger.warning(
-            "%s attention is cut by a mask of %.0f MiB per micro-batch, and computes what the mask hides: give "
+            "%s attention is cut by a mask of %.3g MiB per micro-batch, and computes what the mask hides: give "
             "--attn_implementation flash_attention_2 or flex_attention, which skip it",
             name,
             mask_mib,

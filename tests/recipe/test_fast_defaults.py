@@ -12,7 +12,9 @@ from tiny import RandomTokens, tiny_model, tiny_trainer
 from transformers import Trainer, default_data_collator
 
 from hfscale import CommHealthCallback, ScalingCallback
-from hfscale.recipe.arguments import RecipeTrainingArguments
+from hfscale.recipe import models
+from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments
+from hfscale.recipe.kernels import Kernels, use_fast_document_attention
 from hfscale.recipe.parsing import parse_arguments
 
 SYNC_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -122,3 +124,107 @@ def test_a_value_of_the_user_wins_over_a_fast_default(tmp_path: Path) -> None:
     own = {"logging_nan_inf_filter": True, "ddp_broadcast_buffers": True}
     given = recipe_arguments(tmp_path, **own)
     assert {name: getattr(given, name) for name in own} == own
+
+
+# Attention between packed documents.
+
+FLASH_3, FLASH_2, FLEX = "flash_attention_3", "flash_attention_2", "flex_attention"
+
+
+def kernels(*installed: str, capability: tuple[int, int] | None = (9, 0), half_precision: bool = True) -> Kernels:
+    return Kernels(capability=capability, half_precision=half_precision, installed=frozenset(installed))
+
+
+@pytest.mark.parametrize(
+    ("found", "names"),
+    [
+        (kernels(FLASH_3, FLASH_2, FLEX), [FLASH_3, FLASH_2, FLEX]),
+        (kernels(FLASH_3, FLASH_2, FLEX, capability=(8, 0)), [FLASH_2, FLEX]),  # A100
+        (kernels(FLASH_3, FLASH_2, FLEX, capability=(10, 0)), [FLASH_2, FLEX]),  # B200
+        (kernels(FLEX), [FLEX]),
+        (kernels(FLASH_2, FLEX, half_precision=False), [FLEX]),
+        (kernels(FLASH_2, FLEX, capability=(7, 5)), []),  # T4
+        (kernels(FLASH_2, FLEX, capability=None), []),
+        (kernels(), []),
+    ],
+)
+def test_attention_follows_the_gpu_the_precision_and_the_packages(found: Kernels, names: list[str]) -> None:
+    assert found.attention() == names
+
+
+WIDE = {"hidden_size": 64}  # heads of 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lacks", "chosen"),
+    [
+        (WIDE, (), FLEX),
+        (WIDE, ("_supports_flex_attn",), "sdpa"),
+        ({}, (), "sdpa"),  # heads of 8
+        (WIDE | {"attention_dropout": 0.1}, (), "sdpa"),
+    ],
+)
+def test_the_fastest_attention_that_the_model_supports_is_chosen(
+    sizes: dict[str, Any],
+    lacks: tuple[str, ...],
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    model = tiny_model(**sizes)
+    assert (model._supports_flash_attn, model._supports_flex_attn) == (True, True)
+    for name in ("_supports_flash_attn", *lacks):
+        monkeypatch.setattr(type(model), name, False)
+    use_fast_document_attention(model, kernels(FLASH_2, FLEX))
+    assert model.config._attn_implementation == chosen
+    assert (f"attention: {FLEX} instead of sdpa" in log.text) is (chosen == FLEX)
+
+
+def test_flash_attention_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(**WIDE)
+    asked: list[str] = []
+    monkeypatch.setattr(model, "set_attn_implementation", asked.append)  # the real one looks for the package
+    use_fast_document_attention(model, kernels(FLASH_2, FLEX))
+    monkeypatch.setattr(type(model), "_compatible_flash_implementations", ["somebody/kernel"], raising=False)
+    use_fast_document_attention(model, kernels(FLASH_2, FLEX))
+    assert asked == [FLASH_2, FLEX]
+
+
+@pytest.mark.parametrize(
+    ("given", "document_attention", "capability", "attention"),
+    [
+        (None, True, (8, 0), FLEX),
+        ("eager", True, (8, 0), "eager"),
+        (None, False, (8, 0), "sdpa"),
+        (None, True, None, "sdpa"),
+    ],
+)
+def test_a_recipe_loads_its_model_with_that_attention_unless_a_flag_names_one(
+    given: str | None,
+    document_attention: bool,
+    capability: tuple[int, int] | None,
+    attention: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tiny_model(**WIDE).config.save_pretrained(tmp_path)
+    monkeypatch.setattr(Kernels, "here", lambda args: kernels(FLEX, capability=capability))
+    model_args = ModelArguments(config_name=str(tmp_path), attn_implementation=given)
+    data_args = DataArguments(packing="bestfit", document_attention=document_attention, block_size=16)
+    model = models.load_model(model_args, recipe_arguments(tmp_path), None, data_args)
+    assert model.config._attn_implementation == attention
+
+
+def test_this_machine_is_described(tmp_path: Path) -> None:
+    here = Kernels.here(recipe_arguments(tmp_path))
+    assert (here.capability, here.attention()) == (None, [])
+    assert FLEX in here.installed
+
+
+@pytest.mark.parametrize(("device_type", "warns"), [("cuda", True), ("cpu", False)])
+def test_a_dense_mask_of_any_size_on_a_gpu_is_warned_about(
+    device_type: str, warns: bool, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    data_args = DataArguments(packing="bestfit", document_attention=True, block_size=64)
+    models.cut_document_attention(tiny_model(), data_args, recipe_arguments(tmp_path), device_type=device_type)
+    assert ("flash_attention_2 or flex_attention" in log.text) is warns

@@ -1,9 +1,11 @@
 """Selective recomputation gives the same training and recomputes less than full recomputation."""
 
 import pytest
+import torch
 from tiny import logged, tiny_model, tiny_trainer
 from torch.utils.flop_counter import FlopCounterMode
 
+from hfscale.recipe import arguments
 from hfscale.recipe.arguments import checkpointing_kwargs
 
 
@@ -23,6 +25,18 @@ def test_selective_recomputes_less_than_full():
     assert none < selective < full
     # Every second product and all of attention are kept: at most half of what full recomputation repeats.
     assert (selective - none) / (full - none) <= 0.55
+
+
+def test_the_outputs_of_every_implementation_of_attention_are_kept():
+    with torch.library._scoped_library("flash_attn_for_a_test", "DEF") as library:  # the packages need a GPU
+        library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
+        library.define("_flash_attn_varlen_backward(Tensor q) -> Tensor")
+        flash = torch.ops.flash_attn_for_a_test
+        assert arguments._is_attention(flash._flash_attn_varlen_forward.default)
+        assert not arguments._is_attention(flash._flash_attn_varlen_backward.default)
+    assert arguments._is_attention(torch.ops.higher_order.flex_attention)
+    assert arguments._is_attention(torch.ops.aten._scaled_dot_product_flash_attention.default)
+    assert not arguments._is_attention(torch.ops.aten.mm.default)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
