@@ -82,6 +82,8 @@ class Combination:
     """Whether parameters, gradients and optimizer states are in that format too."""
     compile: bool | None = None
     """Whether the model runs under torch.compile."""
+    compile_full: bool | None = None
+    """Whether torch.compile compiles the full model, and not each layer by itself."""
     fused_loss: bool | None = None
     """Whether the loss never holds all logits at once (Liger Kernel)."""
     method: str | None = None

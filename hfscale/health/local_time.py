@@ -84,18 +84,20 @@ class LocalTimer:
     def __init__(self, module: nn.Module, strategy: str, device: torch.device) -> None:
         self.span = StepSpans(clock_of(device))
         self._handles: list[Any] = []
+        # Compiled into a layer, a hook breaks its graph, and its CUDA event becomes a part of that graph.
+        begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
         if strategy in ("single", "ddp", "zero0", "zero1", "zero2"):
             first = next((p for p in module.parameters() if p.requires_grad), None)
             if first is not None:
                 self._handles = [
-                    module.register_forward_pre_hook(self._begin),
-                    first.register_post_accumulate_grad_hook(self._end),
+                    module.register_forward_pre_hook(begin),
+                    first.register_post_accumulate_grad_hook(end),
                 ]
         elif strategy == "fsdp2":
             for layer in (m for m in module.modules() if isinstance(m, FSDPModule) and m is not module):
                 # FSDP's own hook is the first before the forward and the last after it, so these run inside.
-                self._handles.append(layer.register_forward_pre_hook(self._begin))
-                self._handles.append(layer.register_forward_hook(self._end, prepend=True))
+                self._handles.append(layer.register_forward_pre_hook(begin))
+                self._handles.append(layer.register_forward_hook(end, prepend=True))
 
     @property
     def measures(self) -> bool:

@@ -244,7 +244,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     if job.precision == "fp32" and job.gpu.tf32_tflops:
         values["tf32"] = True
     if job.compile:
-        values["torch_compile"] = True
+        values["torch_compile_regional"] = True  # FSDP2 shards layers, between which a full graph breaks
     if job.liger:
         values["use_liger_kernel"] = True
     if job.method != "full":

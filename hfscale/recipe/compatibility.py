@@ -11,7 +11,7 @@ from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin
-from hfscale.trainer.strategy import requested_family, requested_strategy
+from hfscale.trainer.strategy import compiles_full_model, requested_family, requested_strategy
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -57,6 +57,7 @@ def _describe(
         tp=layout.tp,
         cp=layout.cp,
         method="qlora" if model_args.load_in_4bit else method,
+        compile_full=compiles_full_model(args),
         has_cuda=torch.cuda.is_available(),
         device="cpu" if args.use_cpu else "gpu",
         compression=vars(args).get("gradient_compression", "none"),  # the TRL recipes have no such flag

@@ -25,6 +25,7 @@ from hfscale.core.versions import (
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
 from hfscale.facts.support import Combination, check_support
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -70,6 +71,16 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
         assert args.deepspeed_plugin is not None  # Accelerate or transformers makes it from the request
         return f"zero{args.deepspeed_plugin.zero_stage}"
     return f"fsdp{environ.get('FSDP_VERSION', '2')}" if family == "fsdp" else family
+
+
+def compiles_full_model(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torch.compile compiles the full model, and not each of its layers.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+        environ (`Mapping[str, str]`): the environment variables, from which Accelerate reads it.
+    """
+    return bool(args.torch_compile) and not _is_set(environ, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
 
 def running_strategy(trainer: "Trainer") -> str:
@@ -142,6 +153,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
 
     Raises:
         StrategyMismatchError: another strategy was set up, or the model is not wrapped for it.
+        UsageError: the strategy does not support the adapters of the model.
         MissingDependencyError: the installed versions cannot train this model with the strategy.
     """
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
@@ -153,10 +165,13 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
             "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
         }.get(asked, "check the --config_file given to accelerate launch")
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
-    problem = why_fsdp2_cannot_tie() if runs == "fsdp2" and _ties_embeddings(trainer.model) else None
+    model = unwrap_compiled(model_of(trainer))
+    method = "lora" if is_peft_model(model) else "full"
+    check_support(Combination(strategy=runs, method=method, compile_full=compiles_full_model(trainer.args, environ)))
+    problem = why_fsdp2_cannot_tie() if runs == "fsdp2" and _ties_embeddings(model) else None
     if problem is not None:
         raise MissingDependencyError(problem)
-    wrapper = unwrap_compiled(trainer.model_wrapped)
+    wrapper = _strategy_wrapper(trainer)
     if not _wraps(runs, wrapper) and not is_parallel_trainer(trainer):
         raise StrategyMismatchError(
             f"{runs.upper()} was asked for but the model is a bare {type(wrapper).__name__}: "
@@ -181,7 +196,7 @@ def describe_strategy(trainer: "Trainer") -> str:
     Args:
         trainer (`Trainer`): prepared for training.
     """
-    module = unwrap_compiled(trainer.model_wrapped)
+    module = _strategy_wrapper(trainer)
     parts = [type(module).__name__]
     if is_parallel_trainer(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
@@ -264,6 +279,15 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
     """
     original: nn.Module = getattr(module, "_orig_mod", module)
     return original
+
+
+def _strategy_wrapper(trainer: "Trainer") -> nn.Module:
+    """Return the module with which the strategy has wrapped the model.
+
+    Accelerate compiles what DDP has wrapped; under FSDP2 it compiles first, and shards the compiled model.
+    """
+    prepared: nn.Module = trainer.model_wrapped
+    return prepared if isinstance(prepared, FSDPModule) else unwrap_compiled(prepared)
 
 
 def _wraps(strategy: str, module: object) -> bool:

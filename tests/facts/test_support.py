@@ -178,6 +178,9 @@ CASES = {
     "AutoTP of DeepSpeed": lambda c: [c.recipe(ZERO, ds={"tensor_parallel": {"autotp_size": 2}})],
     "QLoRA without a CUDA GPU": lambda c: [c.recipe(model=QLORA)],
     "merging the adapters of QLoRA": lambda c: [message_of(ModelArguments, **QLORA, merge_adapters=True)],
+    "adapters with torch.compile of the full model under FSDP2": lambda c: [
+        c.recipe({"WORLD_SIZE": "8"}, model={"use_peft": True}, fsdp=True, torch_compile=True)
+    ],
     "LoRA with transformers' tensor parallelism": lambda c: [
         planned(method="lora", layout=TENSOR, zero=3),
         c.recipe(model={"use_peft": True}, layout=TENSOR),

@@ -1,14 +1,17 @@
 """The sharded recipe: its options, other numbers of processes, and a user's mistakes reported in one line."""
 
 import json
+import re
 import shutil
 
 import pytest
 import torch
-from conftest import REPOSITORY, accelerate_launch
+from conftest import REPOSITORY, accelerate_launch, agent_launch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.parallel.weights import build_model
 
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
@@ -174,6 +177,49 @@ def test_the_options_for_memory_and_speed_keep_the_losses(sharded, folder, train
     assert [path.name for path in (folder / "out" / "profile").iterdir()] == ["step-2.json"]
     trace = (folder / "out" / "profile" / "step-2.json").read_text()
     assert "CompiledFunctionBackward" in trace or "Torch-Compiled Region" in trace
+
+
+def saved_names(folder, step):
+    """Return the names in an FSDP2 checkpoint: of the model's weights, of the optimizer's states, and our own list."""
+    checkpoint = folder / "out" / f"checkpoint-{step}"
+    parts = [FileSystemReader(checkpoint / name) for name in ("pytorch_model_fsdp_0", "optimizer_0")]
+    names = [sorted(part.read_metadata().state_dict_metadata) for part in parts]
+    return [*names, (checkpoint / PARAMETERS_NAME).read_text()]
+
+
+COMPILED = {
+    "full": ["--torch_compile", "true", "--torch_compile_backend", "eager"],
+    "regional": ["--torch_compile_regional", "true", "--torch_compile_backend", "eager"],
+}
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_a_compiled_fsdp2_run_resumes_without_compilation_and_the_other_way_round(sharded, folder, trained, compiled):
+    """Two steps compiled, one without, one compiled: the losses and the names are those of the plain run."""
+    config = REPOSITORY / "accelerate_configs" / "fsdp2.yaml"
+    logs = {"TORCH_LOGS": "graph_breaks"}
+    done = agent_launch(folder, config, 2, SHARDED, *FLAGS, "--max_steps", "2", *COMPILED[compiled], **logs)
+    assert done.code == 0, done.err[-4000:]
+    assert ("Graph break in user code" in done.err) == (compiled == "full")  # FSDP2's own hooks break a full graph
+    assert re.findall(r"Graph break in user code at \S*hfscale/\S*", done.err) == []
+    assert saved_names(folder, 2) == saved_names(trained, 2)
+    for step, flags in ((3, []), (4, COMPILED[compiled])):
+        done = sharded(2, "fsdp2", "--max_steps", str(step), *flags)
+        assert done.code == 0, done.err[-4000:]
+        assert f"continues from checkpoint-{step - 1}" in done.err
+    losses = [[record["loss"] for record in records(run)] for run in (folder, trained)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert saved_names(folder, 4) == saved_names(trained, 4)
+
+
+@pytest.mark.finetuning
+@pytest.mark.world(2)
+def test_fsdp2_trains_under_inductor(sharded, folder, trained):
+    done = sharded(2, "fsdp2", "--max_steps", "4", "--torch_compile", "true")
+    assert done.code == 0, done.err[-4000:]
+    losses = [[record["loss"] for record in records(run)] for run in (folder, trained)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 @pytest.mark.world(2)
