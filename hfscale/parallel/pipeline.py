@@ -288,8 +288,10 @@ class Pipeline:
     def evaluate(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run the forward passes of all micro-batches, in the same way for every schedule.
 
-        Each stage of a rank takes all micro-batches before the rank's next stage does. torch's own `eval` does not
-        support the V-shaped schedules (2.13).
+        The ranks follow `StagePlan.forward_ticks`: after each tick a rank sends and receives in one batch, which NCCL
+        runs as one kernel on the communicator of the group. Single sends and receives would share one queue per pair
+        of ranks, in which those of several stages per rank wait for each other forever; and each pair would get a
+        communicator of its own. torch's own `eval` does not support the V-shaped schedules (2.13).
 
         Args:
             micro_batches (`int`): number of micro-batches, also one that the schedule does not support.
@@ -299,33 +301,64 @@ class Pipeline:
             On the rank of the last stage the sum of the micro-batches' losses, a scalar; on the others 0, or the sum
             of their load-balancing losses.
         """
-        local: dict[tuple[int, int], torch.Tensor] = {}  # (stage, micro-batch) -> output for a stage of this rank
-        sends = []
+        parts = _split(inputs, micro_batches)
+        stages = {stage.spec.index: stage for stage in self.stages}
+        received: dict[tuple[int, int], torch.Tensor] = {}  # (stage, micro-batch) -> its hidden states
         losses = []
-        for stage in self.stages:
-            index = stage.spec.index
-            for number, part in enumerate(_split(inputs, micro_batches)):
-                tokens = part.pop("input_ids")
-                if stage.spec.is_first:
-                    received = tokens
-                elif (index - 1, number) in local:
-                    received = local.pop((index - 1, number))
-                else:
-                    received = torch.empty(self._hidden_shape(*tokens.shape), dtype=self.dtype, device=self.device)
-                    dist.recv(received, group_src=self.plan.rank_of(index - 1), group=self.group)
-                output = stage(received, **part)
-                if stage.spec.is_last:
+        for tick in self.plan.forward_ticks(micro_batches):
+            outputs = {}
+            for index, number in tick:
+                if index not in stages:
+                    continue
+                keywords = dict(parts[number])
+                tokens = keywords.pop("input_ids")
+                hidden = tokens if stages[index].spec.is_first else received.pop((index, number))
+                output = stages[index](hidden, **keywords)
+                if stages[index].spec.is_last:
                     losses.append(output)
-                elif self.plan.rank_of(index + 1) == self.plan.rank_of(index):
-                    local[index, number] = output
                 else:
-                    peer = self.plan.rank_of(index + 1)
-                    send = dist.isend(output.contiguous(), group_dst=peer, group=self.group)
-                    assert send is not None  # this rank is in the group
-                    sends.append(send)
-        for send in sends:
-            send.wait()
+                    outputs[index, number] = output
+            shapes = {number: self._hidden_shape(*parts[number]["input_ids"].shape) for _, number in tick}
+            received |= self._exchange(tick, outputs, shapes)
         return self._sum(losses)
+
+    def _exchange(
+        self,
+        tick: Sequence[tuple[int, int]],
+        outputs: Mapping[tuple[int, int], torch.Tensor],
+        shapes: Mapping[int, tuple[int, ...]],
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Send what this rank has computed in a tick of an evaluation, and receive what it needs from the others.
+
+        Args:
+            tick (`Sequence[tuple[int, int]]`): the passes of all ranks in this tick, as (stage, micro-batch).
+            outputs (`Mapping`): the hidden states of those of this rank.
+            shapes (`Mapping`): shape of the hidden states of each micro-batch in the tick.
+
+        Returns:
+            The hidden states for stages of this rank, by (stage, micro-batch).
+        """
+        own = {stage.spec.index for stage in self.stages}
+        received: dict[tuple[int, int], torch.Tensor] = {}
+        transfers = []
+        for index, number in tick:
+            if index == self.plan.stages - 1:
+                continue
+            sender, receiver = self.plan.rank_of(index), self.plan.rank_of(index + 1)
+            if sender == receiver:
+                if index in own:
+                    received[index + 1, number] = outputs[index, number]
+            elif index in own:
+                output = outputs[index, number].contiguous()
+                transfers.append(dist.P2POp(dist.isend, output, group=self.group, group_peer=receiver))
+            elif index + 1 in own:
+                buffer = torch.empty(shapes[number], dtype=self.dtype, device=self.device)
+                received[index + 1, number] = buffer
+                transfers.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=sender))
+        if transfers:
+            for work in dist.batch_isend_irecv(transfers):
+                work.wait()
+        return received
 
     def _train_single_stage(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Accumulate gradients without a pipeline; the data parallel reduction follows the last backward pass."""

@@ -79,6 +79,32 @@ class StagePlan:
             f"run with so many micro-batches; set `gradient_accumulation_steps={nearest}`"
         )
 
+    def forward_ticks(self, micro_batches: int) -> list[list[tuple[int, int]]]:
+        """Divide the forward passes of an evaluation into ticks, in each of which a rank computes at most one.
+
+        A rank takes all micro-batches through one of its stages before it begins with its next one. What is computed
+        in a tick can be sent and received right after it, by sender and receiver in one batch: so all ranks have the
+        same order of transfers, and none can wait for another in a circle.
+
+        Args:
+            micro_batches (`int`): number of micro-batches, also one that the schedule does not support.
+
+        Returns:
+            For each tick the passes that run in it, as (stage, micro-batch), both counted from 0.
+        """
+        tick_of: dict[tuple[int, int], int] = {}
+        free_from = [0] * self.pp  # by rank
+        for stage in range(self.stages):
+            rank = self.rank_of(stage)
+            for number in range(micro_batches):
+                after_previous_stage = tick_of[stage - 1, number] + 1 if stage else 0
+                tick_of[stage, number] = max(free_from[rank], after_previous_stage)
+                free_from[rank] = tick_of[stage, number] + 1
+        ticks: list[list[tuple[int, int]]] = [[] for _ in range(max(free_from))]
+        for forward_pass, tick in tick_of.items():
+            ticks[tick].append(forward_pass)
+        return ticks
+
     def in_flight(self, rank: int, micro_batches: int) -> float:
         """Return the number of micro-batches whose activations a pipeline rank holds at once.
 
