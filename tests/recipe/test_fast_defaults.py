@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from synchronizations import Synchronizations
 from tiny import RandomTokens, tiny_model, tiny_trainer
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hfscale import CommHealthCallback, ScalingCallback
 from hfscale.recipe import models
@@ -228,3 +229,44 @@ def test_a_dense_mask_of_any_size_on_a_gpu_is_warned_about(
     data_args = DataArguments(packing="bestfit", document_attention=True, block_size=64)
     models.cut_document_attention(tiny_model(), data_args, recipe_arguments(tmp_path), device_type=device_type)
     assert ("flash_attention_2 or flex_attention" in log.text) is warns
+
+
+# Nothing waits for the GPU between two logs.
+
+
+def count_synchronizations(arguments: Any) -> Synchronizations:
+    """Train with logs at steps 4 and 8, and count in steps 5 to 7."""
+    counter = Synchronizations(first=5, last=8)
+    trainer = Trainer(
+        model=tiny_model(),
+        args=arguments,
+        train_dataset=RandomTokens(),
+        data_collator=default_data_collator,
+        callbacks=[ScalingCallback(), counter],
+    )
+    with counter.installed():
+        trainer.train()
+    assert counter.counted_steps == 3
+    return counter
+
+
+LOGGED_EVERY_4: dict[str, Any] = {"max_steps": 8, "logging_steps": 4, "save_strategy": "no", "optim": "sgd"}
+LOGGED_EVERY_4 |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_tqdm": True}
+
+
+def test_no_step_of_a_recipe_waits_for_the_gpu_between_two_logs(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        arguments = recipe_arguments(tmp_path, **LOGGED_EVERY_4, use_cpu=False)
+    counter = count_synchronizations(arguments)
+    # transformers looks once per forward pass whether documents are packed, which no argument of Trainer switches off.
+    assert {line.partition(":")[0] for line in counter.lines} <= {"transformers.masking_utils"}
+    assert all(count == 2 * counter.counted_steps for count in counter.lines.values())
+
+
+def test_trainers_own_defaults_wait_and_hfscale_does_not(tmp_path: Path) -> None:
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **LOGGED_EVERY_4)
+    counter = count_synchronizations(arguments)
+    assert not counter.by("hfscale")
+    assert any(line.endswith("__bool__") for line in counter.by("transformers.trainer"))  # logging_nan_inf_filter
+    assert any(line.endswith(" to") for line in counter.by("accelerate"))  # blocking copies of batches
