@@ -25,4 +25,4 @@ def last_barrier() -> None:
     Without it a rank that ends early can abort the last collective of the others (SIGABRT). With NCCL the device of
     this thread is used, which must be the rank's own: torch opens a context on it, and warns if it is not named.
     """
-    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
+    dist.barrier(device_ids=[torch.cuda.current_device()] if "nccl" in dist.get_backend() else None)

@@ -58,7 +58,8 @@ def compress_gradients(
     check_support(asked, speaker="recipe")
     options = trainer.accelerator.ddp_handler.to_kwargs()
     if method == "topk":
-        trainer.accelerator.ddp_handler = TopKKwargs(**options, fraction=topk_fraction, start_step=start_step)
+        # DDP rebuilds its buckets after the first step, and a residual belongs to a bucket.
+        trainer.accelerator.ddp_handler = TopKKwargs(**options, fraction=topk_fraction, start_step=max(2, start_step))
         return
     hook = {"powersgd": DDPCommunicationHookType.POWER_SGD}.get(method) or DDPCommunicationHookType(method)
     # PowerSGD starts at 2 at the earliest, because DDP rebuilds its buckets after the first step.
@@ -118,7 +119,7 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
     """
     gradient = bucket.buffer()  # flat
     world_size = dist.get_world_size()
-    if bucket.is_last():
+    if bucket.index() == 0:  # the first of a step, so that all its buckets start together
         state.steps += 1
     if state.steps <= state.start_step:
         gradient.div_(world_size)
@@ -127,6 +128,8 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
         )
         return plain
     residual = state.residuals.get(bucket.index())
+    if residual is not None and residual.shape != gradient.shape:
+        residual = None  # DDP has rebuilt its buckets
     corrected = gradient if residual is None else gradient + residual
     k = max(1, int(state.fraction * corrected.numel()))
     indices = corrected.abs().topk(k, sorted=False).indices

@@ -86,3 +86,34 @@ def test_the_recipe_trains_with_it_on_gpus(launch, method):
         pytest.skip("DDP exchanges gradients between two GPUs or more")
     done = launch(processes, RECIPE, "--gradient_compression", method, "--compression_start_step", "4")
     assert done.code == 0, done.err[-3000:]
+
+
+BUCKETS = """
+import json, sys, torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from hfscale.recipe.compression import TopKState, topk_hook
+dist.init_process_group("gloo", store=dist.FileStore("store", 1), rank=0, world_size=1)
+layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(20)))
+model = DistributedDataParallel(layers, gradient_as_bucket_view=True, bucket_cap_mb=1)
+state = TopKState(fraction=0.01, start_step=int(sys.argv[1]))
+model.register_comm_hook(state, topk_hook)
+kept = []
+for _ in range(4):
+    model(torch.randn(4, 300)).sum().backward()
+    model.zero_grad()
+    kept.append(len(state.residuals))
+print(json.dumps(kept))
+"""
+
+
+@pytest.mark.parametrize("start_step", [0, 2])
+def test_all_buckets_start_in_the_same_step_and_survive_that_ddp_rebuilds_them(tmp_path, python, start_step):
+    """In the first step of DDP there are other buckets than in the later ones."""
+    done = python("-c", BUCKETS, str(start_step))
+    assert done.code == 0, done.err[-3000:]
+    kept = json.loads(done.out.splitlines()[-1])
+    assert kept[:start_step] == [0] * start_step
+    assert kept[-1] > 1
+    assert start_step == 0 or kept[start_step:] == [kept[-1]] * (4 - start_step)

@@ -213,7 +213,7 @@ def test_a_compiled_fsdp2_run_resumes_without_compilation_and_the_other_way_roun
     assert saved_names(folder, 4) == saved_names(trained, 4)
 
 
-@pytest.mark.finetuning
+@pytest.mark.faults
 @pytest.mark.world(2)
 def test_fsdp2_trains_under_inductor(sharded, folder, trained):
     done = sharded(2, "fsdp2", "--max_steps", "4", "--torch_compile", "true")
