@@ -385,6 +385,16 @@ def _blame_when_all_wait(
     if 0 < len(not_started) < len(waiting):
         problem = f"has called {most_common[2]} but its GPU has not started it: an earlier kernel hangs there"
         return [blame(rank, problem, _SEE_STACK) for rank in sorted(not_started)]
+    if len(not_started) == len(waiting):  # of NCCL: gloo's positions do not have the start
+        problem = (
+            f"all ranks have queued the same collective ({next(iter(waiting.values()))}), and it does not end: a GPU "
+            "has not arrived there, or a link hangs; which GPU is unknown, since no start of a kernel is recorded"
+        )
+        fix = (
+            "set TORCH_NCCL_ENABLE_TIMING=1, with which NCCL's flight recorder has the starts, and look at all GPUs "
+            "(nvidia-smi, kernel logs) and links (hfscale check under the launcher)"
+        )
+        return [Finding(level="error", check="hang", problem=problem, fix=fix)]
     problem = f"all ranks are {next(iter(waiting.values()))}, and it does not end"
     fix = "a link, a switch or a GPU's DMA hangs: run hfscale check under the launcher"
     return [Finding(level="error", check="hang", problem=problem, fix=fix)]

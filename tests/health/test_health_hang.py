@@ -105,6 +105,25 @@ class TestBlame:
         assert ranks == ()
         assert "a link" in text
 
+    def test_ranks_that_have_queued_the_same_collective_of_nccl(self):
+        """Without TORCH_NCCL_ENABLE_TIMING all entries stay "scheduled", also those whose kernels run."""
+        entry = {
+            "process_group": ["0", "default_pg"],
+            "is_p2p": False,
+            "collective_seq_id": 9,
+            "p2p_seq_id": 0,
+            "retired": False,
+            "state": "scheduled",
+            "profiling_name": "nccl:all_reduce",
+            "input_sizes": [[4]],
+        }
+        dump = {"pg_config": {"0": {"name": "0", "ranks": "[0, 1, 2]"}}, "entries": [entry]}
+        ((ranks, text),) = blamed(*(snap(*positions_of([dump])) for _ in range(3)))
+        assert ranks == ()
+        assert "all_reduce [[4]] (9 of group 0)" in text
+        assert "which GPU is unknown" in text
+        assert "TORCH_NCCL_ENABLE_TIMING=1" in text
+
     def test_no_rank_waits(self):
         (((rank,), _),) = blamed(snap(step=5), snap(step=4), snap(step=5))
         assert rank == 1
