@@ -41,6 +41,9 @@ from hfscale.trainer.strategy import check_launch, check_strategy, describe_stra
 logger = get_logger(__name__)
 
 PREFLIGHT_DEADLINE_S = 60.0
+PREFLIGHT_SECONDS_PER_NODE = 1.0
+"""Seconds by which the deadline of the pre-flight grows with each node after the first: NCCL's first connections take
+longer with more ranks. It is an assumption of ours, and not measured."""
 _SPEED_PROBE_BYTES = 16 * 2**20
 _LOG_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _trainings = 0
@@ -350,6 +353,15 @@ def connect_rank_store(args: TrainingArguments) -> RankStore | None:
         return None
 
 
+def preflight_deadline_s(environ: Mapping[str, str]) -> float:
+    """Return the seconds within which every rank must have the verdict of the pre-flight.
+
+    Args:
+        environ (`Mapping[str, str]`): the environment variables, of which the launcher's give the number of nodes.
+    """
+    return PREFLIGHT_DEADLINE_S + PREFLIGHT_SECONDS_PER_NODE * (node.count_nodes(environ) - 1)
+
+
 def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     """Check this node, and all ranks together if they have a store; log what is found.
 
@@ -370,7 +382,8 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
         return
     plan = preflight.PreflightPlan(
         device=args.device,
-        deadline_s=PREFLIGHT_DEADLINE_S,
+        deadline_s=preflight_deadline_s(os.environ),
+        all_to_all=False,  # the training never connects every rank to every other one
         arrival_s=Limits.outside_s,  # another callback, such as W&B's on rank 0, may take long when training begins
         node_findings=of_this_node,
     )

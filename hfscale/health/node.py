@@ -133,8 +133,7 @@ def check_node(environ: Mapping[str, str], node: Node) -> list[Finding]:
         UsageError: a launcher's variable is not a number.
     """
     processes = max(1, read_count(environ, "LOCAL_WORLD_SIZE", 1))
-    nodes = max(1, read_count(environ, "WORLD_SIZE", 1) // processes)
-    check = _NodeCheck(environ, node, nodes, processes)
+    check = _NodeCheck(environ, node, count_nodes(environ), processes)
     for part in (
         _check_launch,
         _check_interfaces,
@@ -147,6 +146,19 @@ def check_node(environ: Mapping[str, str], node: Node) -> list[Finding]:
     ):
         part(check)
     return check.findings + [lock_finding(path, node.host) for path in node.build_locks]
+
+
+def count_nodes(environ: Mapping[str, str]) -> int:
+    """Return the number of nodes of the launch, at least 1.
+
+    Args:
+        environ (`Mapping[str, str]`): the environment variables.
+
+    Raises:
+        UsageError: a launcher's variable is not a number.
+    """
+    processes = max(1, read_count(environ, "LOCAL_WORLD_SIZE", 1))
+    return max(1, read_count(environ, "WORLD_SIZE", 1) // processes)
 
 
 def read_count(environ: Mapping[str, str], name: str, default: int) -> int:

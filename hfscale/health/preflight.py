@@ -68,6 +68,9 @@ class PreflightPlan:
     """Timed calls of each collective and size."""
     compute_s: float = 0.1
     """Seconds of matrix products."""
+    all_to_all: bool = True
+    """Whether the collectives include an all-to-all over all ranks, for which each rank connects to every other one.
+    NCCL keeps the buffers of these connections for as long as the group exists."""
     node_findings: Sequence[Finding] = ()
     """What this rank has found about its node, for the report."""
 
@@ -273,6 +276,8 @@ class _Checks(threading.Thread):
             plan.connect()
         groups = self._groups()
         for kind in measure.KINDS:
+            if kind == "all_to_all" and not plan.all_to_all:
+                continue
             self.phase = kind
             for where, group in groups.items():
                 rows = measure.check_collective(kind, plan.sizes, plan.device, group, plan.rounds)

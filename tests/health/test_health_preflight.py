@@ -13,7 +13,7 @@ from hfscale.core.findings import Finding, has_errors, join_errors, name_ranks
 from hfscale.core.rank_store import RankStore
 from hfscale.facts.hardware import accelerator
 from hfscale.health import measure, preflight, rank_notes
-from hfscale.health.callback import check_ranks
+from hfscale.health.callback import check_ranks, preflight_deadline_s
 from hfscale.health.hang import Limits
 from hfscale.health.preflight import blame_ranks, known_hosts
 from hfscale.health.rank_notes import compare_arrivals
@@ -204,6 +204,21 @@ def test_healthy_ranks_are_not_blamed():
     assert {row["kind"] for row in ended.results[0]["links"]} == set(measure.KINDS)
 
 
+@pytest.mark.world(3)
+def test_a_training_connects_no_rank_to_every_other_one():
+    ended = run(3, "trains", 0, 100.0)
+    assert errors(ended) == []
+    assert {row["kind"] for row in ended.results[0]["links"]} == set(measure.KINDS) - {"all_to_all"}
+
+
+def test_the_deadline_of_a_training_grows_with_the_number_of_nodes():
+    def deadline_s(nodes):
+        return preflight_deadline_s({"WORLD_SIZE": str(8 * nodes), "LOCAL_WORLD_SIZE": "8"})
+
+    assert preflight_deadline_s({}) == deadline_s(1) == 60.0
+    assert deadline_s(128) > 120.0
+
+
 @pytest.mark.world(4)
 def test_ranks_that_come_up_slowly_are_not_refused():
     """They arrive within 15 seconds; the limit is less, and counts from the last arrival."""
@@ -228,6 +243,7 @@ def test_a_rank_that_is_later_than_the_deadline_is_waited_for_when_training_begi
 def test_the_callback_waits_for_late_ranks_as_long_as_for_a_slow_first_step(tmp_path, monkeypatch):
     def run(rank_store, plan):
         assert plan.arrival_s == Limits.outside_s
+        assert not plan.all_to_all
         raise KeyboardInterrupt
 
     monkeypatch.setattr(preflight, "run", run)
