@@ -10,7 +10,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,8 @@ class Node:
 
     host: str
     """The name of the machine."""
+    address: str
+    """The IPv4 address of that name, to which gloo binds by default: 127.0.0.1 if the name has none."""
     interfaces: Mapping[str, bool]
     """Network interfaces, and whether each is up."""
     ib_devices: tuple[str, ...]
@@ -60,15 +62,22 @@ class Node:
     """Abandoned locks of torch's extension builds."""
 
     @classmethod
-    def here(cls, gpus: Iterable[str] = ()) -> "Node":
+    def here(cls, gpus: Iterable[str] = (), resolve: Callable[[str], str] = socket.gethostbyname) -> "Node":
         """Return the properties of this machine.
 
         Args:
             gpus (`Iterable[str]`): the names of its GPUs (`gpu_names`).
+            resolve (`Callable[[str], str]`, *optional*): returns the address of a host name, or raises `OSError`.
         """
+        host = socket.gethostname()
+        try:
+            address = resolve(host)
+        except OSError:
+            address = "127.0.0.1"
         shm = os.statvfs(_SHM) if Path(_SHM).is_dir() else None
         return cls(
-            host=socket.gethostname(),
+            host=host,
+            address=address,
             interfaces={name: stats.isup for name, stats in psutil.net_if_stats().items()},
             ib_devices=_ib_devices(Path("/sys/class/infiniband")),
             gpus=tuple(gpus),
@@ -205,6 +214,7 @@ def _check_interfaces(check: _NodeCheck) -> None:
         wanted = check.environ.get(name, "").strip()
         if wanted and not wanted.startswith("^"):  # with "^" NCCL takes all interfaces but these
             matching[name] = _check_interface(check, name, wanted)
+    _check_address(check)
     nccl = matching.get("NCCL_SOCKET_IFNAME")
     gloo = matching.get("GLOO_SOCKET_IFNAME")
     if nccl and gloo and not nccl & gloo:
@@ -214,6 +224,23 @@ def _check_interfaces(check: _NodeCheck) -> None:
             f"GLOO_SOCKET_IFNAME={check.environ['GLOO_SOCKET_IFNAME']} are different networks",
             "set both to the same interface unless that is intended",
         )
+
+
+def _check_address(check: _NodeCheck) -> None:
+    """Check the address to which gloo binds without GLOO_SOCKET_IFNAME (`ProcessGroupGloo::createDefaultDevice`).
+
+    Images of Debian and Ubuntu map the name of the machine to 127.0.1.1.
+    """
+    address = check.node.address
+    if check.nodes == 1 or check.environ.get("GLOO_SOCKET_IFNAME", "").strip() or not address.startswith("127."):
+        return
+    up = ", ".join(sorted(name for name, is_up in check.node.interfaces.items() if is_up and name != "lo"))
+    check.error(
+        "interfaces",
+        f"gloo binds to the address of the name {check.node.host}, which is {address} here: {check.nodes} nodes "
+        "cannot connect to each other",
+        f"set GLOO_SOCKET_IFNAME to the interface that connects the nodes (up here: {up or 'none'})",
+    )
 
 
 def _check_interface(check: _NodeCheck, name: str, wanted: str) -> set[str]:

@@ -1,6 +1,7 @@
 """The checks of a node: each rule with a case that is wrong and one that is right."""
 
 import os
+import socket
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from hfscale.health.node import RENAMED_VARIABLES, Node, check_node
 
 NODE = Node(
     host="node-a",
+    address="10.0.0.5",
     interfaces={"lo": True, "eth0": True, "eth1": False, "ib0": True},
     ib_devices=("mlx5_0", "mlx5_1"),
     gpus=("NVIDIA H100 80GB HBM3",) * 8,
@@ -111,6 +113,28 @@ def test_this_machine_is_read():
     assert here.memory_gib > 0.5
     assert here.shm_gib > 0
     assert here.gpus == ("a",)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1"])
+def test_a_host_name_that_gloo_resolves_to_loopback_is_found(address):
+    here = replace(NODE, address=address)
+    ((level, message),) = findings({}, here)
+    assert level == "error"
+    assert f"node-a, which is {address} here" in message
+    assert "set GLOO_SOCKET_IFNAME" in message
+    assert "(up here: eth0, ib0)" in message
+    assert findings({"GLOO_SOCKET_IFNAME": "eth0"}, here) == []
+    assert findings({"WORLD_SIZE": "8"}, here) == []
+
+
+def test_the_address_of_this_machine_is_resolved_by_its_name():
+    def fails(name):
+        raise OSError
+
+    names = []
+    assert Node.here(resolve=lambda name: names.append(name) or "10.0.0.9").address == "10.0.0.9"
+    assert names == [socket.gethostname()]
+    assert Node.here(resolve=fails).address == "127.0.0.1"
 
 
 def test_no_new_name_is_also_an_old_one():
