@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from hfscale.core.torch_internals import is_traceable_wrapper_subclass
 
 _SLICE_BYTES = 16 * 2**20
 _MAX_THREADS = 4  # two to four cores saturate the memory channels of a socket
@@ -34,7 +35,9 @@ class HostCopy:
         """
         wanted = Counter((_is_pinned_for(device), size) for device, _, size in _storages(tree))
         wanted -= Counter(map(_kind, self._buffers))
-        return sum(count * _allocated_bytes(*kind) for kind, count in wanted.items())
+        buffers = sum(count * _allocated_bytes(*kind) for kind, count in wanted.items())
+        others = sum(t.numel() * t.element_size() for t in _tensors(tree) if not _is_plain(t))
+        return buffers + others
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
@@ -78,11 +81,15 @@ class HostCopy:
 def _storages(tree: Any) -> set[tuple[torch.device, int, int]]:
     """Return device, address and bytes of each storage of the tensors of `tree`."""
     found = set()
-    for tensor in _tensors(tree):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        storage = local.untyped_storage()
-        found.add((local.device, storage.data_ptr(), storage.nbytes()))
+    for tensor in filter(_is_plain, _tensors(tree)):
+        storage = tensor.untyped_storage()
+        found.add((tensor.device, storage.data_ptr(), storage.nbytes()))
     return found
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be copied as the bytes of its storage."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
 
 
 def _is_pinned_for(device: torch.device) -> bool:
@@ -99,7 +106,12 @@ def _allocated_bytes(is_pinned: bool, size: int) -> int:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+    """Yield the tensors of a tree; for one that wraps others (a DTensor, quantized states), those that it wraps."""
+    if is_traceable_wrapper_subclass(value):
+        names, _ = value.__tensor_flatten__()
+        for name in names:
+            yield from _tensors(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
@@ -146,16 +158,15 @@ def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo:
 
 
 def _copy_tensor(tensor: torch.Tensor, buffer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        # Uses the protocol of tensors that wrap others: `from_local` would move the copy to the mesh's device.
+    if is_traceable_wrapper_subclass(tensor):
+        # A DTensor too: `from_local` would move the copy to the mesh's device.
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
         copies = {n: _copy_tensor(p, buffer) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
-        copied: torch.Tensor = DTensor.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+        copied: torch.Tensor = tensor.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
         return copied
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    if not plain:
-        return tensor.detach().to("cpu", copy=True)  # a subclass (quantised states) implements its own copy
+    if not _is_plain(tensor):
+        return tensor.detach().to("cpu", copy=True)  # a subclass with data of its own implements its own copy
     host = buffer(tensor)
     return torch.empty(0, dtype=tensor.dtype).set_(
         host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()

@@ -358,11 +358,19 @@ _CHECKPOINT_NAMES = {
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
     "torch": ("Size", "device", "Tensor", "strided", "preserve_format", "contiguous_format", *_DTYPES),
-    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter", "_rebuild_parameter_with_state"),
+    "torch._utils": (
+        "_rebuild_tensor_v2",
+        "_rebuild_parameter",
+        "_rebuild_parameter_with_state",
+        "_rebuild_wrapper_subclass",  # allocates nothing; the classes that it may make are listed here too
+    ),
     # Tensors and parameters with attributes, as ZeRO-3 has them; torch's own list for `weights_only` has both names.
     "torch._tensor": ("_rebuild_from_type_v2",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.tensor": ("Replicate", "Shard", "Partial"),
+    # States of adamw_torch_8bit and adamw_torch_4bit, which torchao itself declares safe for `weights_only`.
+    "torchao.optim.subclass_8bit": ("OptimState8bit",),
+    "torchao.optim.subclass_4bit": ("OptimState4bit",),
     "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),

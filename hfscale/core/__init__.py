@@ -7,4 +7,6 @@ fails when a new version moves it.
   process group. Test: test_dry_run.py.
 - `TorchDispatchMode` in `torch.utils._python_dispatch`. By: torch_internals.py. Reason: torch documents it there; its
   `FlopCounterMode` does not separate recomputation. Test: test_flops.py.
+- `is_traceable_wrapper_subclass` in `torch.utils._python_dispatch`. By: torch_internals.py. Reason: torch documents
+  the protocol of tensors that wrap others, but has no public check for it. Test: test_checkpoint_writer.py.
 """

@@ -8,16 +8,21 @@ import shutil
 import threading
 import time
 from collections import OrderedDict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import REPOSITORY
 from peft import LoraConfig, get_peft_model
 from test_spot_checkpoint import Interrupt, Pause
 from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
@@ -547,6 +552,15 @@ class TestRepairAfterACrash:
         verify(second.target)
 
 
+@contextmanager
+def one_rank_mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
 class TestHostCopy:
     def test_the_copy_keeps_everything_that_serializers_depend_on(self):
         weight = torch.arange(12.0).reshape(3, 4)
@@ -596,12 +610,54 @@ class TestHostCopy:
         tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         assert HostCopy().bytes_to_allocate(tensors) == 4096 + 8192 + 1
 
+    @pytest.mark.parametrize("in_a_dtensor", [False, True])
+    def test_a_tensor_that_wraps_others_is_copied_with_what_it_wraps(self, in_a_dtensor):
+        """torchao's quantized weights and optimizer states are such tensors: they have no storage of their own."""
+        inner = torch.arange(6.0), torch.full((6,), 2.0)
+        wrapper: torch.Tensor = TwoTensor(*inner)
+        with one_rank_mesh() if in_a_dtensor else nullcontext() as mesh:
+            if mesh is not None:
+                wrapper = DTensor.from_local(wrapper, mesh, [Replicate()])
+            host_copy = HostCopy()
+            assert host_copy.bytes_to_allocate({"state": wrapper}) == 2 * 6 * 4
+            copied = host_copy.take({"state": wrapper})["state"]
+            assert host_copy.bytes_to_allocate({"state": wrapper}) == 0
+        assert type(copied) is type(wrapper)
+        local = copied.to_local() if in_a_dtensor else copied
+        assert type(local) is TwoTensor
+        for tensor in inner:
+            tensor.add_(100)
+        assert local.a.tolist() == [0, 1, 2, 3, 4, 5]
+        assert local.b.tolist() == [2] * 6
+
     def test_large_tensors_are_copied_by_several_threads(self, monkeypatch):
         monkeypatch.setattr("hfscale.checkpoint.host_copy._SLICE_BYTES", 1000)
         monkeypatch.setattr("hfscale.checkpoint.host_copy._copy_threads", lambda: 3)
         tensors = {str(size): torch.randn(size) for size in (1, 250, 251, 5003)}
         copied = HostCopy().take(tensors)
         assert all(torch.equal(copied[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit"])
+def test_the_quantized_states_of_torchao_are_saved_in_the_background_and_resumed(tmp_path, optim):
+    pytest.importorskip("torchao", reason="needs torchao: pip install torchao")
+
+    def trained(steps, **options):
+        callback = SpotCheckpointCallback()
+        model = tiny_model(hidden_size=64, intermediate_size=128)  # smaller weights keep states of 32 bits
+        arguments = {"optim": optim, "save_strategy": "steps", "save_steps": 2, "max_steps": steps}
+        trainer = tiny_trainer(tmp_path, callback, model=model, **arguments, **options)
+        trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
+        return trainer
+
+    unbroken = trained(4)
+    states = [value for state in unbroken.optimizer.state_dict()["state"].values() for value in state.values()]
+    assert any(type(value).__name__.startswith("OptimState") for value in states)
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = trained(4)
+    assert resumed.state.global_step == 4
+    for name, weight in unbroken.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], weight), name
 
 
 def test_each_file_belongs_to_one_rank():
