@@ -1,5 +1,6 @@
 """Exchanges between ranks: their values, the check of their names, and errors of one rank that all ranks raise."""
 
+import contextlib
 import math
 import os
 import re
@@ -15,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
 from tiny import tiny_trainer
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import TrainerCallback
@@ -245,6 +247,46 @@ def test_the_checkpoint_of_a_tree_is_that_of_torch(tmp_path):
 
     codes, texts = in_ranks(write, tmp_path, ranks=5)
     assert codes == [0] * 5, texts
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("writer", ["ours", "control"])
+def test_shards_in_host_memory_are_written_without_a_stream_of_the_gpu(tmp_path, monkeypatch, writer):
+    """The thread that writes has the training's stream: to wait for it is to wait for the queued steps.
+
+    The control is torch's own default, so that the test fails if torch asks for the stream in another way.
+    """
+    used = []
+
+    class Stream:
+        device_type = "cuda"
+
+        def synchronize(self):
+            used.append("synchronize")
+
+        def wait_stream(self, other):
+            used.append("wait_stream")
+
+    class Gpu:
+        @staticmethod
+        def current_stream():
+            used.append("current_stream")
+            return Stream()
+
+        @staticmethod
+        def stream(stream):
+            return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_get_available_device_type", lambda: "cuda")
+    monkeypatch.setattr(filesystem, "_get_device_module", lambda device_type: Gpu)
+    state = {"model": {str(number): torch.zeros(2 * 2**20) for number in range(4)}}  # of 8 MiB each
+    if writer == "ours":
+        save_shards(state, tmp_path / "shards", SAVING)
+        assert used == []
+    else:
+        dcp.save(state, storage_writer=filesystem.FileSystemWriter(tmp_path / "shards"), no_dist=True)
+        assert used.count("synchronize") > 1
 
 
 @pytest.mark.world(4)

@@ -119,7 +119,9 @@ def save_shards(
     """
     is_first = distributed.rank() == 0
     planner = DefaultSavePlanner()
-    storage = filesystem.FileSystemWriter(folder)
+    # Copies tensors one by one. Otherwise torch copies ahead on the current stream wherever there is a GPU, and waits
+    # for that stream, which is the training's, once per 10 MB even if all tensors are in host memory.
+    storage = filesystem.FileSystemWriter(folder, per_thread_copy_ahead=0)
     metadata: Metadata | None = None
     writers: int | None = None  # ranks that together write everything; None: all
     with channel.agreed("save: plan"):
