@@ -25,6 +25,7 @@ def arguments(world_size=8, **changes):
         "deepspeed": None,
         "fsdp": None,
         "parallelism_config": None,
+        "torch_compile": False,
         "save_strategy": "no",
         "save_only_model": False,
         "bf16": True,
