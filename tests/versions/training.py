@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-NEED_MORE = ("hfscale.parallel", "hfscale.recipe")
-"""Packages that may say in one line which version they need."""
+NEED_MORE = ("hfscale.parallel", "hfscale.recipe", "hfscale.tune.launch_command")
+"""Packages and modules that may say in one line which version they need."""
 
 
 def import_all() -> None:
