@@ -40,7 +40,8 @@ from hfscale.facts.models import catalogue, catalogue_names, catalogue_shape
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
-from hfscale.recipe import arguments
+from hfscale.recipe.arguments import ModelArguments
+from hfscale.recipe.recompute import checkpointing_kwargs
 
 TABLE = Path(__file__).parent.parent / "hfscale" / "facts" / "activations.csv"
 RECOMPUTE = ("none", "selective", "full")
@@ -159,7 +160,7 @@ def gpu_kernels() -> Iterator[None]:
         mock.patch.object(torch.nn.functional, "dropout", _dropout_of_a_gpu),
         # Of fake tensors transformers cannot know that a row is one document, and would make a mask.
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
-        mock.patch.object(arguments, "_ATTENTION", (torch.ops.hfscale_benchmarks.attention.default,)),
+        mock.patch("hfscale.recipe.recompute._ATTENTION", (torch.ops.hfscale_benchmarks.attention.default,)),
     ):
         yield
 
@@ -172,7 +173,7 @@ def build(config: Any, regime: Regime, recomputed: str, *, rank: int = LORA_RANK
     dtype = torch.float32 if regime in ("fp32", "autocast") else torch.bfloat16
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if regime.startswith("lora"):
-        lora = arguments.ModelArguments(use_peft=True, lora_r=rank).lora_config(model)
+        lora = ModelArguments(use_peft=True, lora_r=rank).lora_config(model)
         adapted = get_peft_model(model, lora, autocast_adapter_dtype=regime == "lora")
         model = adapted.get_base_model()
         if regime == "lora_bf16":
@@ -184,7 +185,7 @@ def build(config: Any, regime: Regime, recomputed: str, *, rank: int = LORA_RANK
 
 def recompute(model: PreTrainedModel, policy: str, *, has_adapters: bool) -> None:
     """Turns on recomputation as Trainer and the recipes do."""
-    model.activation_checkpointing_enable({"use_reentrant": False} | arguments.checkpointing_kwargs(policy))
+    model.activation_checkpointing_enable({"use_reentrant": False} | checkpointing_kwargs(policy))
     if has_adapters:
         model.enable_input_require_grads()
 

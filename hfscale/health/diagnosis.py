@@ -391,8 +391,8 @@ def _blame_when_all_wait(
             "has not arrived there, or a link hangs; which GPU is unknown, since no start of a kernel is recorded"
         )
         fix = (
-            "set TORCH_NCCL_ENABLE_TIMING=1, with which NCCL's flight recorder has the starts, and look at all GPUs "
-            "(nvidia-smi, kernel logs) and links (hfscale check under the launcher)"
+            "start with TORCH_NCCL_ENABLE_TIMING=1, with which NCCL's flight recorder has the starts, if it is not "
+            "set; look at all GPUs (nvidia-smi, kernel logs) and links (hfscale check under the launcher)"
         )
         return [Finding(level="error", check="hang", problem=problem, fix=fix)]
     problem = f"all ranks are {next(iter(waiting.values()))}, and it does not end"

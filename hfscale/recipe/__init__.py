@@ -25,7 +25,8 @@ Each is loaded when it is first used. Behind them:
 | `layout`, `compatibility` | sizes of the parallel axes; checks that refuse combinations that do not work |
 | `resume` | the checkpoint to resume from, and the accumulation that keeps the global batch |
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
-| `models`, `compression` | loading of model, tokenizer and adapters; gradient compression of DDP |
+| `models`, `kernels` | loading of model, tokenizer and adapters; which attention a model gets |
+| `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `kernels` | the attention that a model gets where no flag names one |
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 
@@ -39,8 +40,10 @@ Read, called, or set once
 - `PreTrainedModel._supports_flash_attn`, `_supports_flex_attn` and `_compatible_flash_implementations`. By:
   kernels.py. Reason: nothing public tells which attention a model supports before it is set. Test:
   test_fast_defaults.py, test_the_fastest_attention_that_the_model_supports_is_chosen.
-- `_scaled_dot_product_cudnn_attention`, `_scaled_dot_product_efficient_attention`,
-  `_scaled_dot_product_flash_attention` and `_scaled_dot_product_flash_attention_for_cpu` of torch. By: arguments.py.
+- `_scaled_dot_product_attention_math`, `_scaled_dot_product_cudnn_attention`,
+  `_scaled_dot_product_efficient_attention`, `_scaled_dot_product_flash_attention`,
+  `_scaled_dot_product_flash_attention_for_cpu` and `_scaled_dot_product_fused_attention_overrideable` of torch. By:
+  recompute.py.
   Reason: selective recomputation names the operators whose outputs it keeps. Test: test_recompute.py.
 """
 

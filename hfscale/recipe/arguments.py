@@ -6,7 +6,6 @@ well.
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from accelerate.utils import DynamoBackend, parse_flag_from_env
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel, TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
@@ -27,6 +25,7 @@ from hfscale.facts.lr_rules import RULES
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
 from hfscale.recipe.compression import METHODS
+from hfscale.recipe.recompute import RECOMPUTE_POLICIES, checkpointing_kwargs
 from hfscale.recipe.resume import keep_global_batch
 
 # The mixin is used in front of subclasses of TrainingArguments; as a subclass itself it would reset their defaults.
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
     _TrainingArguments = TrainingArguments
 else:
     _TrainingArguments = object
-
-RECOMPUTE_POLICIES = ("full", "selective")
-"""Values of `--recompute`."""
 
 LOSS_ON = ("assistant", "completion", "all")
 """Values of `--loss_on`."""
@@ -474,50 +470,6 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
         require_positive(self, "powersgd_rank", "topk_fraction")
         require_from_0(self, "compression_start_step")
         super().__post_init__()
-
-
-_aten = torch.ops.aten
-_MATMULS = (_aten.mm.default, _aten.addmm.default)
-_ATTENTION = (  # its computation grows with the square of the length, its output linearly
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.higher_order.flex_attention,
-)
-_FLASH_PACKAGES = "flash_attn"
-"""How the namespaces of FlashAttention 2 and 3 begin, whose operators exist only where the packages are imported."""
-
-
-def checkpointing_kwargs(policy: str) -> dict[str, Any]:
-    """Return the value of `TrainingArguments.activation_checkpointing_kwargs` for one of `RECOMPUTE_POLICIES`.
-
-    `full` recomputes a complete layer. `selective` keeps the outputs of attention and of every second matrix product,
-    as torchtitan does by default: it saves most of the memory for about a quarter of the recomputation.
-
-    Args:
-        policy (`str`): one of `RECOMPUTE_POLICIES`.
-    """
-    return {"context_fn": _selective_contexts, "use_reentrant": False} if policy == "selective" else {}
-
-
-def _selective_contexts() -> tuple[Any, Any]:
-    """Return the contexts of the forward pass and of its recomputation, for the `context_fn` of `checkpoint`."""
-    seen: Counter[bool] = Counter()
-
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _MATMULS:
-            seen[ctx.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
-
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
-    return contexts
-
-
-def _is_attention(op: Any) -> bool:
-    """Return whether an operator computes attention forwards, in torch or in a package of FlashAttention."""
-    return op in _ATTENTION or (str(op).startswith(_FLASH_PACKAGES) and "forward" in str(op))
 
 
 def complete_early_stopping(args: TrainingArguments, patience: int | None) -> None:

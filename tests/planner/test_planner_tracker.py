@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
-from hfscale.recipe.arguments import checkpointing_kwargs
+from hfscale.recipe.recompute import checkpointing_kwargs
 
 RANKS = 8
 TOKENS = 2048

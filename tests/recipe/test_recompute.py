@@ -5,8 +5,8 @@ import torch
 from tiny import logged, tiny_model, tiny_trainer
 from torch.utils.flop_counter import FlopCounterMode
 
-from hfscale.recipe import arguments
-from hfscale.recipe.arguments import checkpointing_kwargs
+from hfscale.recipe import recompute
+from hfscale.recipe.recompute import checkpointing_kwargs
 
 
 def flops_of_a_step(policy):
@@ -32,11 +32,12 @@ def test_the_outputs_of_every_implementation_of_attention_are_kept():
         library.define("_flash_attn_varlen_forward(Tensor q) -> Tensor")
         library.define("_flash_attn_varlen_backward(Tensor q) -> Tensor")
         flash = torch.ops.flash_attn_for_a_test
-        assert arguments._is_attention(flash._flash_attn_varlen_forward.default)
-        assert not arguments._is_attention(flash._flash_attn_varlen_backward.default)
-    assert arguments._is_attention(torch.ops.higher_order.flex_attention)
-    assert arguments._is_attention(torch.ops.aten._scaled_dot_product_flash_attention.default)
-    assert not arguments._is_attention(torch.ops.aten.mm.default)
+        assert recompute._is_attention(flash._flash_attn_varlen_forward.default)
+        assert not recompute._is_attention(flash._flash_attn_varlen_backward.default)
+    assert recompute._is_attention(torch.ops.higher_order.flex_attention)
+    for kind in ("flash_attention", "attention_math", "fused_attention_overrideable"):
+        assert recompute._is_attention(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default)
+    assert not recompute._is_attention(torch.ops.aten.mm.default)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])

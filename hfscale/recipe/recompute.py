@@ -1,0 +1,55 @@
+"""What `--recompute` keeps of a layer in activation checkpointing, and what the backward pass computes again."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+RECOMPUTE_POLICIES = ("full", "selective")
+"""Values of `--recompute`."""
+
+_aten = torch.ops.aten
+_MATMULS = (_aten.mm.default, _aten.addmm.default)
+_ATTENTION = (  # its computation grows with the square of the length, its output linearly
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,  # of backends outside of torch
+    _aten._scaled_dot_product_attention_math.default,
+    torch.ops.higher_order.flex_attention,
+)
+_FLASH_PACKAGES = "flash_attn"
+"""How the namespaces of FlashAttention 2 and 3 begin, whose operators exist only where the packages are imported."""
+
+
+def checkpointing_kwargs(policy: str) -> dict[str, Any]:
+    """Return the value of `TrainingArguments.activation_checkpointing_kwargs` for one of `RECOMPUTE_POLICIES`.
+
+    `full` recomputes a complete layer. `selective` keeps the outputs of attention and of every second matrix product,
+    as torchtitan does by default: it saves most of the memory for about a quarter of the recomputation.
+
+    Args:
+        policy (`str`): one of `RECOMPUTE_POLICIES`.
+    """
+    return {"context_fn": _selective_contexts, "use_reentrant": False} if policy == "selective" else {}
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    """Return the contexts of the forward pass and of its recomputation, for the `context_fn` of `checkpoint`."""
+    seen: Counter[bool] = Counter()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in _MATMULS:
+            seen[ctx.is_recompute] += 1
+            return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+def _is_attention(op: Any) -> bool:
+    """Return whether an operator computes attention forwards, in torch or in a package of FlashAttention."""
+    return op in _ATTENTION or (str(op).startswith(_FLASH_PACKAGES) and "forward" in str(op))
