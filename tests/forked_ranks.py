@@ -1,5 +1,6 @@
 """Runs a function in several ranks that are forks of the test process, which has already imported the libraries."""
 
+import faulthandler
 import logging
 import os
 import sys
@@ -42,16 +43,24 @@ def run_ranks(
     pids = []
     sys.stdout.flush()
     sys.stderr.flush()
+    # No rank begins before all are forked: a thread of this process that answers the first rank, such as that of a
+    # store, may hold a lock of the C library, which a later rank would inherit locked.
+    is_held, release = os.pipe()
     for rank in range(world_size):
         pid = os.fork()
         if pid == 0:
-            _run_rank(rank, common, function, args, log)
+            os.close(release)
+            os.read(is_held, 1)  # until this process has closed the other end
+            os.close(is_held)
+            _run_rank(rank, common, function, args, log, timeout_s)
         pids.append(pid)
+    os.close(is_held)
+    os.close(release)
     return _wait(pids, timeout_s, ends_all)
 
 
 def _run_rank(
-    rank: int, env: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...], log: Path
+    rank: int, env: Mapping[str, str], function: Callable[..., Any], args: tuple[Any, ...], log: Path, timeout_s: float
 ) -> None:
     """Run the function in this forked process and end the process."""
     code = 1
@@ -60,6 +69,7 @@ def _run_rank(
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+        faulthandler.dump_traceback_later(timeout_s - 5, file=sys.stderr)  # where a rank hangs that will be killed
         _log_to_standard_error()
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
             del os.environ[name]
