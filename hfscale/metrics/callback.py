@@ -14,6 +14,7 @@ from hfscale.core.records import last_logged_step
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.errors import ParameterError
 from hfscale.metrics.batches import batch_entries
+from hfscale.metrics.expert_load import ExpertLoad, expert_load_of
 from hfscale.metrics.meters.communication import CommunicationMeter
 from hfscale.metrics.meters.efficiency import EfficiencyMeter
 from hfscale.metrics.meters.goodput_and_cost import GoodputMeter
@@ -55,6 +56,9 @@ class ScalingMetricsCallback(AdapterCallback):
     | `scaling/usd` | USD | cost since the first launch: processes x hours x price |
     | `scaling/usd_per_million_tokens` | USD | cost per million of `scaling/tokens_seen` |
     | `scaling/noise_scale` | sequences | gradient noise scale (McCandlish et al. 2018); only with `noise_scale=True` |
+    | `moe/max_load` | ratio | tokens of the fullest expert / mean, in the layer where it is largest; 1 is balanced |
+    | `moe/entropy` | ratio | entropy of the tokens over the experts / its largest value, in the least balanced layer |
+    | `moe/dropped_fraction` | ratio | choices of the routers that no expert computes / all choices |
     | `gpu/memory_peak_gib` | GiB | peak memory allocated by PyTorch, on the GPU with the most |
 
     If a run loses time, the log names the bottleneck, with its numbers and what to change first
@@ -112,6 +116,7 @@ class ScalingMetricsCallback(AdapterCallback):
         ]
         if self._noise is not None:
             self._meters.append(self._noise)
+        self._expert_load: ExpertLoad | None = None
         self._recorder = RunRecorder()
         self._triage = TriageWatch()
         self._wandb_run: WandbRun | None = None
@@ -148,6 +153,9 @@ class ScalingMetricsCallback(AdapterCallback):
         )
         self._goodput.goodput_tracker = self._goodput_tracker
         self._clock = adapter.collect(self)
+        self._expert_load = expert_load_of(trainer)
+        if self._expert_load is not None:
+            adapter.collect(self._expert_load, self._expert_load.judge)
         self._clock.restart()  # the goodput tracker has accounted for the time until now
         self._triage.begin()
         self._counter.attach(batch_entries(trainer))
@@ -219,6 +227,8 @@ class ScalingMetricsCallback(AdapterCallback):
     def _release(self) -> None:
         """Remove what the counter and the meters have put on the model."""
         self._counter.detach()
+        if self._expert_load is not None:
+            self._expert_load.detach()
         for meter in self._meters:
             meter.end()
 
