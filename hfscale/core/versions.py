@@ -165,6 +165,24 @@ def _print_one_line(kind: type[BaseException], error: BaseException, traceback: 
     sys.__excepthook__(kind, error, traceback)
 
 
+# ---- torch: settings
+
+
+def allows_tf32() -> bool:
+    """Return whether fp32 matrix products use TF32 on this process's GPU: torch allows it, and the GPU has it.
+
+    `fp32_precision` exists from torch 2.9. There it has the result of every way to ask for TF32, while reading
+    `allow_tf32` raises a RuntimeError where the new way was used.
+    """
+    import torch
+    from transformers.utils import is_torch_tf32_available
+
+    if not is_torch_tf32_available():
+        return False
+    matmul: Any = torch.backends.cuda.matmul
+    return bool(matmul.fp32_precision == "tf32" if is_at_least("torch", "2.9") else matmul.allow_tf32)
+
+
 # ---- transformers: arguments
 
 

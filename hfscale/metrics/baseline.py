@@ -47,7 +47,7 @@ class Workload:
     tokens_per_gpu: int
     """Tokens per GPU and optimizer step."""
     precision: str
-    """`bf16`, `fp16`, `tf32` or `fp32`."""
+    """Format of the matrix products: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`."""
     recompute: str
     """`none`, `full` or `selective` activation checkpointing."""
 

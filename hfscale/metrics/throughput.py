@@ -1,19 +1,20 @@
 """Computes the FLOPs of known models for utilization (MFU, HFU), and describes what a run does."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
-from hfscale.core.versions import recomputes_activations
+from hfscale.core.versions import allows_tf32, recomputes_activations
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.hardware import Dtype, match_device_name, peak_tflops
 from hfscale.facts.model_shape import ModelShape
 from hfscale.metrics.baseline import Workload
+from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,24 +121,40 @@ def _size(parameter: nn.Parameter) -> int:
     return size * 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else size
 
 
-def training_dtype(model: nn.Module, args: "TrainingArguments") -> Dtype:
+def training_dtype(trainer: "Trainer") -> Dtype:
     """Return the dtype that matrix products run in.
 
-    If autocast is on, it decides. Otherwise the weights decide: transformers loads a checkpoint in its own dtype.
+    Accelerate's mixed precision decides, wherever it was asked for: in the training arguments, with the launcher or in
+    DeepSpeed's config. Without it the weights decide: transformers loads a checkpoint in its own dtype.
 
     Args:
-        model (`torch.nn.Module`): the model, for the dtype of its weights.
-        args (`TrainingArguments`): say whether autocast (`bf16`, `fp16`) and TF32 are on.
+        trainer (`Trainer`): the Trainer that trains.
 
     Returns:
-        `str`: `bf16`, `fp16`, `tf32` or `fp32`.
+        `str`: `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
     """
-    if args.bf16 or args.fp16:
-        return "bf16" if args.bf16 else "fp16"
-    weights = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    mixed_precision: Dtype | Literal["no"] = trainer.accelerator.mixed_precision
+    if mixed_precision != "no":
+        return mixed_precision
+    parameters = model_of(trainer).parameters()
+    weights = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
     if weights in (torch.bfloat16, torch.float16):
         return "bf16" if weights == torch.bfloat16 else "fp16"
-    return "tf32" if args.tf32 else "fp32"
+    return "tf32" if trainer.args.device.type == "cuda" and allows_tf32() else "fp32"
+
+
+def peak_dtype(dtype: Dtype) -> Dtype:
+    """Return the dtype whose peak utilization is relative to: that of the matrix products, but `bf16` for `fp8`.
+
+    With fp8 the linear layers use the fp8 units, and attention and the head those of bf16. torchtitan reports no MFU
+    in its benchmarks for that reason (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md), and in its log divides
+    by the bf16 peak in any case (`get_peak_flops` in torchtitan/tools/utils.py). So does hfscale: the MFU of an fp8
+    run over that of a bf16 run is then the speedup.
+
+    Args:
+        dtype (`str`): the dtype of the matrix products, as `training_dtype` returns it.
+    """
+    return "bf16" if dtype == "fp8" else dtype
 
 
 def device_peak_tflops(device: torch.device, dtype: Dtype) -> float | None:
@@ -174,20 +191,19 @@ def device_name(device: torch.device) -> str:
     return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
 
 
-def describe_workload(
-    model: nn.Module, args: "TrainingArguments", *, sequence_length: int, tokens_per_gpu: int
-) -> Workload:
+def describe_workload(trainer: "Trainer", *, sequence_length: int, tokens_per_gpu: int) -> Workload:
     """Describe what a run does, as far as two speeds can be compared by it.
 
     Args:
-        model (`torch.nn.Module`): the model that is trained.
-        args (`TrainingArguments`): its training arguments.
+        trainer (`Trainer`): the Trainer that trains.
         sequence_length (`int`): tokens per sequence.
         tokens_per_gpu (`int`): tokens per GPU and optimizer step.
 
     Returns:
         `Workload`: the description that baselines are looked up by.
     """
+    model = model_of(trainer)
+    args = trainer.args
     config = getattr(model, "config", None)
     recomputes = recomputes_activations(args)
     parameters, trainable = count_parameters(model)
@@ -198,6 +214,6 @@ def describe_workload(
         device=device_name(args.device),
         sequence_length=sequence_length,
         tokens_per_gpu=tokens_per_gpu,
-        precision=training_dtype(model, args),
+        precision=training_dtype(trainer),
         recompute=str(getattr(args, "recompute", "full")) if recomputes else "none",
     )

@@ -94,7 +94,7 @@ def test_a_run_logs_its_efficiency(tmp_path, monkeypatch):
     plain = tiny_trainer(tmp_path / "plain", ScalingMetricsCallback())
     plain.train()
     assert logged(plain, "scaling/efficiency") == []
-    work = describe_workload(plain.model, plain.args, sequence_length=LENGTH, tokens_per_gpu=4 * LENGTH)
+    work = describe_workload(plain, sequence_length=LENGTH, tokens_per_gpu=4 * LENGTH)
     row = Baseline(workload=work, world_size=1, tokens_per_s_per_gpu=500.0, strategy="single")
     record_baseline(user_file(), row)
     trainer = tiny_trainer(tmp_path / "with", ScalingMetricsCallback())

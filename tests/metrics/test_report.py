@@ -17,7 +17,7 @@ from hfscale.metrics.report.html import Series, heat_map, line_chart, thin, tick
 from hfscale.metrics.report.page import page
 from hfscale.metrics.report.prediction import predict
 from hfscale.metrics.report.run_data import load_run
-from hfscale.metrics.report.summary import bottlenecks
+from hfscale.metrics.report.summary import bottlenecks, headline, subtitle
 from hfscale.planner.memory import allocated_gib
 
 BEGIN = 1_790_000_000.0
@@ -353,6 +353,15 @@ def test_a_folder_without_a_run_is_an_error(tmp_path, capsys):
         load_run(tmp_path)
     assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert "not a directory" in capsys.readouterr().err
+
+
+def test_the_mfu_of_an_fp8_run_is_said_to_be_of_the_bf16_peak(tmp_path):
+    """So it is neither compared with the peak of fp8 nor mistaken for that of a run in bf16."""
+    facts = WORKLOAD | {"precision": "fp8", "flops_source": "formula", "peak_dtype": "bf16"}
+    run = load_run(write_run(tmp_path, events=[{"event": "workload", "step": 10, "time": BEGIN, **facts}]))
+    mfu = next(tile for tile in headline(run) if tile.name == "MFU")
+    assert (mfu.value, mfu.note) == ("41%", "of the dense bf16 peak")
+    assert "NVIDIA H100 · fp8" in subtitle(run)
 
 
 def test_text_and_json(tmp_path, capsys):

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import transformers
 from conftest import REPOSITORY
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import LENGTH, VOCAB, RandomTokens, logged, tiny_arguments, tiny_model, tiny_trainer
@@ -15,6 +16,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.utils.import_utils import enable_tf32
 from wandb_file import artifact_types, config, history, run_files, run_id, step_metrics, summary
 
 from hfscale import ScalingMetricsCallback
@@ -22,12 +24,16 @@ from hfscale.core.clocks import PhaseClock, StepPace
 from hfscale.core.records import RankLines, read_records
 from hfscale.core.versions import is_at_least
 from hfscale.errors import UnsupportedModelError, UsageError
+from hfscale.metrics import throughput
+from hfscale.metrics.meters.meter import Window
+from hfscale.metrics.meters.utilization import UtilizationMeter
 from hfscale.metrics.progress import _line
 from hfscale.metrics.report.page import page
 from hfscale.metrics.report.prediction import predict
 from hfscale.metrics.report.run_data import load_run
 from hfscale.metrics.report.summary import headline, subtitle
-from hfscale.metrics.throughput import FlopsModel, training_dtype
+from hfscale.metrics.throughput import FlopsModel, describe_workload, training_dtype
+from hfscale.metrics.tokens import TokenCounter
 
 TOKENS_PER_STEP = 4 * LENGTH
 
@@ -195,7 +201,53 @@ class TestUtilization:
     )
     def test_the_peak_is_that_of_the_dtype_of_the_matrix_products(self, tmp_path, weights, arguments, dtype):
         """A checkpoint loaded in bf16 trains in bf16 without a flag; its MFU must not be relative to the fp32 peak."""
-        assert training_dtype(tiny_model().to(weights), tiny_arguments(tmp_path, **arguments)) == dtype
+        assert training_dtype(tiny_trainer(tmp_path, model=tiny_model().to(weights), **arguments)) == dtype
+
+    def test_the_mixed_precision_of_the_launcher_counts(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as `accelerate launch --mixed_precision bf16`
+        trainer = tiny_trainer(tmp_path)
+        assert not trainer.args.bf16
+        assert training_dtype(trainer) == "bf16"
+
+    def test_fp8_is_relative_to_the_peak_of_bf16(self, tmp_path, monkeypatch):
+        """torchao needs a GPU, so fp8 is set where Accelerate keeps it, and the name of a GPU is given."""
+        trainer = tiny_trainer(tmp_path)
+        monkeypatch.setattr(trainer.accelerator.state, "_mixed_precision", "fp8")
+        monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+        assert describe_workload(trainer, sequence_length=LENGTH, tokens_per_gpu=LENGTH).precision == "fp8"
+        meter = UtilizationMeter(None, TokenCounter())
+        meter.begin(trainer, trainer.state)
+        assert meter.facts() == {"flops_source": "formula", "peak_dtype": "bf16"}
+        window = Window(
+            steps=1, seconds=1.0, tokens=64, tokens_seen=64, tokens_per_s_per_gpu=64.0, sequence_length=LENGTH
+        )
+        bf16_flops = 989e12  # dense peak of an H100 SXM
+        flops = 64 * FlopsModel.of(trainer.model, trainer.args).model_flops_per_token(LENGTH)
+        mfu = meter.keys({}, window, trainer.state)["scaling/mfu"]
+        assert mfu == pytest.approx(flops / bf16_flops, rel=1e-3)
+
+    @pytest.mark.parametrize("switch", [None, "legacy", "as Trainer with torch_compile"])
+    def test_tf32_counts_however_it_was_switched_on(self, tmp_path, monkeypatch, switch):
+        matmul = torch.backends.cuda.matmul
+        trainer = tiny_trainer(tmp_path)
+        monkeypatch.setattr(transformers.utils, "is_torch_tf32_available", lambda: True)
+        monkeypatch.setattr(type(trainer.args), "device", torch.device("cuda"))
+        try:
+            if switch == "legacy":
+                matmul.allow_tf32 = True
+            elif switch is not None:
+                enable_tf32.__wrapped__(True)  # without its cache
+            assert trainer.args.tf32 is None
+            assert training_dtype(trainer) == ("fp32" if switch is None else "tf32")
+        finally:
+            matmul.fp32_precision = "none"
+            torch.backends.fp32_precision = "none"
+
+    def test_a_cpu_has_no_tf32(self, tmp_path, monkeypatch):
+        trainer = tiny_trainer(tmp_path)
+        monkeypatch.setattr(throughput, "allows_tf32", lambda: True)
+        assert training_dtype(trainer) == "fp32"
 
     def test_a_classifier_with_a_known_config_is_not_counted_as_a_language_model(self, tmp_path):
         model = LlamaForSequenceClassification(tiny_model().config)

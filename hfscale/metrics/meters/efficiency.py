@@ -12,7 +12,7 @@ from hfscale.metrics.job_facts import job_facts
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.metrics.throughput import describe_workload
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.state import global_batch_size, model_of
+from hfscale.trainer.state import global_batch_size
 from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
@@ -52,8 +52,7 @@ class EfficiencyMeter(Meter):
     def _look_up(self, window: Window) -> None:
         args = self._trainer.args
         self.workload = describe_workload(
-            model_of(self._trainer),
-            args,
+            self._trainer,
             sequence_length=window.sequence_length,
             tokens_per_gpu=round(window.tokens / window.steps / args.world_size),
         )

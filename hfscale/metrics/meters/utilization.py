@@ -12,7 +12,7 @@ from hfscale.errors import UnsupportedModelError
 from hfscale.metrics.flop_counter import StepFlops, extends_loss, has_own_loss, reason_not_to_count
 from hfscale.metrics.flops import FlopsFit
 from hfscale.metrics.meters.meter import Meter, Window
-from hfscale.metrics.throughput import FlopsModel, device_peak_tflops, training_dtype
+from hfscale.metrics.throughput import FlopsModel, device_peak_tflops, peak_dtype, training_dtype
 from hfscale.metrics.tokens import TokenCounter
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.collector import Columns
@@ -43,6 +43,7 @@ class UtilizationMeter(Meter):
         self._fit: FlopsFit | None = None
         self._step: StepFlops | None = None
         self._facts: dict[str, str] = {}
+        self._peak_facts: dict[str, str] = {}
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
         """Look up the peak of the device, and choose between the formula and counting."""
@@ -53,12 +54,15 @@ class UtilizationMeter(Meter):
         self._length = 0
         self._logged_work = self._step_work = list(self._counter.work)
         args = trainer.args
-        dtype = training_dtype(model_of(trainer), args)
+        dtype = peak_dtype(training_dtype(trainer))
+        self._peak_facts = {}
         peak_tflops = self._peak_tflops or device_peak_tflops(args.device, dtype)
         if peak_tflops is None:
             self._give_up(f"the {dtype} peak of this {args.device.type} is unknown (give peak_tflops)")
             return
         self._peak_flops = peak_tflops * 1e12
+        if self._peak_tflops is None:
+            self._peak_facts = {"peak_dtype": dtype}
         self._why_no_formula = f"{type(trainer).__name__} has its own loss"
         try:
             self._formula = FlopsModel.of(model_of(trainer), args, sizes=getattr(trainer, "parameter_counts", None))
@@ -183,5 +187,10 @@ class UtilizationMeter(Meter):
         }
 
     def facts(self) -> dict[str, str]:
-        """Return `flops_source` (`formula` or `counted`), or `mfu_absent` with the reason, for the timeline."""
-        return self._facts
+        """Return what the timeline records about MFU.
+
+        Returns:
+            `dict[str, str]`: `flops_source` (`formula` or `counted`), or `mfu_absent` with the reason; also
+            `peak_dtype` if the peak comes from `hardware.toml`.
+        """
+        return self._facts | self._peak_facts

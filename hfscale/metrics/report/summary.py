@@ -112,9 +112,11 @@ def _mfu(run: Run) -> Tile:
     hfu = run.median("scaling/hfu")
     if mfu is None:
         return _unknown("MFU", run.facts.get("mfu_absent") or "give peak_tflops")
-    note = f"HFU {percent(hfu)}" if hfu is not None and hfu > mfu * 1.005 else "of the dense peak"
-    counted = ", counted FLOPs" if run.facts.get("flops_source") == "counted" else ""
-    return Tile(name="MFU", value=percent(mfu), note=note + counted)
+    peak_dtype = run.facts.get("peak_dtype")
+    notes = [f"HFU {percent(hfu)}"] if hfu is not None and hfu > mfu * 1.005 else []
+    notes += [f"of the dense {peak_dtype} peak" if peak_dtype else "of the dense peak"]
+    notes += ["counted FLOPs"] if run.facts.get("flops_source") == "counted" else []
+    return Tile(name="MFU", value=percent(mfu), note=", ".join(notes))
 
 
 def _speed(run: Run) -> Tile:
