@@ -36,6 +36,7 @@ from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
 from hfscale.parallel.weights import draw_weights, read_weights
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.strategy import check_launch
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -64,6 +65,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
 
     Raises:
         MissingDependencyError: transformers is older than 5.23.
+        StrategyMismatchError: the launcher started another number of processes, or one process has several GPUs.
         LayoutError: the sizes do not fit together, the world, or the model.
         UsageError: an argument is not supported, or the weights cannot be read.
         UnsupportedModelError: the model cannot be parallelized in this way.
@@ -79,6 +81,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         **kwargs: Any,
     ) -> None:
         require("ParallelTrainer")
+        check_launch(args)
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
         check_arguments(args, cp=self.layout.cp, **kwargs)

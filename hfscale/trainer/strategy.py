@@ -121,8 +121,8 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
         environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
 
     Raises:
-        StrategyMismatchError: the launcher started another number of processes than this run has, or it requests
-            Megatron-LM, which transformers' Trainer does not support.
+        StrategyMismatchError: the launcher started another number of processes than this run has, one process would
+            train on several GPUs, or the launcher requests Megatron-LM, which transformers' Trainer does not support.
     """
     if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
         check_support(Combination(strategy="megatron_lm"))  # Accelerate would give the Trainer a model it cannot step
@@ -138,6 +138,13 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
         raise StrategyMismatchError(
             "the accelerate config asks for several CPU processes but its launcher started one: "
             "use distributed_type MULTI_GPU with use_cpu false, which starts them on a CPU machine too"
+        )
+    # More than 1 only in a single process whose model is on one GPU: Trainer sets 1 for a `device_map` over several.
+    if args.n_gpu > 1:
+        raise StrategyMismatchError(
+            f"{args.n_gpu} GPUs are visible and 1 process was started, which Trainer would turn into nn.DataParallel "
+            f"with {args.n_gpu} times the batch: start a process per GPU (accelerate launch --num_processes "
+            f"{args.n_gpu}), or set CUDA_VISIBLE_DEVICES=0 to train on one"
         )
 
 

@@ -3,10 +3,18 @@
 import json
 
 import pytest
+import torch
 import yaml
 from conftest import REPOSITORY
+from tiny import tiny_arguments, tiny_model
+from transformers import Trainer, TrainingArguments
 
+from hfscale import CommHealthCallback, ParallelTrainer
 from hfscale.checkpoint.manifest import read_manifest
+from hfscale.errors import StrategyMismatchError
+from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments
+from hfscale.recipe.start import start_run
+from hfscale.trainer.strategy import check_launch
 
 WORKER = REPOSITORY / "tests" / "workers" / "strategy.py"
 DDP = yaml.safe_load((REPOSITORY / "accelerate_configs" / "ddp.yaml").read_text())
@@ -100,3 +108,45 @@ def test_ranks_that_see_different_folders_are_an_error(start):
     lines = done.lines("hfscale: error")
     assert len(lines) == 1, done.err[-3000:]
     assert "[2, 0]" in lines[0]
+
+
+def eight_gpus(args):
+    """Give arguments the GPUs that transformers would find in a single process."""
+    args._n_gpu = 8
+    return args
+
+
+def test_one_process_with_eight_gpus_is_refused_by_the_callback(tmp_path):
+    args = eight_gpus(tiny_arguments(tmp_path))
+    with pytest.raises(StrategyMismatchError) as raised:
+        Trainer(tiny_model(), args, callbacks=[CommHealthCallback()])
+    line = str(raised.value)
+    assert "8 GPUs are visible and 1 process was started" in line
+    assert "accelerate launch --num_processes 8" in line
+    assert "CUDA_VISIBLE_DEVICES=0" in line
+
+
+def test_one_process_with_eight_gpus_is_refused_by_recipes_before_they_write(tmp_path):
+    args = eight_gpus(RecipeTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True))
+    with pytest.raises(StrategyMismatchError, match="8 GPUs are visible"):
+        start_run(ModelArguments(), DataArguments(), ScalingArguments(), args)
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_process_with_eight_gpus_is_refused_by_parallel_trainer(tmp_path):
+    with pytest.raises(StrategyMismatchError, match="8 GPUs are visible"):
+        ParallelTrainer(tiny_model(), eight_gpus(tiny_arguments(tmp_path)))
+
+
+def test_a_model_that_is_split_over_the_gpus_by_a_device_map_is_not_refused(tmp_path):
+    model = tiny_model()
+    model.hf_device_map = {"model": 0, "lm_head": 1}
+    trainer = Trainer(model, eight_gpus(tiny_arguments(tmp_path)), callbacks=[CommHealthCallback()])
+    assert trainer.args.n_gpu == 1
+
+
+def test_gpus_count_as_transformers_counts_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    check_launch(TrainingArguments(str(tmp_path), use_cpu=True), {})
+    with pytest.raises(StrategyMismatchError, match="8 GPUs are visible"):
+        check_launch(TrainingArguments(str(tmp_path), use_cpu=False), {})
