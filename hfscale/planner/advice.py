@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hfscale.facts.hardware import peak_tflops
 from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NODE, SPOT_INTERRUPTIONS_PER_NODE_HOUR
 from hfscale.planner.estimate import Estimate
+from hfscale.planner.experts import gathered_share, kept_share
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
@@ -229,11 +230,8 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         bits = [f"optimizer {job.optimizer}"] if job.optimizer != request.optimizer else []
         bits += ["parameters and states in bf16"] if job.pure_bf16 != request.pure_bf16 else []
         found.append(f"nothing fits otherwise: {', '.join(bits)}, which change the training's results")
-    if job is not None and job.overlapped_experts:
-        found.append(
-            "tokens are sent to their experts and back while another micro-batch is computed, once to each node "
-            "(Megatron-Core: --overlap-moe-expert-parallel-comm, --moe-token-dispatcher-type flex)"
-        )
+    if job is not None:
+        found += _of_experts(job)
     if job is not None and job.layout.pp > 1 and job.shape.layers % job.layout.pp:
         found.append(
             f"{job.shape.layers} layers do not divide evenly by {job.layout.pp} pipeline ranks: the fullest has "
@@ -247,6 +245,27 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
             "costs: list prices as of their date, storage of two checkpoints, and egress of the last one to the "
             "internet where the provider's price is known (egress_usd in --json); no taxes or discounts",
         ]
+    return found
+
+
+def _of_experts(job: Job) -> list[str]:
+    """What the numbers of a mixture of experts rest on."""
+    if job.shape.moe is None:
+        return []
+    found = []
+    ranks = job.layout.dp_shard * job.layout.cp
+    if job.overlapped_experts:
+        found.append(
+            "tokens are sent to their experts and back while another micro-batch is computed, once to each node "
+            "(Megatron-Core: --overlap-moe-expert-parallel-comm, --moe-token-dispatcher-type flex)"
+        )
+    if job.zero == 3 and gathered_share(job) > 1.01:
+        here = job.shape.moe.experts // job.expert_parallel
+        found.append(
+            f"FSDP2 shards the {here} experts of a layer by expert: a rank keeps up to "
+            f"{round(here * kept_share(job, ranks))} of them, and gathers them padded to "
+            f"{gathered_share(job):.2g} times their size"
+        )
     return found
 
 

@@ -22,6 +22,7 @@ from hfscale.planner.activations import (
     loss_bytes,
     micro_batches_in_flight,
 )
+from hfscale.planner.experts import gathered_share, kept_share, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.tasks import (
@@ -88,7 +89,7 @@ def local_parameters(job: Job) -> float:
     shape = job.shape
     layout = job.layout
     first, last = job.layer_split
-    per_layer = shape.mean_layer_parameters - shape.mean_expert_parameters * (1 - 1 / job.expert_parallel)
+    per_layer = sum(layer_parameters(job)) * layout.tp
     if layout.pp == 1:
         parameters = first * per_layer + shape.embedding_parameters + shape.head_parameters
     else:
@@ -122,12 +123,11 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     share = trained_parameters(job) / shape.total_parameters
     all_replicas = job.data_parallel * layout.cp
     shards = layout.dp_shard * layout.cp
-    # Expert parallelism already spreads experts over some of the data-parallel ranks, so fewer ranks share each.
     expert_part = _expert_part(job, local)
 
     def share_of(ranks: int) -> float:
         """The fraction of the local parameters that a rank keeps if `ranks` ranks shard them."""
-        return (1 - expert_part) / ranks + expert_part / max(1.0, ranks / job.expert_parallel)
+        return (1 - expert_part) / ranks + expert_part * kept_share(job, ranks)
 
     if job.zero == 3:
         parameter_share = gradient_share = optimizer_share = share_of(shards)
@@ -157,7 +157,7 @@ def _expert_part(job: Job, local: float) -> float:
     shape = job.shape
     if not shape.mean_expert_parameters:
         return 0.0
-    here = job.layer_split[0] * shape.mean_expert_parameters / job.expert_parallel / job.layout.tp
+    here = job.layer_split[0] * layer_parameters(job)[1]
     return min(1.0, here / local)
 
 
@@ -401,12 +401,14 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     """
     shape = job.shape
     layout = job.layout
-    per_layer = shape.mean_layer_parameters / layout.tp
+    dense, experts = layer_parameters(job)
+    per_layer = dense + experts
     ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
     gathered = 0.0
     if layout.tp > 1 and job.sequence_parallel:
         gathered = GATHERED_ACTIVATIONS * 2.0 * job.tokens * shape.hidden
     if job.zero == 3 and layout.dp_shard * layout.cp > 1:
+        per_layer = dense + experts * gathered_share(job)
         trained = 1.0 if job.method == "full" else 0.0
         width = 4.0 if job.precision == "fp32" else 2.0
         scattered = trained * (width + framework.gradient_bytes) * per_layer

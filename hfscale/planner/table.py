@@ -10,7 +10,7 @@ docs/planner.md lists the columns; others, such as measured values, are ignored.
 - the framework: from the layout and the spelling of precision and recomputation (`infer_framework`);
 - a blank recomputation: the least that fits the memory;
 - a blank micro-batch: one sequence with a pipeline, otherwise the largest that fits;
-- the exchange of many small experts: overlapped with another micro-batch in Megatron (`throughput.expert_exchange_s`);
+- the exchange of many small experts: overlapped with another micro-batch in Megatron (`experts.expert_exchange_s`);
 - a blank ZeRO stage: 1 in Megatron, and 3 where the states of a replica alone do not fit.
 """
 

@@ -12,8 +12,8 @@ Communication is exposed where no computation runs at the same time. All duratio
 import math
 from dataclasses import dataclass
 
-from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import idle_relative_to_1f1b
+from hfscale.planner.experts import expert_exchange_s, gathered_share, kept_share, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
@@ -203,13 +203,23 @@ def _sharded_traffic(
     # Parameters are sharded over context-parallel ranks too (torchtitan's dp_shard_cp axis).
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
-    local = (shape.mean_layer_parameters - shape.mean_expert_parameters * (1 - 1 / job.expert_parallel)) / layout.tp
+    dense, experts = layer_parameters(job)
+    local = dense + experts * gathered_share(job)
     weight = _weight_bytes(job)
     gradient = _gradient_bytes(job, framework)
     trained = trained_parameters(job) / shape.total_parameters
-    gather = network.gather_s(weight * local, shard)
-    scatter = network.gather_s(gradient * local * trained, shard) if trained else 0.0
-    across = network.reduce_s(gradient * local * trained / shard.size, replicas)
+
+    def gathered_s(bytes_: float) -> float:
+        """Time to gather or scatter so many bytes per parameter of a layer."""
+        if job.expert_parallel == 1:
+            return network.gather_s(bytes_ * local, shard)
+        owners = Group(size=shard.size // job.expert_parallel, stride=layout.tp * layout.cp * job.expert_parallel)
+        return network.gather_s(bytes_ * dense, shard) + network.gather_s(bytes_ * (local - dense), owners)
+
+    gather = gathered_s(weight)
+    scatter = gathered_s(gradient * trained) if trained else 0.0
+    share = dense / shard.size + experts * kept_share(job, shard.size)
+    across = network.reduce_s(gradient * trained * share, replicas)
     again = gather if job.reshard else 0.0
     ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp / local
     root = exposed_s(ends * (gather + scatter + across), head, framework.overlap_dp)
@@ -293,60 +303,3 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     bytes_copied = 2 * 2.0 * job.micro_batches if job.offload == "full" else 0.0
     parameters = job.shape.total_parameters / (layout.tp * layout.pp) / max(1, layout.dp_shard)
     return trained * ((4 + 2) / host + traffic / CPU_BYTES_S) + bytes_copied * parameters / host
-
-
-# -- the exchange of a mixture of experts -----------------------------------------------------------------------------
-
-
-EXPERT_OVERLAP = 1 - 20 / 132
-"""Relative speed of a computation during the exchange, which takes 20 of the 132 multiprocessors (arXiv 2412.19437,
-section 3.2.2)."""
-FP8_SCALE_BYTES = 4 / 128
-"""Bytes per element that is sent in 8 bits, in addition to the element: an fp32 scale per 128 elements (arXiv
-2412.19437, section 3.3)."""
-
-
-def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
-    """Compute the exposed seconds of sending tokens to the ranks of their experts and back, forward and backward.
-
-    The result is that of an average layer and one micro-batch. Without overlap every token is sent to each of its
-    experts, and the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2;
-    Megatron-Core's `--overlap-moe-expert-parallel-comm` with its `flex` dispatcher), a token is sent once to each node
-    that holds some of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
-
-    Args:
-        job (`Job`): the run.
-        network (`Network`): the links between ranks.
-        compute (`float`): seconds of the layer's own forward and backward pass, which is also the duration of the
-            other micro-batch's computation that hides an overlapped exchange.
-    """
-    shape = job.shape
-    size = job.expert_parallel
-    if size == 1:
-        return 0.0
-    tp = job.layout.tp
-    group = Group(size=size, stride=tp * job.layout.cp)
-    element = 2.0 * job.tokens * shape.hidden / tp
-    if not job.overlapped_experts:
-        passes = 3 if job.activation_checkpointing == "full" else 2  # a recomputed forward pass communicates again
-        return shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
-    nodes = nodes_of_a_token(shape, size / network.per_node(group))
-    packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0
-    there = network.routed_s(element * packed, group, copies=shape.top_k, nodes=nodes)
-    back = network.routed_s(element, group, copies=shape.top_k, nodes=nodes)
-    return exposed_s(shape.moe_share * 2 * (there + back), compute, EXPERT_OVERLAP)
-
-
-def nodes_of_a_token(shape: ModelShape, nodes: float) -> float:
-    """Compute the largest number of nodes that hold experts of one token.
-
-    If the router selects experts from some groups only, these are the nodes that hold so many groups; otherwise all.
-
-    Args:
-        shape (`ModelShape`): the model.
-        nodes (`float`): nodes that hold experts of the layer.
-    """
-    moe = shape.moe
-    if moe is None or moe.groups == 1:
-        return nodes
-    return min(nodes, moe.top_groups * max(1.0, nodes / moe.groups))

@@ -3,7 +3,12 @@
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 from planner_jobs import job
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore  # no public way to make a world that is not there
 
 from hfscale import plan
 from hfscale.errors import LayoutError
@@ -12,10 +17,19 @@ from hfscale.facts.models import find_model
 from hfscale.planner.activations import kept_and_working, micro_batches_in_flight
 from hfscale.planner.advice import assumptions
 from hfscale.planner.estimate import estimate_job
+from hfscale.planner.experts import (
+    EXPERT_OVERLAP,
+    expert_exchange_s,
+    gathered_share,
+    kept_share,
+    layer_parameters,
+    nodes_of_a_token,
+)
 from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.memory import state_bytes
 from hfscale.planner.network import Group, Network
 from hfscale.planner.search import PlanRequest, layouts
-from hfscale.planner.throughput import EXPERT_OVERLAP, expert_exchange_s, nodes_of_a_token
+from hfscale.planner.throughput import _sharded_traffic
 
 PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 NETWORK = Network.of(accelerator("H800"), node_size=8, network_gb_s=50.0, shared=PERFECT)
@@ -133,3 +147,57 @@ class TestUnevenPipelines:
         few = PlanRequest(shape=shape, gpu=accelerator("H100-80GB"), gpus=64, stack="megatron")
         # 28 places for 27 layers on 2 and on 4 ranks, 32 on 8 and on 16.
         assert {layout.pp for layout, _, _ in layouts(few, 64)} == {1, 2, 4}
+
+
+class TestShardedExperts:
+    @pytest.mark.parametrize(("experts", "ranks"), [(8, 2), (8, 16), (6, 4)])
+    def test_fsdp2_gives_each_rank_complete_experts(self, experts, ranks):
+        """Compared with what torch allocates on the first rank for a parameter of the shape that transformers gives
+        them."""
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        try:
+            module = torch.nn.Module()
+            module.weight = torch.nn.Parameter(torch.zeros(experts, 3, 5))
+            fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
+            kept = module.weight.to_local().numel()
+            module.unshard()
+            gathered = module.weight.untyped_storage().nbytes() / 4
+        finally:
+            dist.destroy_process_group()
+        run = job(shape=with_experts(experts), dp_shard=ranks, zero=3)
+        assert kept_share(run, ranks) == kept / (experts * 15)
+        assert gathered_share(run) == gathered / (experts * 15)
+
+    def test_more_ranks_than_experts_need_no_less_memory_per_rank(self):
+        """Mixtral's eight experts on eight ranks and on 64."""
+        few, many = (state_bytes(mixtral(ranks), find_framework("hf")) for ranks in (8, 64))
+        experts = 12 * 32 * 8 * 3 * 4096 * 14336 / 8
+        others = 12 * (46_702_792_704 - 8 * experts / 12)
+        assert few.parameters + few.optimizer == pytest.approx(experts + others / 8, rel=1e-3)
+        assert many.parameters + many.optimizer == pytest.approx(experts + others / 64, rel=1e-3)
+        sharded = estimate_job(mixtral(64)).memory
+        assert sharded.total > 2 * estimate_job(mixtral(64, stack="titan")).memory.total
+        text = "FSDP2 shards the 8 experts of a layer by expert: a rank keeps up to 1 of them"
+        request = PlanRequest(shape=mixtral(64).shape, gpu=accelerator("H100-80GB"), gpus=64)
+        said = [any(line.startswith(text) for line in assumptions(request, mixtral(ranks), None)) for ranks in (8, 64)]
+        assert said == [False, True]
+
+    def test_ranks_with_the_same_experts_gather_them(self):
+        """64 ranks that share experts by 8: a layer's experts are gathered from the 8 nodes, an eighth of them each."""
+        run = replace(mixtral(64, stack="titan"), expert_parallel=8)
+        perfect = _sharded_traffic(run, replace(find_framework("titan"), overlap_dp=0.0), NETWORK, 0.0, 0.0, 0.0)
+        dense, experts = layer_parameters(run)
+        assert experts == 3 * 4096 * 14336
+        inside = 50e9 * 8  # a ring over all ranks of a node uses all of its network cards
+        seconds = (2 * 2 + 4) * (dense * 63 / 64 / min(inside, 200e9) + experts * 7 / 8 / 50e9)
+        assert perfect.per_layer == pytest.approx(seconds)
+
+
+def with_experts(experts):
+    shape = find_model("mixtral-8x7b")
+    return replace(shape, moe=replace(shape.moe, experts=experts))
+
+
+def mixtral(ranks, **changes):
+    options = {"shape": find_model("mixtral-8x7b"), "dp_shard": ranks, "zero": 3, "global_batch": ranks}
+    return job(**{**options, **changes})

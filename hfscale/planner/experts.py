@@ -1,0 +1,117 @@
+"""The experts of a mixture on one rank: what it keeps and gathers of them, and the exchange of tokens between ranks.
+
+Under expert parallelism each of `Job.expert_parallel` neighbouring data-parallel ranks has other experts, and tokens
+are sent to the ranks of their experts and back. The ranks that have the same experts, one in each such group, shard
+them between each other (transformers 5.23, distributed/configuration_utils.py, `efsdp_size`; Megatron-Core's expert
+data parallelism).
+"""
+
+import math
+
+from hfscale.facts.model_shape import ModelShape
+from hfscale.planner.job import Job
+from hfscale.planner.network import Group, Network, exposed_s
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def layer_parameters(job: Job) -> tuple[float, float]:
+    """Count the parameters of an average layer with which a rank computes, after tensor and expert parallelism.
+
+    Args:
+        job (`Job`): the run.
+
+    Returns:
+        `tuple[float, float]`: those of all but the routed experts, and those of the rank's routed experts.
+    """
+    experts = job.shape.mean_expert_parameters
+    tp = job.layout.tp
+    return (job.shape.mean_layer_parameters - experts) / tp, experts / job.expert_parallel / tp
+
+
+def kept_share(job: Job, ranks: float) -> float:
+    """Compute the part of its experts that the fullest rank keeps if their states are sharded over `ranks` ranks.
+
+    FSDP2 shards the first dimension of a parameter, which transformers 5 gives the experts of a layer: each rank keeps
+    complete experts, and with more ranks than experts some ranks keep none (torch 2.13,
+    distributed/fsdp/_fully_shard/_fsdp_param.py, `_chunk_with_empty`). DeepSpeed, Megatron and torchtitan divide
+    experts too.
+
+    Args:
+        job (`Job`): the run.
+        ranks (`float`): ranks that shard the states, of which those with the same experts share them.
+    """
+    owners = max(1.0, ranks / job.expert_parallel)
+    if job.stack != "hf" or job.zero != 3 or job.shape.moe is None:
+        return 1 / owners
+    experts = job.shape.moe.experts // job.expert_parallel
+    return math.ceil(experts / owners) / experts
+
+
+def gathered_share(job: Job) -> float:
+    """Compute the size of the buffer into which a rank's experts are gathered, relative to the experts themselves.
+
+    FSDP2 pads every rank's part to that of the fullest rank.
+
+    Args:
+        job (`Job`): the run, whose states are sharded (ZeRO stage 3).
+    """
+    ranks = job.layout.dp_shard * job.layout.cp
+    return kept_share(job, ranks) * max(1.0, ranks / job.expert_parallel)
+
+
+# -- the exchange -----------------------------------------------------------------------------------------------------
+
+
+EXPERT_OVERLAP = 1 - 20 / 132
+"""Relative speed of a computation during the exchange, which takes 20 of the 132 multiprocessors (arXiv 2412.19437,
+section 3.2.2)."""
+FP8_SCALE_BYTES = 4 / 128
+"""Bytes per element that is sent in 8 bits, in addition to the element: an fp32 scale per 128 elements (arXiv
+2412.19437, section 3.3)."""
+
+
+def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
+    """Compute the exposed seconds of sending tokens to the ranks of their experts and back, forward and backward.
+
+    The result is that of an average layer and one micro-batch. Without overlap every token is sent to each of its
+    experts, and the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2;
+    Megatron-Core's `--overlap-moe-expert-parallel-comm` with its `flex` dispatcher), a token is sent once to each node
+    that holds some of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
+
+    Args:
+        job (`Job`): the run.
+        network (`Network`): the links between ranks.
+        compute (`float`): seconds of the layer's own forward and backward pass, which is also the duration of the
+            other micro-batch's computation that hides an overlapped exchange.
+    """
+    shape = job.shape
+    size = job.expert_parallel
+    if size == 1:
+        return 0.0
+    tp = job.layout.tp
+    group = Group(size=size, stride=tp * job.layout.cp)
+    element = 2.0 * job.tokens * shape.hidden / tp
+    if not job.overlapped_experts:
+        passes = 3 if job.activation_checkpointing == "full" else 2  # a recomputed forward pass communicates again
+        return shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
+    nodes = nodes_of_a_token(shape, size / network.per_node(group))
+    packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0
+    there = network.routed_s(element * packed, group, copies=shape.top_k, nodes=nodes)
+    back = network.routed_s(element, group, copies=shape.top_k, nodes=nodes)
+    return exposed_s(shape.moe_share * 2 * (there + back), compute, EXPERT_OVERLAP)
+
+
+def nodes_of_a_token(shape: ModelShape, nodes: float) -> float:
+    """Compute the largest number of nodes that hold experts of one token.
+
+    If the router selects experts from some groups only, these are the nodes that hold so many groups; otherwise all.
+
+    Args:
+        shape (`ModelShape`): the model.
+        nodes (`float`): nodes that hold experts of the layer.
+    """
+    moe = shape.moe
+    if moe is None or moe.groups == 1:
+        return nodes
+    return min(nodes, moe.top_groups * max(1.0, nodes / moe.groups))
