@@ -50,6 +50,7 @@ from hfscale.errors import CheckpointError, ParameterError, StorageError, UsageE
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import output_folder, saved_state
+from hfscale.trainer.strategy import check_adapters
 
 logger = get_logger(__name__)
 
@@ -113,8 +114,8 @@ class SpotCheckpointCallback(AdapterCallback):
 
     Raises:
         UsageError: a cadence, `notice_s` or `memory_interval_steps` is not positive, the cloud or `on_preemption`
-            is unknown, `remote` is not a valid URL, the training arguments have `enable_jit_checkpoint`, or another
-            run holds the output directory.
+            is unknown, `remote` is not a valid URL, the training arguments have `enable_jit_checkpoint`, another run
+            holds the output directory, or the strategy's checkpoints cannot hold the model's adapters.
         MissingDependencyError: the package for the protocol of `remote` is not installed.
         StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
             is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
@@ -193,6 +194,7 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         adapter = TrainerAdapter.current()
         _refuse_jit_checkpoint(args)
+        check_adapters(adapter.trainer)
         lock_for_all_ranks(output_folder(args), is_holder=args.should_save)
         self._refuse_to_discard(adapter, state)
         self._wait()  # for a save that a training left in flight when it broke off

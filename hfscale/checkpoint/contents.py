@@ -59,22 +59,48 @@ def processes_on_this_host() -> int:
 # --- what Trainer writes --------------------------------------------------------------------------------------------
 
 
-def model_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the weights from which `save_pretrained` will choose.
+class ModelState:
+    """Collects the weights from which `save_pretrained` will choose.
 
     Args:
         trainer (`Trainer`): the Trainer whose model is saved.
-
-    Returns:
-        `dict[str, Any]`: the live tensors by name, not copied; with adapters, without the frozen parameters,
-        which `save_pretrained` leaves out too.
     """
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    state_dict: dict[str, Any] = model.state_dict()
-    if not is_peft_model(model):
-        return state_dict
-    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    return {name: tensor for name, tensor in state_dict.items() if name not in frozen}
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._names_of_adapters: dict[tuple[str, ...], set[str]] = {}
+
+    def live(self) -> dict[str, Any]:
+        """Return the live tensors by name, not copied; with adapters, without those of the base model.
+
+        PEFT decides what belongs to the adapters: their frozen parameters do, and embeddings that it saves with them.
+        """
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        state_dict: dict[str, Any] = model.state_dict()
+        if not is_peft_model(model):
+            return state_dict
+        adapters = tuple(model.peft_config)
+        if adapters not in self._names_of_adapters:  # PEFT may ask the hub for the config of the base model
+            self._names_of_adapters[adapters] = _names_of_adapters(model, state_dict)
+        kept = self._names_of_adapters[adapters]
+        return {name: tensor for name, tensor in state_dict.items() if name in kept}
+
+
+def _names_of_adapters(model: Any, state_dict: Mapping[str, Any]) -> set[str]:
+    """Return the names of the tensors that `PeftModel.save_pretrained` writes, for all adapters.
+
+    PEFT renames the tensors, so they are recognised by identity. Of an adapter whose tensors it computes when it is
+    saved, it may read any weight.
+    """
+    from peft import get_peft_model_state_dict
+
+    written: set[int] = set()
+    for adapter in model.peft_config:
+        tensors = get_peft_model_state_dict(model, state_dict=dict(state_dict), adapter_name=adapter)
+        written |= {id(tensor) for tensor in tensors.values()}
+    if not written <= {id(tensor) for tensor in state_dict.values()}:
+        return set(state_dict)
+    return {name for name, tensor in state_dict.items() if id(tensor) in written}
 
 
 def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], processing: dict[str, bytes]) -> None:
@@ -83,7 +109,7 @@ def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], proc
     Args:
         trainer (`Trainer`): its model decides about the format.
         folder (`Path`): the folder of the checkpoint.
-        state_dict (`dict[str, Any]`): a copy of what `model_state` returned.
+        state_dict (`dict[str, Any]`): a copy of what `ModelState.live` returned.
         processing (`dict[str, bytes]`): what `processing_files` returned.
     """
     unwrapped = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)

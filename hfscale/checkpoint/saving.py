@@ -24,12 +24,12 @@ from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TR
 from hfscale.checkpoint.contents import (
     DeferredWrites,
     FsdpStateCopy,
+    ModelState,
     can_defer,
     complete_checkpoint,
     fits_in_host_memory,
     frozen_state,
     is_sharded_fsdp2,
-    model_state,
     parameter_names,
     processes_on_this_host,
     processing_files,
@@ -109,6 +109,7 @@ class TrainerSaving:
         """Whether this rank commits the checkpoints."""
         self._host_copy = HostCopy()
         self._has_fitted = False
+        self._model = ModelState(trainer)
         self._fsdp = FsdpStateCopy(trainer) if self._strategy == "fsdp2" else None
         self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
@@ -321,7 +322,7 @@ class TrainerSaving:
             return {}
         live: dict[str, Any] = {}
         if self._fsdp is None and not self._writes_own_model:
-            live["model"] = model_state(trainer)
+            live["model"] = self._model.live()
         if not trainer.args.save_only_model:
             if self._fsdp is None:
                 assert trainer.optimizer is not None

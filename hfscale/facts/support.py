@@ -88,6 +88,10 @@ class Combination:
     """Whether the loss never holds all logits at once (Liger Kernel)."""
     method: str | None = None
     """Which parameters train: `full`, `lora` or `qlora`."""
+    adapter: str | None = None
+    """The kind of the adapters, PEFT's `peft_type` in lower case, such as `lora`."""
+    frozen_adapter: bool | None = None
+    """Whether parameters of the adapters do not train, and begin at random."""
     merge_adapters: bool | None = None
     """Whether the adapters are merged into the model at the end."""
     optimizer: str | None = None

@@ -187,6 +187,37 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
     return runs
 
 
+def check_adapters(trainer: "Trainer") -> None:
+    """Check that the checkpoints of the running strategy can hold the adapters of the model, if it has some.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+
+    Raises:
+        UsageError: they cannot be saved, or a resumed run would not have all of them.
+    """
+    model = unwrap_compiled(model_of(trainer))
+    if not is_peft_model(model):
+        return
+    config: Any = model.peft_config[model.active_adapter]
+    check_support(
+        Combination(
+            strategy=running_strategy(trainer),
+            adapter=str(config.peft_type.value).lower(),
+            frozen_adapter=_has_frozen_matrices(model),
+        )
+    )
+
+
+def _has_frozen_matrices(model: Any) -> bool:
+    """Return whether a LoRA matrix of an adapter in use does not train, as the A matrices of LoRA-FA."""
+    in_use = {f".{name}." for name in model.active_adapters}
+    return any(
+        "lora_" in name and not parameter.requires_grad and any(adapter in f"{name}." for adapter in in_use)
+        for name, parameter in model.named_parameters()
+    )
+
+
 def _ties_embeddings(model: Any) -> bool:
     base = model.get_base_model() if is_peft_model(model) else model
     if not isinstance(base, PreTrainedModel) or base.get_output_embeddings() is None:
