@@ -81,6 +81,14 @@ def run_forked(kind: str, argv: list[str], cwd: Path, env: dict[str, str], ranks
         return Finished(next((code for code in codes if code), 0), out.read_text(), err.read_text())
 
 
+def fake_nvidia_smi(folder: Path) -> Path:
+    """Write a program `nvidia-smi` that lists two GPUs, and return the folder, for PATH."""
+    program = folder / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '535.104.05, NVIDIA H100'\necho '535.104.05, NVIDIA H100'\n")
+    program.chmod(0o755)
+    return folder
+
+
 @pytest.fixture
 def python(tmp_path: Path) -> Callable[..., Finished]:
     """Return a function that runs one process in an empty folder: `python("script.py", "--flag")`."""

@@ -22,6 +22,7 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
 from hfscale.core.logging import get_logger, is_main_process
+from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.rank_link import connect
 from hfscale.core.rank_store import RankStore
 from hfscale.core.records import RankLines
@@ -377,6 +378,8 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     of_this_node: list[Finding] = []
     if args.local_process_index == 0:
         of_this_node = node.check_node(os.environ, node.Node.here(node.gpu_names())) + _check_disk(trainer)
+        if not args.use_cpu:
+            of_this_node += check_gpus_of_driver()
     if rank_store is None:
         log_findings(of_this_node)
         return

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hfscale.core import distributed
 from hfscale.core.findings import Finding, has_errors
+from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.rank_store import RankStore, launcher_has_store
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
@@ -296,6 +297,8 @@ def _make_process_group(rank_store: RankStore, request: CheckRequest, device: to
 
 def _check_node(request: CheckRequest, environ: Mapping[str, str]) -> list[Finding]:
     found = node.check_node(environ, node.Node.here(node.gpu_names()))
+    if request.backend != "gloo":
+        found += check_gpus_of_driver(environ)
     if request.output_dir is None:
         return found
     size = request.checkpoint_bytes or node.largest_checkpoint_bytes(request.output_dir)

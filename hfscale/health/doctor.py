@@ -24,6 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 import hfscale
 from hfscale.core.findings import Finding, Level, has_errors
+from hfscale.core.nvidia_driver import nvidia_driver, why_torch_sees_none
 from hfscale.core.versions import FEATURES, installed, what_is_missing
 
 PACKAGES = (
@@ -210,7 +211,7 @@ def examine() -> DoctorReport:
         broken = next((module for module in _MODULES[name] if module in failed), None)
         if missing is None and broken is not None:
             features[name] = f"{name} is installed, but cannot be used: importing {broken} failed: {failed[broken]}"
-    driver, driver_gpus = _nvidia_driver()
+    driver, driver_gpus = nvidia_driver()
     findings = _unmet_declarations() + _known_problems(torch)
     findings += _gpu_problems(torch, driver, driver_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     findings += _build_problems(packages)
@@ -266,20 +267,6 @@ def _probe(modules: list[str]) -> tuple[dict[str, str], dict[str, Any] | None]:
     elif code < 0:
         failed[last] = f"it ended the interpreter with {signal.Signals(-code).name}"
     return failed, None
-
-
-def _nvidia_driver() -> tuple[str | None, tuple[str, ...]]:
-    """Return the version of the NVIDIA driver and the names of its GPUs, without torch."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None, ()
-    command = [program, "--query-gpu=driver_version,name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
-    except (OSError, subprocess.TimeoutExpired):
-        return None, ()
-    rows = [line.partition(", ") for line in done.stdout.splitlines() if ", " in line]
-    return (rows[0][0], tuple(name for _, _, name in rows)) if done.returncode == 0 and rows else (None, ())
 
 
 def _unmet_declarations() -> list[Finding]:
@@ -338,19 +325,9 @@ def _gpu_problems(
         return []
     findings = []
     if driver_gpus and not torch["gpus"]:
-        count = f"{len(driver_gpus)} GPU{'s' if len(driver_gpus) > 1 else ''}"
-        if visible is not None and visible.strip() in ("", "-1"):
-            problem = f"CUDA_VISIBLE_DEVICES={visible} hides {count}"
-            findings.append(_finding("note", "gpu", problem, "unset it to use them"))
-        elif torch["cuda"] is None:
-            problem = f"torch is built without CUDA, and the driver lists {count}"
-            findings.append(_finding("error", "gpu", problem, "install a CUDA build of torch (pytorch.org)"))
-        else:
-            reason = torch["why_no_gpu"] or "no reason is given"
-            problem = f"torch (CUDA {torch['cuda']}) cannot use {count} of driver {driver}: {reason}"
-            findings.append(
-                _finding("error", "gpu", problem, "update the driver, or install a torch for an older CUDA")
-            )
+        findings.append(
+            why_torch_sees_none(driver, driver_gpus, cuda=torch["cuda"], reason=torch["why_no_gpu"], visible=visible)
+        )
     for gpu in torch["gpus"]:
         capability = tuple(gpu["capability"])
         if torch["cuda"] and torch["architectures"] and not _runs_on(torch["architectures"], capability):

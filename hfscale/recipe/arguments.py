@@ -19,8 +19,9 @@ from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from hfscale.core.flags import flag, require_from_0, require_positive
+from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.versions import pass_activation_checkpointing, require
-from hfscale.errors import HfScaleError, UsageError
+from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
 from hfscale.facts.lr_rules import RULES
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
@@ -389,8 +390,9 @@ class RecipeTrainingMixin(_TrainingArguments):
         keep_global_batch(self, checkpoint, data_parallel_size=data_parallel_size)
 
     def _set_hardware_defaults(self) -> None:
-        has_accelerator = torch.accelerator.is_available()
-        self.use_cpu = self.use_cpu or not has_accelerator
+        if not self.use_cpu and not parse_flag_from_env("ACCELERATE_USE_CPU"):
+            _require_usable_gpus()
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:  # a launcher's config that asks for fp8 is not overruled
             is_open = not (self.fp16 or self.use_cpu or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8")
             self.bf16 = is_open and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -546,6 +548,13 @@ def _check_deepspeed_config(deepspeed: object) -> None:
         value = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
     if isinstance(value, str) and Path(value).is_file():  # the libraries refuse other wrong values and name them
         _check_json(name, value, is_text=False)
+
+
+def _require_usable_gpus() -> None:
+    """Raise an error if this machine has GPUs and torch sees none: the run would silently train on the CPU."""
+    for finding in check_gpus_of_driver():
+        if finding.level == "error":
+            raise MissingDependencyError(f"{finding.message}; or train on the CPU with --use_cpu true")
 
 
 def _check_scheduler(args: TrainingArguments) -> None:

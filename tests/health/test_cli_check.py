@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import REPOSITORY
+from conftest import REPOSITORY, fake_nvidia_smi
 
 from hfscale.cli import main
 from hfscale.core.distributed import last_barrier
@@ -68,6 +68,13 @@ def test_wrong_usage_is_one_line(capsys, argv, part):
     err = run(capsys, *argv, code=2).err
     assert part in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about GPUs that torch cannot use")
+def test_gpus_that_torch_cannot_use_are_an_error_unless_gloo_is_asked_for(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(fake_nvidia_smi(tmp_path)))
+    assert "the driver lists 2 GPUs" in run(capsys, code=1).out
+    assert "the driver lists" not in run(capsys, "--backend", "gloo").out
 
 
 def test_nccl_without_a_gpu_is_wrong_usage(capsys):

@@ -8,17 +8,27 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from conftest import REPOSITORY
+import torch
+from conftest import REPOSITORY, fake_nvidia_smi
+from tiny import tiny_trainer
 
 import hfscale
 from hfscale.checkpoint import loading
 from hfscale.core import versions
+from hfscale.core.nvidia_driver import check_gpus_of_driver, nvidia_driver
 from hfscale.errors import MissingDependencyError
 from hfscale.health import doctor
+from hfscale.health.callback import check_ranks
 
 HIDDEN = ("torch", "functorch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "trl", "sentence", "_")
 CUDA = {"cuda": "12.8", "nccl": "2.27.5", "architectures": ["sm_80", "sm_90", "compute_90"], "gpus": []}
 H100 = {"name": "NVIDIA H100", "memory_gib": 79.6, "capability": [9, 0]}
+
+
+@pytest.fixture
+def two_gpus_of_the_driver(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("hfscale.core.nvidia_driver.nvidia_driver", lambda: ("535.104.05", ("NVIDIA H100",) * 2))
 
 
 @pytest.fixture(scope="module")
@@ -83,12 +93,12 @@ def test_a_module_that_fails_and_one_that_ends_the_interpreter_are_reported(tmp_
     )
     (tmp_path / "crashing_module.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{REPOSITORY}")
-    failed, torch = doctor._probe(["json", "broken_module"])
+    failed, facts = doctor._probe(["json", "broken_module"])
     assert failed.keys() == {"broken_module"}
     assert failed["broken_module"].startswith("ImportError: cannot import name 'no_name'")
-    assert torch.keys() == {"cuda", "hip", "nccl", "architectures", "gpus", "why_no_gpu"}
-    failed, torch = doctor._probe(["crashing_module"])
-    assert (failed, torch) == ({"crashing_module": "it ended the interpreter with SIGSEGV"}, None)
+    assert facts.keys() == {"cuda", "hip", "nccl", "architectures", "gpus", "why_no_gpu"}
+    failed, facts = doctor._probe(["crashing_module"])
+    assert (failed, facts) == ({"crashing_module": "it ended the interpreter with SIGSEGV"}, None)
 
 
 def test_every_feature_has_modules_and_names_its_packages(monkeypatch):
@@ -161,7 +171,7 @@ def test_known_problems(monkeypatch, there, nccl, count):
 
 
 @pytest.mark.parametrize(
-    ("torch", "visible", "expected"),
+    ("facts", "visible", "expected"),
     [
         ({"gpus": [H100]}, None, []),
         ({"cuda": None}, None, [("error", "without CUDA")]),
@@ -173,19 +183,89 @@ def test_known_problems(monkeypatch, there, nccl, count):
         ({"gpus": [H100 | {"capability": [7, 0]}]}, None, [("error", "sm_70")]),
     ],
 )
-def test_why_torch_cannot_use_the_gpus(torch, visible, expected):
-    found = doctor._gpu_problems({**CUDA, "why_no_gpu": None, **torch}, "570.1", ("NVIDIA H100",), visible)
+def test_why_torch_cannot_use_the_gpus(facts, visible, expected):
+    found = doctor._gpu_problems({**CUDA, "why_no_gpu": None, **facts}, "570.1", ("NVIDIA H100",), visible)
     assert [finding.level for finding in found] == [level for level, _ in expected]
     for finding, (_, part) in zip(found, expected, strict=True):
         assert part in finding.message
 
 
+def driver_files(root, *minors, devices):
+    """Write what the driver shows of its GPUs, and the files of the devices that a container has."""
+    files = root / "proc" / "driver" / "nvidia"
+    (root / "dev").mkdir(parents=True)
+    files.mkdir(parents=True)
+    (files / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 2023\n")
+    for minor in minors:
+        gpu = files / "gpus" / f"0000:{minor}7:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"Model: \t\t NVIDIA H{minor}00\nIRQ:   \t\t 18\nDevice Minor: \t {minor}\n")
+    for minor in devices:
+        (root / "dev" / f"nvidia{minor}").touch()
+    return root
+
+
+def test_the_gpus_of_the_driver_are_those_with_a_device_file(tmp_path):
+    root = driver_files(tmp_path, 1, 2, 3, devices=(1, 3))
+    assert nvidia_driver(root) == ("535.104.05", ("NVIDIA H100", "NVIDIA H300"))
+
+
+def test_nvidia_smi_is_asked_where_no_device_has_a_file(tmp_path, monkeypatch):
+    root = driver_files(tmp_path / "root", 1, devices=())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nvidia_driver(root) == (None, ())
+    fake_nvidia_smi(tmp_path)
+    assert nvidia_driver(root) == ("535.104.05", ("NVIDIA H100", "NVIDIA H100"))
+
+
 @pytest.mark.parametrize(
-    ("accelerate", "torch", "works"),
+    ("environ", "level", "problem"),
+    [
+        ({}, "error", "torch is built without CUDA, and the driver lists 2 GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "note", "CUDA_VISIBLE_DEVICES= hides 2 GPUs"),
+    ],
+)
+def test_gpus_that_this_torch_cannot_use(two_gpus_of_the_driver, monkeypatch, environ, level, problem):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert [(found.level, found.problem) for found in check_gpus_of_driver(environ)] == [(level, problem)]
+
+
+def test_the_reason_that_torch_gives_is_in_the_finding(two_gpus_of_the_driver, monkeypatch):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old\n(found version 12020).")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    (found,) = check_gpus_of_driver({"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert found.problem == (
+        "torch (CUDA 13.0) cannot use 2 GPUs of driver 535.104.05 with CUDA_VISIBLE_DEVICES=0,1: The NVIDIA driver on "
+        "your system is too old (found version 12020)."
+    )
+
+
+def test_gpus_that_torch_uses_and_machines_without_gpus_are_no_findings(two_gpus_of_the_driver, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert check_gpus_of_driver({}) == []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr("hfscale.core.nvidia_driver.nvidia_driver", lambda: (None, ()))
+    assert check_gpus_of_driver({}) == []
+
+
+@pytest.mark.parametrize(("use_cpu", "warns"), [(False, True), (True, False)])
+def test_a_training_on_the_cpu_beside_gpus_is_logged(
+    two_gpus_of_the_driver, monkeypatch, tmp_path, caplog, use_cpu, warns
+):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    check_ranks(tiny_trainer(tmp_path, use_cpu=use_cpu), None)
+    assert ("the driver lists 2 GPUs" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("accelerate", "torch_version", "works"),
     [("1.13.0", "2.13.0", True), ("1.14.0", "2.12.1", True), ("1.14.0", "2.13.0", False), ("1.15.0", "2.13.0", True)],
 )
-def test_fsdp2_with_tied_embeddings(monkeypatch, accelerate, torch, works):
-    monkeypatch.setattr(versions, "installed", {"accelerate": accelerate, "torch": torch}.get)
+def test_fsdp2_with_tied_embeddings(monkeypatch, accelerate, torch_version, works):
+    monkeypatch.setattr(versions, "installed", {"accelerate": accelerate, "torch": torch_version}.get)
     problem = versions.why_fsdp2_cannot_tie()
     assert (problem is None) == works
     assert works or problem.endswith('accelerate 1.14.0 and torch 2.13.0: pip install --upgrade "accelerate>=1.15"')

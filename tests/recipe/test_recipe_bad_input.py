@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RECIPE, REPOSITORY, Finished
+import torch
+from conftest import RECIPE, REPOSITORY, Finished, fake_nvidia_smi
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -78,6 +79,13 @@ def reports(done: Finished, *parts: str, code: int = 2) -> None:
 
 def test_an_unknown_flag(recipe: Any) -> None:
     reports(recipe("--max_stepz", "3"), "unknown flag --max_stepz", "did you mean --max_steps?")
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="about GPUs that torch cannot use")
+def test_gpus_that_torch_cannot_use(recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{fake_nvidia_smi(tmp_path)}:/usr/bin:/bin")
+    reports(recipe("--max_steps", "3"), "the driver lists 2 GPUs", "install a CUDA build", "--use_cpu true")
+    reports(recipe("--max_steps", "3", "--use_cpu", "true", "--train_file", "gone.txt"), "gone.txt does not exist")
 
 
 def test_a_text_that_does_not_exist(recipe: Any, model: Path, tmp_path: Path) -> None:
