@@ -7,7 +7,9 @@ Read, called, or set once
 
 - `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is
   compiled in place. Test: test_tokens.py.
-- `_get_ddp_logging_data`, `_set_ddp_runtime_logging_sample_rate` of DDP and `torch.autograd._profiler_enabled`. By:
-  meters/communication.py. Reason: DDP reports its times nowhere else, and the profiler may already run. Test:
-  test_communication.py.
+- `_get_ddp_logging_data` and `_set_ddp_runtime_logging_sample_rate` of DDP. By: meters/communication.py. Reason: DDP
+  reports its times nowhere else. Test: test_communication.py.
+- `torch.autograd._profiler_enabled`, and `profiler.kineto_results` of a profile. By: communication_profile.py. Reason:
+  another profiler may already run, and the public `events()` converts each event to one that takes forty times as
+  long to make. Test: test_communication.py.
 """

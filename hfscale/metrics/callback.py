@@ -176,6 +176,9 @@ class ScalingMetricsCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._utilization.pause()
+        for meter in self._meters:
+            if meter.watches_steps:
+                meter.substep_end(state)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -52,6 +52,10 @@ class Drives(TrainerCallback):
         if self.meter.watches_steps:
             self.meter.step_begin(state)
 
+    def on_substep_end(self, args, state, control, **kwargs):
+        if self.meter.watches_steps:
+            self.meter.substep_end(state)
+
     def on_step_end(self, args, state, control, **kwargs):
         if self.meter.watches_steps:
             self.meter.step_end(state)

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
-from hfscale.metrics.meters.communication import CommunicationMeter, SampledSteps
+from hfscale.metrics.communication_profile import SampledSteps
+from hfscale.metrics.meters.communication import CommunicationMeter
 from hfscale.metrics.meters.noise_scale import NoiseScale, ReduceScatterProbe, Sample
 from hfscale.metrics.triage import TriageInput, triage
 from hfscale.recipe.entrypoint import run
@@ -64,20 +65,22 @@ def under_fsdp2():
     model = MeanOfInputs().to(DEVICE)
     fully_shard(model)
     probe = ReduceScatterProbe(model)
-    sampled = SampledSteps(first=3, every=1000)
+    sampled = SampledSteps(torch.device(DEVICE), first=3)
     scale = NoiseScale({})
     rows = Rows(2 * 2 * 4 * 60)
     batch = 4
     parts = 2
     position = distributed.rank()
     for _ in range(60):
-        sampled.step_begin()
+        sampled.step_begin(parts)
         probe.open()
         for part in range(parts):
             model.set_requires_gradient_sync(part == parts - 1)
             items = [rows[(position + 2 * i) % len(rows)]["inputs_embeds"] for i in range(batch)]
             position += 2 * batch
             (model(torch.stack(items).to(DEVICE), None)["loss"] / parts).backward()
+            if part < parts - 1:
+                sampled.substep_end()
         probe.close()
         sampled.step_end()
         total, exchanges = probe.read(parts)

@@ -1,52 +1,33 @@
 """Measures exposed communication: the part of a step in which ranks communicate and compute nothing.
 
 Under DDP, DDP's own counters measure it; only the steps that they sample cost anything. For FSDP, ZeRO and tensor
-parallelism, one step in about a thousand is profiled on a few ranks:
-
-    exposed = |union of communication intervals minus union of compute intervals|
+parallelism, two micro-batches of one step in about a thousand are profiled on a few ranks
+(`hfscale.metrics.communication_profile`).
 
 On every fast rank, waiting for a slow rank looks like communication. Of several ranks, the smallest number is
 therefore the time of the network, and the rest is skew.
 """
 
 import math
-import os
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-import torch
-from torch.autograd.profiler_util import FunctionEvent
+from accelerate.utils import DynamoBackend
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainerState
 
 from hfscale.core.logging import get_logger
+from hfscale.metrics.communication_profile import Exposed, SampledSteps
 from hfscale.metrics.meters.meter import Meter, Window, or_nan
+from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.trainer.collector import Columns
 from hfscale.trainer.strategy import unwrap_compiled
 
 logger = get_logger(__name__)
 
-Interval = tuple[float, float]
-"""Start and end in any unit."""
-SAMPLE_EVERY_STEPS = 1000
-FIRST_SAMPLE_STEP = 15
-"""By this step the allocator, the caches and the compiler have warmed up."""
 DDP_SAMPLE_EVERY_STEPS = 20
 """In each sampled step, DDP waits for the GPU events of the previous step."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Exposed:
-    """Holds the measured communication of one step on one rank."""
-
-    seconds: float
-    """Seconds of communication that no computation hides."""
-    comm_over_backward: float | None = None
-    """Communication time over the time of the backward that can hide it."""
-    step_s: float | None = None
-    """Seconds of the measured step; None if it was as long as any other."""
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile. torch works around crashes of CUPTI with CUDA graphs (`start_trace` in
+torch/profiler/profiler.py); a training is not to depend on that for a metric."""
 
 
 class CommunicationMeter(Meter):
@@ -62,17 +43,37 @@ class CommunicationMeter(Meter):
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
         """With several ranks, use DDP's counters, or else profile steps on the first and the last rank."""
+        self._trainer = trainer
         self._ddp = None
         self._sampled = None
         if trainer.args.world_size > 1:
             self._ddp = DdpCounters.find(unwrap_compiled(trainer.model_wrapped))
             if self._ddp is None and trainer.args.process_index in (0, trainer.args.world_size - 1):
-                self._sampled = SampledSteps()
+                self._sampled = self._sampled_steps()
         self.watches_steps = self._sampled is not None
+
+    def _sampled_steps(self) -> SampledSteps | None:
+        """Return what profiles steps, or None where a profile could make the run fail."""
+        compiled = self._trainer.accelerator.state.dynamo_plugin
+        if compiled.backend != DynamoBackend.NO and compiled.mode in _MODES_WITH_CUDA_GRAPHS:
+            logger.info(
+                "scaling/comm_fraction is not logged: the mode %s of torch.compile uses CUDA graphs, which are not "
+                "profiled",
+                compiled.mode,
+            )
+            return None
+        return SampledSteps(self._trainer.args.device)
 
     def step_begin(self, state: TrainerState) -> None:
         assert self._sampled is not None
-        self._sampled.step_begin()
+        callbacks = self._trainer.callback_handler.callbacks
+        is_traced = any(isinstance(c, ProfilerCallback) and state.global_step + 1 in c.steps for c in callbacks)
+        if not is_traced:
+            self._sampled.step_begin(self._trainer.current_gradient_accumulation_steps)
+
+    def substep_end(self, state: TrainerState) -> None:
+        assert self._sampled is not None
+        self._sampled.substep_end()
 
     def step_end(self, state: TrainerState) -> None:
         assert self._sampled is not None
@@ -145,127 +146,3 @@ class DdpCounters:
         if comm_s <= 0 or backward_s <= 0:
             return None
         return Exposed(seconds=max(comm_s - overlap_s, 0.0), comm_over_backward=comm_s / backward_s)
-
-
-class SampledSteps:
-    """Profiles one step in `every` on this rank, and keeps the result of the last one.
-
-    Args:
-        every (`int`): optimizer steps from one sample to the next.
-        first (`int`): the first step to profile, counted from 1 at the beginning of this launch.
-    """
-
-    def __init__(self, *, every: int = SAMPLE_EVERY_STEPS, first: int = FIRST_SAMPLE_STEP) -> None:
-        self.every = every
-        self.first = first
-        self.last: Exposed | None = None
-        """The communication of the last profiled step."""
-        self._steps = 0
-        self._profile: profile | None = None
-
-    def step_begin(self) -> None:
-        """Start the profiler if this step is to be profiled. Call it before the forward."""
-        self._steps += 1
-        if self._steps < self.first or (self._steps - self.first) % self.every:
-            return
-        if torch.autograd._profiler_enabled():
-            return  # another profiler already traces this step
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise its first start writes lines to standard error
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        running = profile(activities=activities)
-        try:
-            running.start()
-        except RuntimeError as error:
-            logger.info("scaling/comm_fraction is not logged: the profiler does not start here: %s", error)
-            self.first = sys.maxsize
-            return
-        self._profile = running
-
-    def step_end(self) -> None:
-        """Stop the profiler if it runs, and evaluate the step. Call it after the optimizer step."""
-        if self._profile is None:
-            return
-        running = self._profile
-        self._profile = None
-        running.stop()
-        self.last = exposed_communication(running.events())
-
-    def stop(self) -> None:
-        """Discard a sample that has begun."""
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None
-
-
-def exposed_communication(events: Iterable[FunctionEvent]) -> Exposed | None:
-    """Measure the exposed communication of a profiled step.
-
-    Args:
-        events (`Iterable[FunctionEvent]`): the events of the profiler. On a GPU its kernels are compared, and without
-            a GPU the host operators.
-
-    Returns:
-        `Exposed | None`: the communication of the step, or None if it has no communication or no computation.
-    """
-    all_events = list(events)
-    kernels = [event for event in all_events if event.device_type == torch.autograd.DeviceType.CUDA]
-    if kernels:
-        # Annotations such as "FSDP::all_gather" are on the GPU's timeline too, and span whatever runs meanwhile.
-        kernels = [event for event in kernels if not event.is_user_annotation]
-        comm_events = [event for event in kernels if "nccl" in event.name.lower()]
-        compute_events = [event for event in kernels if "nccl" not in event.name.lower()]
-    else:
-        comm_events = [event for event in all_events if event.name.startswith("gloo:")]
-        # gloo copies and adds on its own threads: operators there are not computation of the model.
-        gloo_threads = {event.thread for event in comm_events}
-        compute_events = [e for e in all_events if e.name.startswith("aten::") and e.thread not in gloo_threads]
-    comm = _intervals(comm_events)
-    compute = _intervals(compute_events)
-    if not comm or not compute:
-        return None
-    begun_us = min(start for start, _ in comm + compute)
-    ended_us = max(end for _, end in comm + compute)
-    exposed_us = subtracted_length(union(comm), union(compute))
-    return Exposed(seconds=exposed_us * 1e-6, step_s=(ended_us - begun_us) * 1e-6)
-
-
-def _intervals(events: Iterable[FunctionEvent]) -> list[Interval]:
-    return [(event.time_range.start, event.time_range.end) for event in events]
-
-
-def union(intervals: Sequence[Interval]) -> list[Interval]:
-    """Return the same time as disjoint intervals in order.
-
-    Args:
-        intervals (`Sequence[Interval]`): intervals in any order, which may overlap.
-    """
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def subtracted_length(of: Sequence[Interval], without: Sequence[Interval]) -> float:
-    """Return the length of the time that is in `of` and not in `without`, in their unit.
-
-    Args:
-        of (`Sequence[Interval]`): disjoint intervals in order, as `union` returns them.
-        without (`Sequence[Interval]`): disjoint intervals in order.
-    """
-    length = 0.0
-    first = 0
-    for start, end in of:
-        while first < len(without) and without[first][1] <= start:
-            first += 1
-        covered = 0.0
-        at = first
-        while at < len(without) and without[at][0] < end:
-            covered += min(end, without[at][1]) - max(start, without[at][0])
-            at += 1
-        length += end - start - covered
-    return length

@@ -37,7 +37,7 @@ class Meter:
     """Defines the methods of a meter; this base class measures nothing."""
 
     watches_steps = False
-    """Whether `step_begin` and `step_end` must be called; it is set by `begin`."""
+    """Whether `step_begin`, `substep_end` and `step_end` must be called; it is set by `begin`."""
 
     def begin(self, trainer: Trainer, state: TrainerState) -> None:
         """Prepare for a training. It is called on every rank when training begins.
@@ -52,6 +52,13 @@ class Meter:
 
     def step_begin(self, state: TrainerState) -> None:
         """Start to measure a step, before its first forward.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer; the step is number `state.global_step + 1`.
+        """
+
+    def substep_end(self, state: TrainerState) -> None:
+        """Note the end of a micro-batch that is not the last one of its step.
 
         Args:
             state (`TrainerState`): the state of the Trainer; the step is number `state.global_step + 1`.
