@@ -17,6 +17,7 @@ from hfscale.checkpoint.loading import check_resumed, discard_conversions, finis
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.memory_snapshots import MemorySnapshots
+from hfscale.checkpoint.native import NativeLoading
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
@@ -49,6 +50,7 @@ from hfscale.core.versions import uses_jit_checkpoint
 from hfscale.errors import CheckpointError, ParameterError, StorageError, UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
+from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import output_folder, saved_state
 from hfscale.trainer.strategy import check_adapters
 
@@ -67,6 +69,11 @@ class SpotCheckpointCallback(AdapterCallback):
     checkpoints beyond `save_total_limit` are deleted, the same as by Trainer (which deletes them before).
     `hfscale_status.json` holds the state of the run. `hfscale.latest_checkpoint(output_dir)` then returns the newest
     complete checkpoint. With `save_strategy="no"` nothing is saved.
+
+    A model that was loaded with `distributed_config` (expert parallelism, transformers' own FSDP2 and tensor
+    parallelism) is saved too, although Trainer accepts only `save_only_model=True` or `save_strategy="no"` for it: the
+    checkpoints have the complete state with either, with `"no"` if `every_steps` is given. Any other layout resumes
+    from them.
 
     A checkpoint for which neither Trainer nor `every_steps` is the reason is temporary: it does not count toward the
     limit, the next checkpoint replaces it, and it is removed at the end of the training. The best one is kept.
@@ -93,7 +100,8 @@ class SpotCheckpointCallback(AdapterCallback):
 
     Args:
         every_steps (`int`, *optional*): steps between saves; by default the Trainer's `save_steps`, or 500 where its
-            `save_strategy` is not `steps`.
+            `save_strategy` is not `steps`. For a model loaded with `distributed_config` it also holds with
+            `save_strategy="no"`.
         every_minutes (`float`, *optional*): minutes between saves; None: steps only.
         notice_s (`float`, *optional*): seconds between a signal and the end of the process; by default what a launcher
             waits after SIGTERM (`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, 30), no limit after SIGUSR1.
@@ -157,6 +165,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._limit: int | None = None
         self._running_step: int | None = None
         self._failure: str | None = None  # why the training raised
+        self._saves = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
         self._evaluated_step: int | None = None
         self._temporary: list[int] = []
@@ -183,7 +192,9 @@ class SpotCheckpointCallback(AdapterCallback):
             self.remote.fetch(output_folder(args))
 
     def before_train(self, adapter: TrainerAdapter) -> None:
-        """Keep the position in a streamed training dataset in the checkpoints."""
+        """Keep the position in a streamed dataset in the checkpoints, and resume what Trainer itself cannot."""
+        if native_layout(adapter.trainer.model) is not None:
+            NativeLoading(adapter)
         if "datasets" in sys.modules:  # Trainer works without it; a stream of it exists only where it is imported
             from hfscale.checkpoint.stream_position import track_stream
 
@@ -203,7 +214,10 @@ class SpotCheckpointCallback(AdapterCallback):
         with TRAINING.agreed("start: load"):
             _finish_load(adapter.trainer)
         self._take_over_saving(adapter)
-        if args.save_strategy == "no":
+        self._saves = args.save_strategy != "no" or (
+            native_layout(adapter.trainer.model) is not None and self.cadence.every_steps is not None
+        )
+        if not self._saves:
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
         with TRAINING.agreed("start: output directory"):  # no rank may begin to write what another is about to archive
             if args.should_save:
@@ -211,7 +225,7 @@ class SpotCheckpointCallback(AdapterCallback):
         atexit.register(self._at_exit)
         adapter.at_training_end(self._report_failure)
         self._begin_counting(adapter, state)
-        self.preemption.begin(adapter, kwargs.get("train_dataloader"))
+        self.preemption.begin(adapter, kwargs.get("train_dataloader"), saves=self._saves)
         assert self._saving is not None
         self.memory.begin(adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader"))
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
@@ -308,7 +322,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._pace.end(self._saving is not None and self._saving.writer.in_flight)
         if self._running_step is not None:
             self._running_step = state.global_step
-        if args.save_strategy != "no":
+        if self._saves:
             self._watch_writer()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -318,26 +332,26 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
-        self.preemption.at_prediction_step(args, state, control)
+        self.preemption.at_prediction_step(state, control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
         self._evaluated_step = state.global_step
-        self.preemption.at_evaluation_end(args, state, control)
+        self.preemption.at_evaluation_end(state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.cadence.saved(state)
         self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
         # On one process a check at each step costs nothing.
         self._watch = StepAgreement("save", _CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0)
-        self.preemption.at_save(args, state, control)
+        self.preemption.at_save(state, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.preemption.at_epoch_end(args, state, control)
+        self.preemption.at_epoch_end(state, control)
 
     @activity("saving")
     def on_train_end(
@@ -393,11 +407,13 @@ class SpotCheckpointCallback(AdapterCallback):
             control (`TrainerControl`): its flags are set.
         """
         requested_by_others = control.should_save
-        if args.save_strategy != "no":
+        if self._saves:
             due = self.cadence.is_due(args, state)
+            if args.save_strategy == "no" and state.global_step >= state.max_steps:
+                due = requested_by_others = True  # as Trainer saves the last step under its strategy `steps`
             requested_by_others = requested_by_others or (due and self.cadence.is_steps_of_user)
             control.should_save = due or control.should_save
-        self.preemption.at_step_end(args, state, control)
+        self.preemption.at_step_end(state, control)
         self._own_step = state.global_step if control.should_save and not requested_by_others else None
 
     def _begin_save(self, state: TrainerState, args: TrainingArguments) -> None:

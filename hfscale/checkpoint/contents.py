@@ -158,7 +158,32 @@ def processing_files(trainer: Trainer) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processing.save_pretrained(folder)
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return _contents(folder)
+
+
+def model_files(trainer: Trainer) -> dict[str, bytes]:
+    """Return the files of the config (with adapters, of theirs) and of the tokenizer or processor.
+
+    Args:
+        trainer (`Trainer`): its model and its processing class are written.
+
+    Returns:
+        `dict[str, bytes]`: the content of each file by its relative path.
+    """
+    model: Any = trainer.model
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if is_peft_model(model):
+            model.peft_config[model.active_adapter].save_pretrained(name)
+        else:
+            model.config.save_pretrained(name)
+            if model.can_generate():
+                model.generation_config.save_pretrained(name)
+        return _contents(folder) | processing_files(trainer)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def frozen_state(trainer: Trainer) -> TrainerState:

@@ -47,16 +47,17 @@ _NOT_COPIED = re.compile(rf".*\.safetensors\.index\.json|hfscale_manifest\.json|
 def can_read(manifest: Manifest, *, strategy: str, world_size: int) -> bool:
     """Return whether a launch can read the checkpoint without conversion, including the RNG states of every rank.
 
-    `ParallelTrainer` reads its own checkpoints with any layout and restores the RNG states itself.
+    `ParallelTrainer` and natively distributed models read their checkpoints with any layout and restore the RNG states
+    themselves.
 
     Args:
         manifest (`Manifest`): manifest of the checkpoint.
         strategy (`str`): strategy of the launch.
         world_size (`int`): number of processes of the launch.
     """
-    if manifest.strategy == strategy == "parallel":
-        return True
-    return layout_of(manifest.strategy) == layout_of(strategy) and manifest.world_size == world_size
+    if layout_of(manifest.strategy) != layout_of(strategy):
+        return False
+    return layout_of(strategy) == "parallel" or manifest.world_size == world_size
 
 
 def convert(
@@ -93,7 +94,7 @@ def convert(
             _write_view(
                 view, source, unfinished, step=manifest.step, strategy=strategy, world_size=world_size, link=link
             )
-        same_states = strategy == "parallel" and manifest.strategy != "parallel"
+        same_states = layout_of(strategy) == "parallel" and layout_of(manifest.strategy) != "parallel"
         write_rng_states(source, unfinished, world_size=world_size, same_on_all_ranks=same_states)
         # For a source that was itself converted, the training that wrote it first is kept.
         written_by = {"strategy": manifest.strategy, "world_size": manifest.world_size, **(read_origin(source) or {})}

@@ -69,10 +69,10 @@ def readable_checkpoint(
     source = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     reader = strategy or requested_strategy(args)
+    if strategy is None and reader == "parallel":
+        reader = "native"  # a Trainer, and not `ParallelTrainer`, runs the tensor parallelism of a launcher's config
     if not can_read(manifest, strategy=reader, world_size=args.world_size):
-        # Under transformers' own tensor parallelism there are no checkpoints to continue.
-        is_transformers_tp = reader == "parallel" and strategy is None
-        if reader not in STRATEGIES or manifest.strategy not in STRATEGIES or is_transformers_tp:
+        if reader not in STRATEGIES or manifest.strategy not in STRATEGIES:
             raise LayoutError(
                 f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
                 f"{reader.upper()}: launch with the config that the run started with, {_START_OVER}"
@@ -240,7 +240,8 @@ def check_resumed(trainer: "Trainer") -> None:
         _check_plain(Path(path), running)
         return
     manifest = read_manifest(path)
-    if layout_of(manifest.strategy) != layout_of(running):
+    is_converted = running == "native" and manifest.strategy in STRATEGIES  # by `NativeLoading`
+    if layout_of(manifest.strategy) != layout_of(running) and not is_converted:
         raise LayoutError(
             f"{path} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, loads no "
             "optimizer or schedule from it; convert it with `hfscale checkpoints convert "

@@ -6,7 +6,8 @@ commit. It contains
     {"format": 1, "step": N, "strategy": "ddp", "world_size": 2, "global_batch_size": 16,
      "files": {"model.safetensors": {"bytes": 123, "xxh3_128": "…32 hexadecimal digits…"}, …}}
 
-with paths relative to the checkpoint, in POSIX form.
+with paths relative to the checkpoint, in POSIX form. Of a natively distributed model it also has the sizes of its
+layout: `"layout": {"dp_replicate": 1, "fsdp": 2, "tp": 1, "ep": 2, "pp": 1}`.
 """
 
 import heapq
@@ -55,13 +56,15 @@ class Manifest:
     step: int
     """Optimizer steps taken when the checkpoint was written."""
     strategy: str
-    """`single`, `ddp`, `fsdp2`, `zero1`, `zero2`, `zero3` or `parallel`."""
+    """`single`, `ddp`, `fsdp2`, `zero1`, `zero2`, `zero3`, `parallel` or `native`."""
     world_size: int
     """Number of processes that wrote it."""
     global_batch_size: int
     """Sequences per optimizer step of the run."""
     files: dict[str, FileRecord]
     """Every other file of the checkpoint, by relative POSIX path."""
+    layout: dict[str, int] | None = None
+    """Sizes with which transformers distributed the model (`native`); None under the other strategies."""
     format: int = FORMAT
     """Version of this format."""
 
@@ -87,7 +90,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the manifest as indented JSON."""
-        return json.dumps(asdict(self), indent=1) + "\n"
+        fields = asdict(self)
+        if self.layout is None:
+            del fields["layout"]  # earlier versions of hfscale read manifests without it
+        return json.dumps(fields, indent=1) + "\n"
 
 
 def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:

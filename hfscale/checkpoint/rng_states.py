@@ -76,6 +76,23 @@ def copy_rng_state(source: Path, target: Path, *, rank: int, world_size: int) ->
     torch.save(state | {"numpy": _numpy_state(source, state), "cuda": _of_gpus(own, known, world_size)}, target)
 
 
+def copy_first_rng_state(checkpoint: Path, target: Path, *, world_size: int) -> None:
+    """Copy the file of the first rank of a checkpoint, for a rank with any number; nothing if it has no states.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
+        target (`Path`): the new file.
+        world_size (`int`): number of ranks of the launch that will read the new file.
+
+    Raises:
+        CheckpointError: the file cannot be read without unpickling it, or has no RNG states.
+    """
+    candidates = (checkpoint / _RANK_FILE.format(0), checkpoint / _SINGLE_FILE)
+    first = next((path for path in candidates if path.is_file()), None)
+    if first is not None:
+        copy_rng_state(first, target, rank=0, world_size=world_size)
+
+
 def derived_rng_state(first: Path, rank: int, *, world_size: int) -> dict[str, Any]:
     """Return the content of `rng_state_N.pth` for a new rank.
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -42,6 +42,7 @@ from hfscale.checkpoint.contents import (
 from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.native import NativeState
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
 from hfscale.core import distributed
 from hfscale.core.activity import activity
@@ -51,6 +52,7 @@ from hfscale.core.run_files import UNFINISHED
 from hfscale.core.versions import is_peft_model, saves_safetensors
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.hub import push_checkpoint
+from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import global_batch_size, model_of, output_folder
 from hfscale.trainer.strategy import running_strategy
@@ -69,7 +71,18 @@ _WRITING_METHODS = (
 _MODEL_METHODS = ("save_model", "_save")
 # Callbacks of transformers whose `on_save` reads no file of the checkpoint (wandb's only under WANDB_LOG_MODEL).
 _ON_SAVE_READS_NOTHING = ("WandbCallback", "TrackioCallback", "SwanLabCallback")
-_SHARDS = "shards"  # key of what `ParallelTrainer.sharded_state` returns
+_SHARDS = "shards"  # key of what `SelfSharded.sharded_state` returns
+
+
+class SelfSharded(Protocol):
+    """Returns what a checkpoint consists of, which Trainer's own methods do not write: a `ParallelTrainer` or a
+    `NativeState`."""
+
+    def sharded_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors that this rank writes: subfolder of the checkpoint -> name -> live tensor."""
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        """Return the files that one rank writes for all, by path relative to the checkpoint."""
 
 
 class TrainerSaving:
@@ -111,6 +124,8 @@ class TrainerSaving:
         self._has_fitted = False
         self._model = ModelState(trainer)
         self._fsdp = FsdpStateCopy(trainer) if self._strategy == "fsdp2" else None
+        self._native = NativeState(trainer) if self._strategy == "native" else None
+        self._sharded: SelfSharded | None = trainer if is_parallel_trainer(trainer) else self._native
         self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
         """Why training waits for each save; None if it does not."""
@@ -130,7 +145,7 @@ class TrainerSaving:
             if self.synchronous_because is None and self._strategy.startswith("zero"):
                 self._deferred = DeferredWrites(trainer, self._host_copy)
         trainer_writes = self.synchronous_because is not None or self._deferred is not None
-        self._processing_files = {} if trainer_writes or is_parallel_trainer(trainer) else processing_files(trainer)
+        self._processing_files = {} if trainer_writes or self._sharded is not None else processing_files(trainer)
 
     def _agree_with_other_ranks(self) -> None:
         """Wait for each save on all ranks if one must, and expect readers if one has any: callbacks may differ."""
@@ -154,6 +169,9 @@ class TrainerSaving:
         if self.synchronous_because is None and trial is None:
             self.writer.start(self._job_of_copy(model, begun))
             return
+        if self._native is not None:
+            self._save_native(model, trial, begun)
+            return
         pushed: list[str] = []
         with self._adapter.pushes_delayed(pushed):
             job = self._job_of_trainer(model, trial, begun)
@@ -161,9 +179,25 @@ class TrainerSaving:
         if pushed:
             push_checkpoint(self._trainer, job.target)
 
+    def _save_native(self, model: Any, trial: Any, begun: float) -> None:
+        """Save while training waits; Trainer's own method would leave out what a training resumes from."""
+        with self._adapter.pushes_delayed([]):
+            job = self._job_of_copy(model, begun, run_dir=Path(self._adapter.output_dir(trial)))
+        self.writer.run(job)
+        if self._trainer.args.push_to_hub:
+            push_checkpoint(self._trainer, job.target)
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether a checkpoint has all that a training resumes from.
+
+        Of a natively distributed model it always has: `save_only_model` only says that Trainer itself cannot.
+        """
+        return self._native is not None or not self._trainer.args.save_only_model
+
     def why_no_optional_save(self) -> str | None:
         """Return why `save_optional` cannot save the complete state of this Trainer; None if it can."""
-        if self._trainer.args.save_only_model:
+        if not self._is_complete:
             return "save_only_model leaves out the optimizer"
         return f"{type(self._trainer).__name__} has its own {self._own_methods[0]}" if self._own_methods else None
 
@@ -202,13 +236,13 @@ class TrainerSaving:
         parts: dict[str, Any] = {"run_dir": run_dir, "is_optional": True, "on_commit": committed}
         if on_each_node:
             parts |= {"commits": self._trainer.args.local_process_index == 0, "is_shared": False}
-        if self._deferred is None and self.synchronous_because is None:
+        if self._native is not None or (self._deferred is None and self.synchronous_because is None):
             with self._saved_on_each_node() if on_each_node else nullcontext():
                 job = self._job_of_copy(self._trainer.model, begun, is_optional=True)
-            self.writer.start(replace(job, **parts))
-            return
-        job = replace(self._job_of_trainer(self._trainer.model, None, begun, optional_dir=run_dir), **parts)
-        if self._deferred is None:
+        else:
+            job = self._job_of_trainer(self._trainer.model, None, begun, optional_dir=run_dir)
+        job = replace(job, **parts)
+        if self._deferred is None and self.synchronous_because is not None:
             self.writer.run(job)
         else:
             self.writer.start(job)
@@ -231,9 +265,11 @@ class TrainerSaving:
 
     # --- in the background ------------------------------------------------------------------------------------------
 
-    def _job_of_copy(self, model: Any, begun: float, *, is_optional: bool = False) -> CheckpointJob:
+    def _job_of_copy(
+        self, model: Any, begun: float, *, is_optional: bool = False, run_dir: Path | None = None
+    ) -> CheckpointJob:
         trainer = self._trainer
-        run_dir = output_folder(trainer.args)
+        run_dir = run_dir or output_folder(trainer.args)
         failed = None
         write = None
         write_collectively = None
@@ -282,16 +318,17 @@ class TrainerSaving:
             must call together.
         """
         trainer = self._trainer
-        full = not self._trainer.args.save_only_model
+        full = self._is_complete
         saves = self._trainer.args.should_save
         rng = rng_state(trainer) if full else None
         state = frozen_state(trainer) if saves and not self._own_methods else None
         names = parameter_names(trainer) if saves else None
-        files = trainer.checkpoint_files() if is_parallel_trainer(trainer) and saves else {}
+        files = self._sharded.checkpoint_files() if self._sharded is not None and saves else {}
         live = self._live_state()
         write_collectively = self._fsdp.take(ranks_per_node) if self._fsdp is not None else None
         write_saved_tensors = take_tensors(self._adapter.saved_tensors) if full else None
-        copied = self._host_copy.take(live)
+        is_copied = self.synchronous_because is None  # otherwise it does not change until it has been written
+        copied = self._host_copy.take(live) if is_copied else live
         if _SHARDS in copied:
             write_collectively = partial(_write_shards, copied[_SHARDS], ranks_per_node)
 
@@ -316,8 +353,8 @@ class TrainerSaving:
     def _live_state(self) -> dict[str, Any]:
         """Return what this rank has to copy, by the name of its file, without copying it."""
         trainer = self._trainer
-        if is_parallel_trainer(trainer):
-            return {_SHARDS: trainer.sharded_state()}
+        if self._sharded is not None:
+            return {_SHARDS: self._sharded.sharded_state()}
         if not trainer.args.should_save:
             return {}
         live: dict[str, Any] = {}
@@ -371,7 +408,7 @@ class TrainerSaving:
                 folder = unfinished_folder(run_dir, trainer.state.global_step)
                 _name_best(folder / TRAINER_STATE_NAME, trainer.state.best_model_checkpoint)
                 complete_checkpoint(trainer, folder, parameter_names(trainer))
-            write_tensors = take_tensors(self._adapter.saved_tensors) if not trainer.args.save_only_model else None
+            write_tensors = take_tensors(self._adapter.saved_tensors) if self._is_complete else None
         except Exception as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         writes: list[Callable[[Path], object]] = []
@@ -399,11 +436,13 @@ class TrainerSaving:
         state = self._trainer.state
         target = run_dir / f"checkpoint-{state.global_step}"
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
+        layout = native_layout(self._trainer.model)
         return CheckpointJob(
             run_dir=run_dir,
             step=state.global_step,
             strategy=self._strategy,
             global_batch_size=self._global_batch_size,
+            layout=layout.to_dict() if layout is not None else None,
             commits=args.should_save,
             is_shared=not args.save_on_each_node,
             on_commit=lambda manifest: self._committed(target, manifest, best, time.monotonic() - begun),
@@ -426,8 +465,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
     if strategy.startswith("zero") and not can_defer(trainer):
         return "DeepSpeed's own engine writes"
     is_parallel = is_parallel_trainer(trainer)
-    gathers = strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer)
-    if gathers or (strategy == "parallel" and not is_parallel):
+    if strategy.startswith("fsdp") and not is_sharded_fsdp2(trainer):
         return "the weights are gathered from all ranks to be written"
     if strategy == "fsdp2" and args.save_only_model:
         return "save_only_model under FSDP leaves no state to write"
@@ -444,7 +482,7 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return f"{name} has its own {(others or own)[0]}"
     if "_save_checkpoint" in own and not _ends_with_trainers(type(trainer)):
         return f"{name}._save_checkpoint may read the files after Trainer has written them"
-    if is_peft_model(trainer.model):
+    if is_peft_model(trainer.model) and strategy != "native":
         model: Any = trainer.model
         other_adapters = {str(config.peft_type.value) for config in model.peft_config.values()} - {"LORA"}
         if other_adapters:

@@ -118,6 +118,8 @@ class CheckpointJob:
     """Strategy of the run, for the manifest."""
     global_batch_size: int
     """Sequences per optimizer step, for the manifest."""
+    layout: dict[str, int] | None = None
+    """Sizes with which transformers distributed the model, for the manifest; None under the other strategies."""
     commits: bool
     """Whether this rank writes the manifest."""
     is_shared: bool = True
@@ -502,6 +504,7 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
         strategy=job.strategy,
         world_size=distributed.world_size(),
         global_batch_size=job.global_batch_size,
+        layout=job.layout,
         files=dict(sorted(records.items())),
     )
     flush_folders(job.folder)

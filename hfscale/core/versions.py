@@ -247,13 +247,20 @@ def is_distributed_by_transformers(trainer: "Trainer") -> bool:
     return bool(getattr(trainer, "is_distributed_loading_by_transformers", False))
 
 
-def is_model_distributed_by_transformers(model: object) -> bool:
-    """Return whether transformers has distributed a model while it loaded it.
+def distributed_sizes(model: object) -> dict[str, int] | None:
+    """Return the sizes with which transformers has distributed a model while it loaded it; None if it has not.
 
     Args:
-        model (`object`): a model of transformers has the attribute from 5.19, any other model may lack it.
+        model (`object`): a model of transformers has `is_distributed_loading_by_transformers` from 5.19, any other
+            model may lack it; `dp_replicate_size` exists from 5.23.
+
+    Returns:
+        `dict[str, int]` or `None`: the sizes by axis: `dp_replicate`, `fsdp`, `tp`, `ep`, `pp`.
     """
-    return bool(getattr(model, "is_distributed_loading_by_transformers", False))
+    if not getattr(model, "is_distributed_loading_by_transformers", False):
+        return None
+    config = model.config.distributed_config  # type: ignore[attr-defined]
+    return {axis: getattr(config, f"{axis}_size", None) or 1 for axis in ("dp_replicate", "fsdp", "tp", "ep", "pp")}
 
 
 def context_parallel_size(trainer: "Trainer") -> int:

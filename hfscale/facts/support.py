@@ -42,8 +42,9 @@ class Combination:
     precompute_ref_log_probs: bool | None = None
     """Whether the log-probabilities of DPO's reference are computed before the training."""
     strategy: str | None = None
-    """How Accelerate distributes: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3`, `parallel` (transformers' own
-    tensor parallelism and sharding), `megatron_lm`; `fsdp` and `zero` where the version or stage is not known."""
+    """What distributes the model: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3` (by Accelerate), `native`
+    (transformers, by `distributed_config`), `parallel` (tensor parallelism, which the launcher's config asks for),
+    `megatron_lm`; `fsdp` and `zero` where the version or stage is not known."""
     zero: int | None = None
     """What data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
     tp: int | None = None
@@ -118,8 +119,6 @@ class Combination:
     """Whether attention is cut between the documents of a row."""
     sample_prompts: str | None = None
     """A file with prompts to generate from during the training."""
-    resume_from: str | None = None
-    """The checkpoint to resume from: a path, `true` for the newest, or `false`."""
     compute_metrics: bool | None = None
     """Whether the Trainer was given this function."""
     compute_loss_func: bool | None = None

@@ -6,9 +6,9 @@ where a strategy waits:
 - DDP, a single process, ZeRO-1 and ZeRO-2: from the beginning of the forward to the gradient of the first trained
   parameter, the last one that a backward computes. ZeRO's reductions inside the backward count where they are not
   overlapped.
-- FSDP2: the forwards of the sharded layers, each after its all-gather. In the backward, work cannot be separated from
-  waiting.
-- ZeRO-3 and tensor parallelism: nothing, since every matrix product waits for peers.
+- FSDP2, also that of transformers itself: the forwards of the sharded layers, each after its all-gather. In the
+  backward, work cannot be separated from waiting.
+- ZeRO-3, tensor and expert parallelism: nothing, since every layer waits for peers.
 
 On a CPU these are host times; on CUDA they are events, read only when they have completed, so that nothing waits for
 them.
@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hfscale.core.clocks import HostClock, clock_of
+from hfscale.trainer.native import native_layout
+from hfscale.trainer.strategy import unwrap_compiled
 
 KEPT_STEPS = 32
 """Number of steps that one exchange between ranks covers."""
@@ -72,6 +74,12 @@ class StepSpans:
         return sum(self._clock.seconds(start, end) for start, end in spans)
 
 
+def _is_only_sharded(module: nn.Module) -> bool:
+    """Return whether transformers has sharded a model by FSDP2, and no ranks share its matrices or its experts."""
+    layout = native_layout(unwrap_compiled(module))
+    return layout is not None and not layout.shares_layers
+
+
 class LocalTimer:
     """Times what a rank does by itself, with hooks on the model that the Trainer calls.
 
@@ -93,7 +101,7 @@ class LocalTimer:
                     module.register_forward_pre_hook(begin),
                     first.register_post_accumulate_grad_hook(end),
                 ]
-        elif strategy == "fsdp2":
+        elif strategy == "fsdp2" or _is_only_sharded(module):
             for layer in (m for m in module.modules() if isinstance(m, FSDPModule) and m is not module):
                 # FSDP's own hook is the first before the forward and the last after it, so these run inside.
                 self._handles.append(layer.register_forward_pre_hook(begin))

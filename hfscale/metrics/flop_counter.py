@@ -17,6 +17,7 @@ from hfscale.core.torch_internals import TorchDispatchMode, is_in_torch_dispatch
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.batches import is_compiled
 from hfscale.trainer.attention import attention_implementation
+from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
 
@@ -156,8 +157,9 @@ def reason_not_to_count(trainer: Trainer) -> str | None:
     if (
         is_parallel_trainer(trainer)
         or trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1
+        or _shares_layers(trainer)
     ):
-        return "FLOPs are not counted where ranks share a sequence or a matrix"
+        return "FLOPs are not counted where ranks share a sequence, a matrix or the experts of a layer"
     if isinstance(trainer.model_wrapped, nn.DataParallel):
         return "FLOPs are not counted in the threads of nn.DataParallel"
     model = model_of(trainer)
@@ -168,6 +170,11 @@ def reason_not_to_count(trainer: Trainer) -> str | None:
         if attention not in _COUNTED_ATTENTION:
             return f"the FLOPs of {attention} cannot be counted (attn_implementation sdpa or eager can)"
     return None
+
+
+def _shares_layers(trainer: Trainer) -> bool:
+    layout = native_layout(trainer.model)
+    return layout is not None and layout.shares_layers
 
 
 def has_own_loss(trainer: Trainer) -> bool:

@@ -3,6 +3,7 @@
 import os
 from typing import TYPE_CHECKING, Any
 
+from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.strategy import running_strategy
 
@@ -22,8 +23,8 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: the model's `config`, the `layout` as sizes of its axes, `zero`, `micro_batch`, `method`,
             `lora_rank`, `optimizer` (Trainer's name), `compile`, `fused_loss`, `offload`, `gpus_per_node`,
-            `virtual_stages`, `sequence_parallel`, `schedule` (a name in `hfscale.facts.schedules`) and `trainer` (its
-            class); empty for a model without a config.
+            `virtual_stages`, `sequence_parallel`, `expert_parallel`, `schedule` (a name in `hfscale.facts.schedules`)
+            and `trainer` (its class); empty for a model without a config.
     """
     args = trainer.args
     config = getattr(trainer.model, "config", None)
@@ -33,11 +34,12 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     adapters = getattr(trainer.model, "peft_config", None)
     in_4_bits = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
     parallel = trainer if is_parallel_trainer(trainer) else None
+    native = native_layout(trainer.model)
     adapter_method = "qlora" if in_4_bits else "lora"
     return {
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
         "layout": _layout(trainer, strategy),
-        "zero": {"fsdp2": 3, "parallel": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0),
+        "zero": {"fsdp2": 3, "parallel": 3, "native": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0),
         "micro_batch": args.train_batch_size,
         "method": adapter_method if adapters else "full",
         "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16) if adapters else 16,
@@ -49,6 +51,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "virtual_stages": parallel.stage_plan.per_rank if parallel is not None else 1,
         "schedule": parallel.stage_plan.schedule if parallel is not None else "1F1B",
         "sequence_parallel": parallel is not None and parallel.parallelized.sequence_parts > 1,
+        "expert_parallel": native.ep if native is not None else 1,
         "trainer": type(trainer).__name__,
     }
 
@@ -57,9 +60,10 @@ def _layout(trainer: "Trainer", strategy: str) -> dict[str, int]:
     world = trainer.args.world_size
     if is_parallel_trainer(trainer):
         return dict(vars(trainer.layout))
-    if strategy == "parallel":  # transformers' tensor parallelism, which shards over the other ranks
-        tp = trainer.get_tp_size()
-        return {"dp_replicate": 1, "dp_shard": world // tp, "cp": 1, "tp": tp, "pp": 1}
+    native = native_layout(trainer.model)
+    if native is not None:
+        sizes = {"dp_replicate": native.dp_replicate, "dp_shard": native.fsdp, "tp": native.tp}
+        return {"cp": 1, "pp": 1, **sizes}
     axes = trainer.accelerator.parallelism_config
     cp = max(axes.cp_size, axes.sp_size) if axes is not None else 1
     if strategy not in ("fsdp1", "fsdp2", "zero3"):

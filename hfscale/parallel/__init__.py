@@ -35,8 +35,6 @@ test_parallel_plan.py fails when a new version moves them:
   one stream of random numbers.
 - `_version` of tensors. By: weights.py. Reason: nothing public tells whether a tensor was written. Test:
   test_parallel.py.
-- `_StridedShard` of DTensor. By: mesh.py. Reason: packed parameters have this placement, and torch exports it
-  nowhere.
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
 """
 

@@ -33,18 +33,17 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hfscale.checkpoint.contents import rng_name
+from hfscale.checkpoint.contents import model_files, rng_name
 from hfscale.checkpoint.formats.dcp import dcp_errors, save_shards
 from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, PART, ParallelMetadata, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.checkpoint.pickles import load_archive
-from hfscale.checkpoint.rng_states import copy_rng_state
+from hfscale.checkpoint.rng_states import copy_first_rng_state
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.disk_errors import PROGRAM_ERRORS
 from hfscale.core.run_files import PARAMETERS_NAME
-from hfscale.core.versions import is_peft_model
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.parallel.mesh import ParallelMesh, copy_local_shard, local_tensor, reshard, shard_dim
@@ -437,18 +436,7 @@ class ParallelCheckpointTrainer(Trainer):
         """Return the files of the config (or the adapter's config) and the tokenizer. They are cached, because they do
         not change and a large vocabulary takes long to write."""
         if self._cached_model_files is None:
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
-                if is_peft_model(self.model):
-                    self.model.peft_config[self.model.active_adapter].save_pretrained(name)
-                else:
-                    self.parallelized.model.config.save_pretrained(name)
-                    if self.parallelized.model.can_generate():
-                        self.parallelized.model.generation_config.save_pretrained(name)
-                if self.processing_class is not None:
-                    self.processing_class.save_pretrained(name)
-                found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-                self._cached_model_files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+            self._cached_model_files = model_files(self)
         return self._cached_model_files
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -502,10 +490,8 @@ class ParallelCheckpointTrainer(Trainer):
         if checkpoint is None or read_parallel_metadata(Path(checkpoint)).layout == asdict(self.layout):
             super()._load_rng_state(checkpoint)
             return
-        of_first_rank = [Path(checkpoint) / name for name in ("rng_state_0.pth", "rng_state.pth")]
         with tempfile.TemporaryDirectory() as folder:
-            for path in [path for path in of_first_rank if path.is_file()][:1]:
-                copy_rng_state(path, Path(folder) / rng_name(self), rank=0, world_size=self.args.world_size)
+            copy_first_rng_state(Path(checkpoint), Path(folder) / rng_name(self), world_size=self.args.world_size)
             super()._load_rng_state(folder)
 
     def _load_best_model(self) -> None:

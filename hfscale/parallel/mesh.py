@@ -16,11 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-# No public way: transformers' packed styles and FSDP2 over tensor parallelism make this placement, and torch exports
-# it nowhere. test_parallel_plan.py::test_internals_of_libraries_are_where_this_package_uses_them fails when it
-# moves.
-from torch.distributed.tensor.placement_types import _StridedShard
-
+from hfscale.core.torch_internals import StridedShard
 from hfscale.facts.layout import ParallelLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard_cp", "tp")
@@ -112,7 +108,7 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
 
 def shard_dim(placement: Placement) -> int | None:
     """Return the dim that a placement shards, strided shards of packed matrices included; None if it shards none."""
-    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+    return placement.dim if isinstance(placement, Shard | StridedShard) else None
 
 
 def _local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -133,7 +129,7 @@ def _local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         placement = parameter.placements[position]
         size = mesh.size(position)
         rank = mesh.get_local_rank(position)
-        if axis == "tp" and isinstance(placement, _StridedShard):
+        if axis == "tp" and isinstance(placement, StridedShard):
             # A packed parameter (gate and up in one): each of its matrices is sharded by itself.
             matrices = full.chunk(int(placement.split_factor), dim=placement.dim)
             full = torch.cat([_chunk(matrix, placement.dim, size, rank) for matrix in matrices], dim=placement.dim)

@@ -49,7 +49,6 @@ def _describe(
     if family in ("single", "ddp") and layout.tp > 1:
         strategy = "parallel"
     method = "lora" if model_args.use_peft else "full"
-    resume_from = str(args.resume_from_checkpoint)
     return Combination(
         engine="trainer",
         strategy=strategy,
@@ -67,7 +66,6 @@ def _describe(
         param_device=_device_of(config, "param"),
         attention=model_args.attn_implementation,
         launcher_attention=launcher_attention(family),
-        resume_from=resume_from.lower() if resume_from.lower() in ("true", "false") else resume_from,
     )
 
 

@@ -29,6 +29,9 @@ Replaced until the end of the training
   writing. Test: test_checkpoint_writer.py.
 - `Trainer._get_output_dir`, for the call in `Trainer._save_checkpoint`. By: `run_dir`, `output_dir`,
   `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder. Test: test_checkpoint_writer.py.
+- `Trainer._load_from_checkpoint`, `Trainer._load_optimizer_and_scheduler`, `Trainer._load_rng_state` and
+  `Trainer._load_best_model`. By: `replace_loading`. Reason: Trainer cannot resume a model that was loaded with
+  `distributed_config`. Test: test_native.py.
 - `Trainer.create_optimizer` (public). By: `wrap_create_optimizer`. Reason: there is no event between the making of
   the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
 - `Trainer.save_model` (public), `Trainer._save_optimizer_and_scheduler`, `Trainer._save_scaler` and

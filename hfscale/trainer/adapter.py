@@ -236,6 +236,38 @@ class TrainerAdapter:
         self.at_training_end(lambda: setattr(self, "_wait_for_save", None))
         return original
 
+    def replace_loading(
+        self,
+        *,
+        model: Callable[..., None],
+        optimizer_and_scheduler: Callable[[str | None], None],
+        rng_state: Callable[[str | None], None],
+        best_model: Callable[[], None],
+    ) -> Callable[[str | None], None]:
+        """Replace the methods by which Trainer resumes: it has no event before it loads a checkpoint.
+
+        Args:
+            model (`Callable`): called as `model(checkpoint, model)` in place of `_load_from_checkpoint`.
+            optimizer_and_scheduler (`Callable`): called with the checkpoint.
+            rng_state (`Callable`): called with the checkpoint.
+            best_model (`Callable`): called without arguments.
+
+        Returns:
+            `Callable`: the Trainer's own `_load_rng_state`.
+        """
+        methods: dict[str, Callable[..., None]] = {
+            "_load_from_checkpoint": model,
+            "_load_optimizer_and_scheduler": optimizer_and_scheduler,
+            "_load_rng_state": rng_state,
+            "_load_best_model": best_model,
+        }
+        for name in methods:
+            self._undo_one((id(self.trainer), name))
+        original: Callable[[str | None], None] = self.trainer._load_rng_state
+        for name, method in methods.items():
+            self._replace(self.trainer, name, method)
+        return original
+
     def wait_for_save(self) -> None:
         """Wait for the save that is being written in the background, if there is one. Every rank must call it.
 

@@ -62,7 +62,7 @@ def reason_not_to_generate(trainer: "Trainer") -> str | None:
         trainer (`Trainer`): a Trainer whose strategy is set up.
     """
     strategy = running_strategy(trainer)
-    if strategy in ("parallel", "fsdp1"):
+    if strategy in ("parallel", "native", "fsdp1"):
         return f"the strategy {strategy} has no forward for generation"
     if context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1:
         return "context and sequence parallelism split the sequence over ranks"

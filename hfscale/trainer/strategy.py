@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from hfscale.core.versions import (
-    is_model_distributed_by_transformers,
     is_peft_model,
     sequence_parallel_size,
     why_fsdp2_cannot_tie,
 )
 from hfscale.errors import MissingDependencyError, StrategyMismatchError
 from hfscale.facts.support import Combination, check_support
+from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
 
@@ -45,7 +45,8 @@ def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.
         environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
 
     Returns:
-        `str`: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or `single`.
+        `str`: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or `single`. A script that loads its model
+            with `distributed_config` requests `native`, which neither the launcher nor the arguments know.
     """
     if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         return "zero"
@@ -91,11 +92,13 @@ def running_strategy(trainer: "Trainer") -> str:
 
     Returns:
         `str`: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3` if Accelerate set it up; `parallel` for
-        `ParallelTrainer` and for transformers' own tensor parallelism with sharding.
+        `ParallelTrainer`; `native` if transformers distributed the model while it loaded it (`distributed_config`).
     """
     state = trainer.accelerator.state
-    if is_model_distributed_by_transformers(trainer.model) or is_parallel_trainer(trainer):
+    if is_parallel_trainer(trainer):
         return "parallel"
+    if native_layout(trainer.model) is not None:
+        return "native"
     if state.distributed_type == DistributedType.DEEPSPEED:
         return f"zero{state.deepspeed_plugin.zero_stage}"
     if state.distributed_type == DistributedType.FSDP:
@@ -164,17 +167,26 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         MissingDependencyError: the installed versions cannot train this model with the strategy.
     """
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
-    if asked in ("single", "ddp") and is_parallel_trainer(trainer):
-        asked = "parallel"  # requested by the script, which the launcher does not know
+    if runs in ("parallel", "native") and asked in ("single", "ddp", "parallel"):
+        asked = runs  # requested by the script, which the launcher does not know
     if not runs.startswith(asked):
         fix = {
             "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
             "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
         }.get(asked, "check the --config_file given to accelerate launch")
+        if runs == "native":
+            fix = "the model was loaded with distributed_config; launch with torchrun, or load it without"
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
     model = unwrap_compiled(model_of(trainer))
-    method = "lora" if is_peft_model(model) else "full"
-    check_support(Combination(strategy=runs, method=method, compile_full=compiles_full_model(trainer.args, environ)))
+    layout = native_layout(model)
+    asked_for = Combination(
+        strategy=runs,
+        method="lora" if is_peft_model(model) else "full",
+        compile_full=compiles_full_model(trainer.args, environ),
+        pp=layout.pp if layout is not None else None,
+        quantized=bool(getattr(model, "is_quantized", False)),
+    )
+    check_support(asked_for)
     problem = why_fsdp2_cannot_tie() if runs == "fsdp2" and _ties_embeddings(model) else None
     if problem is not None:
         raise MissingDependencyError(problem)
@@ -236,6 +248,9 @@ def describe_strategy(trainer: "Trainer") -> str:
     """
     module = _strategy_wrapper(trainer)
     parts = [type(module).__name__]
+    layout = native_layout(trainer.model)
+    if layout is not None:
+        parts.append(str(layout))
     if is_parallel_trainer(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
         parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
@@ -335,7 +350,7 @@ def _wraps(strategy: str, module: object) -> bool:
         return isinstance(module, DistributedDataParallel)
     if strategy == "fsdp2":
         return isinstance(module, FSDPModule)
-    if strategy == "parallel":
+    if strategy in ("parallel", "native"):
         return isinstance(module, nn.Module) and any(isinstance(p, DTensor) for p in module.parameters())
     if strategy.startswith("zero"):
         return type(module).__name__.endswith("Engine")  # DeepSpeedEngine, without importing deepspeed

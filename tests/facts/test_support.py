@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
+from transformers.distributed import DistributedConfig
 
 import hfscale
 from hfscale import ParallelArguments
@@ -30,7 +31,7 @@ from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.layout import check_model, set_up_parallelism
 from hfscale.recipe.models import cut_document_attention
 from hfscale.recipe.start import sample_generation
-from hfscale.trainer.strategy import check_launch
+from hfscale.trainer.strategy import check_launch, check_strategy
 
 DDP = {"WORLD_SIZE": "8"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -134,6 +135,12 @@ def consumers(monkeypatch):
         run = SimpleNamespace(model=None, args=args, accelerator=SimpleNamespace(state=state))
         return message_of(compress_gradients, run, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
 
+    def native(quantized=False, **sizes):
+        config = SimpleNamespace(distributed_config=DistributedConfig(**sizes))
+        model = SimpleNamespace(is_distributed_loading_by_transformers=True, is_quantized=quantized, config=config)
+        run = SimpleNamespace(model=model, args=arguments({}), accelerator=SimpleNamespace(state=None))
+        return message_of(check_strategy, run, {"WORLD_SIZE": "2"})
+
     def launch():
         return message_of(check_launch, arguments({}, world_size=1), {"ACCELERATE_USE_MEGATRON_LM": "true"})
 
@@ -153,6 +160,8 @@ CASES = {
     "DPO or GRPO with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
     "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
     "a Trainer under Megatron-LM": lambda c: [c.launch()],
+    "pipeline parallelism of transformers itself": lambda c: [c.native(pp_size=2)],
+    "quantised weights in a model loaded with distributed_config": lambda c: [c.native(quantized=True, fsdp_size=2)],
     "plans of `ParallelTrainer` with ZeRO stages 1 and 2": lambda c: [planned(layout=PIPELINE, zero=2)],
     "`ParallelTrainer` under DeepSpeed": lambda c: [planned(layout=PIPELINE, zero=3, offload="full"), c.trainer(ZERO)],
     "`ParallelTrainer` under FSDP": lambda c: [c.trainer(FSDP)],
@@ -291,9 +300,6 @@ CASES = {
         c.samples({"tp": 2}),
     ],
     "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(can_generate=False)],
-    "resuming from a path under transformers' tensor parallelism": lambda c: [
-        c.recipe(layout=TENSOR, resume_from_checkpoint="out/checkpoint-5")
-    ],
     "`ParallelTrainer` with compute_metrics": lambda c: [c.trainer(given={"compute_metrics": len})],
     "`ParallelTrainer` with compute_loss_func and context parallelism": lambda c: [
         c.trainer(cp=2, given={"compute_loss_func": len})

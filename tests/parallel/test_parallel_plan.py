@@ -281,7 +281,7 @@ TRAINER_METHODS = (
 """Methods of Trainer that ParallelTrainer overrides or calls."""
 
 USED_IN = {
-    "_StridedShard": "parallel/mesh.py",
+    "_StridedShard": "core/torch_internals.py",
     "_attn_implementation": "trainer/attention.py",
     "_dataloaders": "parallel/trainer.py",
     "_init_weights": "parallel/weights.py",

@@ -4,7 +4,7 @@
 |---|---|---|
 | `single`, `ddp` | Trainer's unsharded files | unsharded.py |
 | `fsdp2` | two torch distributed checkpoints | dcp.py |
-| `parallel` | one torch distributed checkpoint with canonical names | parallel.py |
+| `parallel`, `native` | one torch distributed checkpoint with canonical names | parallel.py |
 | `zero1` to `zero3` | read: the files of each DeepSpeed rank, or universal ones; written: universal ones | zero.py |
 
 Every reader returns a `CheckpointView` (view.py), and every writer takes one. To add a format, write a module with
@@ -27,7 +27,7 @@ from hfscale.checkpoint.formats.zero import (
 )
 from hfscale.errors import CheckpointError
 
-STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel")
+STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel", "native")
 
 
 def layout_of(strategy: str) -> str:
@@ -35,7 +35,7 @@ def layout_of(strategy: str) -> str:
 
     Strategies of one layout read each other's files on any number of ranks, except for `zero1`, `zero2` and `zero3`.
     """
-    return "unsharded" if strategy in ("single", "ddp") else strategy
+    return {"single": "unsharded", "ddp": "unsharded", "native": "parallel"}.get(strategy, strategy)
 
 
 def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
@@ -52,7 +52,7 @@ def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
         return read_unsharded(checkpoint)
     if strategy == "fsdp2":
         return read_fsdp2(checkpoint)
-    if strategy == "parallel":
+    if layout_of(strategy) == "parallel":
         return read_parallel(checkpoint)
     if strategy in STRATEGIES:
         return read_universal(checkpoint) if is_universal(checkpoint) else read_zero(checkpoint)
@@ -76,7 +76,7 @@ def write_view(view: CheckpointView, folder: Path, strategy: str, *, step: int, 
         write_unsharded(view, folder)
     elif strategy == "fsdp2":
         write_fsdp2(view, folder)
-    elif strategy == "parallel":
+    elif layout_of(strategy) == "parallel":
         write_parallel(view, folder)
     elif strategy in STRATEGIES:
         write_universal(view, folder, step=step, world_size=world_size)

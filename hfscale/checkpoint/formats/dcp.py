@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hfscale.checkpoint.formats.pieces import PieceSavePlanner
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
 from hfscale.checkpoint.pickles import Chunk, Entry, read_dcp_metadata
 from hfscale.core import distributed
@@ -118,7 +119,7 @@ def save_shards(
         Exception: as `Channel.agreed`, on all ranks: a file cannot be written, for example.
     """
     is_first = distributed.rank() == 0
-    planner = DefaultSavePlanner()
+    planner = PieceSavePlanner()
     # Copies tensors one by one. Otherwise torch copies ahead on the current stream wherever there is a GPU, and waits
     # for that stream, which is the training's, once per 10 MB even if all tensors are in host memory.
     storage = filesystem.FileSystemWriter(folder, per_thread_copy_ahead=0)

@@ -1,4 +1,6 @@
-"""The format of `ParallelTrainer`: one torch distributed checkpoint (DCP) with canonical names, and two JSON files.
+"""The format of `ParallelTrainer` and of native sharding: a torch distributed checkpoint (DCP) and two JSON files.
+
+The tensors have canonical names.
 
     dcp/                     model.<parameter>, optimizer.<parameter>.<state>; parts of a merged matrix end in @0, @1 …
     hfscale_parallel.json    the layout of the run, how merged matrices are assembled, the optimizer's options
@@ -31,7 +33,8 @@ PART = "@"
 PARALLEL_NAME = "hfscale_parallel.json"
 _FORMAT = 1
 _EARLIER_VERSION_NAME = "scheduler.json"  # written by the versions before this format
-_ADAPTER_PREFIX = "base_model.model."
+ADAPTER_PREFIX = "base_model.model."
+"""What PEFT puts before the names of a model's parameters."""
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
@@ -102,7 +105,7 @@ def read_parallel(checkpoint: Path) -> CheckpointView:
             f"{checkpoint / PARALLEL_NAME} has the options of {len(metadata.groups)} parameter groups, "
             f"{PARAMETERS_NAME} has {len(names.groups)} groups"
         )
-    parameters = {name.removeprefix(_ADAPTER_PREFIX): name for group in names.groups for name in group}
+    parameters = {name.removeprefix(ADAPTER_PREFIX): name for group in names.groups for name in group}
     weights: dict[str, TensorRef] = {}
     state: dict[str, dict[str, TensorRef]] = {}
     for name, ref in _full_tensors(folder, read_dcp_metadata(folder), metadata.packed).items():
@@ -174,9 +177,9 @@ def write_parallel(view: CheckpointView, folder: Path) -> None:
     trained = {saved_name(name): name for group in view.groups for name in group.names}
     for name, ref in view.weights.items():
         if name not in view.aliases:
-            tensors[f"model.{trained.get(name, name).removeprefix(_ADAPTER_PREFIX)}"] = ref
+            tensors[f"model.{trained.get(name, name).removeprefix(ADAPTER_PREFIX)}"] = ref
     for name, keys in view.state.items():
-        tensors |= {f"optimizer.{name.removeprefix(_ADAPTER_PREFIX)}.{key}": ref for key, ref in keys.items()}
+        tensors |= {f"optimizer.{name.removeprefix(ADAPTER_PREFIX)}.{key}": ref for key, ref in keys.items()}
     check_names([name for group in view.groups for name in group.names])
     save_refs(folder / FOLDER, tensors)
     metadata = ParallelMetadata(layout=None, groups=[group.options for group in view.groups])

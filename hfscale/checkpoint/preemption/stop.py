@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState
 
 from hfscale.checkpoint.preemption import (
     EXIT_CODE,
@@ -167,17 +167,19 @@ class PreemptionStop(ResetOnCopy):
         self._agreement = self._new_agreement()
         self._evaluation_agreement: StepAgreement | None = None
         self._saved_step: int | None = None
+        self._saves = True
         self._listening = ExitStack()  # is closed by `end`, or when an exception ends the training
         self._adapter: TrainerAdapter | None = None
         self._stop_path: Path | None = None
         self._metric_for_best_model: str | None = None
 
-    def begin(self, adapter: TrainerAdapter, train_dataloader: Any) -> None:
+    def begin(self, adapter: TrainerAdapter, train_dataloader: Any, *, saves: bool) -> None:
         """Start collecting notices, at the beginning of a training and before its data loader workers start.
 
         Args:
             adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
             train_dataloader (`DataLoader`): its training data.
+            saves (`bool`): whether this training saves checkpoints.
 
         Raises:
             UsageError: `HFSCALE_CLOUD` in the environment names an unknown cloud.
@@ -186,6 +188,7 @@ class PreemptionStop(ResetOnCopy):
         self._listening.close()  # of a training loop that `auto_find_batch_size` has restarted
         self._begin_run()
         self._adapter = adapter
+        self._saves = saves
         adapter.at_training_end(self._listening.close)
         adapter.before_last_log(self._skip_best_model)
         self.stop = None
@@ -212,21 +215,20 @@ class PreemptionStop(ResetOnCopy):
         adapter.on_eval_dataloader("shield", shield_workers)
         adapter.wrap_evaluate(self._cut_short_by_a_stop)
 
-    def at_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def at_step_end(self, state: TrainerState, control: TrainerControl) -> None:
         """Vote at a step boundary, except at the last step of the training, which ends anyway.
 
         Args:
-            args (`TrainingArguments`): the training arguments.
             state (`TrainerState`): the state of the Trainer.
             control (`TrainerControl`): the Trainer's flags, which are set if the run stops or a save is due.
         """
         if self.stop is None:
             if state.global_step >= state.max_steps:
                 return
-            self._follow(self._agreement.step(self._vote), args, state, control)
-        self._apply(args, state, control)
+            self._follow(self._agreement.step(self._vote), state, control)
+        self._apply(state, control)
 
-    def at_prediction_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def at_prediction_step(self, state: TrainerState, control: TrainerControl) -> None:
         """Vote during an evaluation, which can last for hours, and end it at once if the run stops.
 
         An evaluation changes nothing that a checkpoint holds. An evaluation that is ended early returns no metrics,
@@ -234,7 +236,6 @@ class PreemptionStop(ResetOnCopy):
         evaluation is ended, so that the run reaches its last save and its end.
 
         Args:
-            args (`TrainingArguments`): the training arguments.
             state (`TrainerState`): the state of the Trainer.
             control (`TrainerControl`): the Trainer's flags, which are set if the run stops or a save is due.
 
@@ -246,51 +247,48 @@ class PreemptionStop(ResetOnCopy):
         if self.stop is None:
             agreed = self._evaluation_agreement.step(self._vote)
             if state.global_step < state.max_steps:
-                self._follow(agreed, args, state, control)
+                self._follow(agreed, state, control)
             elif agreed == _STOP:
                 raise _EvaluationCutError
         if self.stop is not None:
-            self._apply(args, state, control)
+            self._apply(state, control)
             raise _EvaluationCutError
 
-    def at_evaluation_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def at_evaluation_end(self, state: TrainerState, control: TrainerControl) -> None:
         """Vote after an evaluation, before the next step.
 
         Args:
-            args (`TrainingArguments`): the training arguments.
             state (`TrainerState`): the state of the Trainer.
             control (`TrainerControl`): the Trainer's flags, which are set if the run stops or a save is due.
         """
         if self._evaluation_agreement is None or state.global_step >= state.max_steps:
             return
         if self.stop is None:
-            self._follow(self._evaluation_agreement.now(self._vote()), args, state, control)
-        self._apply(args, state, control)
+            self._follow(self._evaluation_agreement.now(self._vote()), state, control)
+        self._apply(state, control)
 
-    def at_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def at_save(self, state: TrainerState, control: TrainerControl) -> None:
         """Record that this step is saved, and vote: a notice that arrived during the save needs no second one.
 
         Args:
-            args (`TrainingArguments`): the training arguments.
             state (`TrainerState`): the state of the Trainer.
             control (`TrainerControl`): the Trainer's flags, which are set if the run stops.
         """
         self._saved_step = state.global_step
         if self.stop is None and state.global_step < state.max_steps:
-            self._follow(self._agreement.now(self._vote()), args, state, control)
-        self._apply(args, state, control)
+            self._follow(self._agreement.now(self._vote()), state, control)
+        self._apply(state, control)
 
-    def at_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def at_epoch_end(self, state: TrainerState, control: TrainerControl) -> None:
         """Prevent the evaluation at the end of an epoch that a stop has ended early.
 
         Args:
-            args (`TrainingArguments`): the training arguments.
             state (`TrainerState`): the state of the Trainer.
             control (`TrainerControl`): the Trainer's flags, which are set if the run stops.
         """
         if self.stop is not None:
             control.should_evaluate = False
-            self._apply(args, state, control)
+            self._apply(state, control)
 
     def end(self, *, exits: bool) -> None:
         """Stop collecting notices and remove the stop file.
@@ -361,24 +359,22 @@ class PreemptionStop(ResetOnCopy):
             return _STOP
         return _SAVE if self.notices.take_hint() else _CONTINUE
 
-    def _follow(
-        self, agreed: float | None, args: TrainingArguments, state: TrainerState, control: TrainerControl
-    ) -> None:
+    def _follow(self, agreed: float | None, state: TrainerState, control: TrainerControl) -> None:
         """Act on the vote that the ranks agreed on; do nothing for None, which means that no exchange was read."""
         if agreed == _SAVE:
             logger.info("an interruption is likely (%s): step %d is saved", AWS, state.global_step)
-            control.should_save = control.should_save or self._may_save(args, state)
+            control.should_save = control.should_save or self._may_save(state)
         elif agreed == _STOP:
-            self.stop = self._agree_on_stop(args, state)
+            self.stop = self._agree_on_stop(state)
             if self.stop is not None:
                 _log_stop(self.stop)
 
-    def _agree_on_stop(self, args: TrainingArguments, state: TrainerState) -> Stop | None:
+    def _agree_on_stop(self, state: TrainerState) -> Stop | None:
         """Exchange what the ranks know and decide; return None if all notices have been withdrawn meanwhile."""
         outlook = self._outlook().of_all_ranks()
         if outlook.source < 0:
             return None
-        why_not = self._reason_not_to_save(outlook, args, state)
+        why_not = self._reason_not_to_save(outlook, state)
         return Stop(
             source=SOURCES[outlook.source],
             step=state.global_step,
@@ -403,8 +399,8 @@ class PreemptionStop(ResetOnCopy):
         is_signal = source in signal.Signals.__members__
         return self.notice_s if is_signal and self.notice_s is not None else assumed_notice_s(source)
 
-    def _reason_not_to_save(self, outlook: _Outlook, args: TrainingArguments, state: TrainerState) -> str | None:
-        if args.save_strategy == "no":
+    def _reason_not_to_save(self, outlook: _Outlook, state: TrainerState) -> str | None:
+        if not self._saves:
             return "save_strategy is 'no', nothing was saved"
         if outlook.has_time_to_save or self._saved_step == state.global_step:
             return None
@@ -413,20 +409,20 @@ class PreemptionStop(ResetOnCopy):
         left_s = max(outlook.seconds_left, 0.0)
         return f"{left_s:.1f} s left, the last save took {outlook.write_s:.1f} s{total}: no further save was started"
 
-    def _apply(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def _apply(self, state: TrainerState, control: TrainerControl) -> None:
         """Set the flags of `TrainerControl` if the run stops."""
         if self.stop is None:
             return
         control.should_training_stop = True
-        control.should_save = self.stop.save and self._may_save(args, state)
+        control.should_save = self.stop.save and self._may_save(state)
 
     def _skip_best_model(self) -> None:
         """Do not load the best model after a stop: that takes as long as a save, and nothing uses it."""
         if self.stop is not None and self._adapter is not None:
             self._adapter.set_argument("load_best_model_at_end", False)
 
-    def _may_save(self, args: TrainingArguments, state: TrainerState) -> bool:
-        return args.save_strategy != "no" and self._saved_step != state.global_step
+    def _may_save(self, state: TrainerState) -> bool:
+        return self._saves and self._saved_step != state.global_step
 
     def _cut_short_by_a_stop(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `Trainer.evaluate`, so that a stop ends it early: Trainer has no flag for that."""

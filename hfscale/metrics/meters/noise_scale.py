@@ -31,6 +31,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.trainer.collector import Columns
+from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import global_batch_size, model_of, saved_state
 from hfscale.trainer.strategy import running_strategy
 
@@ -80,7 +81,12 @@ class NoiseScaleMeter(Meter):
             return "it needs two micro-batches per step, from two ranks or by gradient accumulation"
         if strategy in _LEAF_PROBE_STRATEGIES:
             return LeafProbe(model_of(trainer))
-        if strategy != "fsdp2":
+        layout = native_layout(trainer.model)
+        if layout is not None and layout.shares_layers:
+            return "experts that ranks share have the gradients of the tokens of several ranks"
+        if layout is not None and layout.fsdp == 1:
+            return "without shards FSDP2 does not reduce gradients by a reduce-scatter, which would be measured"
+        if strategy not in ("fsdp2", "native"):
             return f"hfscale cannot measure it under {strategy}"
         try:
             return ReduceScatterProbe(trainer.model_wrapped)

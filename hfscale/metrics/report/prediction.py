@@ -204,6 +204,7 @@ def _job(run: Run) -> Job:
         offload=own["offload"],
         gpus_per_node=int(own["gpus_per_node"]),
         virtual_stages=stages,
+        expert_parallel=int(own.get("expert_parallel", 1)),  # absent in runs of earlier versions
         schedule=next((one for one in _SCHEDULES if schedule_name(one, stages) == own["schedule"]), "1f1b"),
         sequence_parallel=bool(own["sequence_parallel"]),
         loss_parallel=layout.pp > 1 and layout.tp > 1,
