@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 from accelerate import ParallelismConfig
 from transformers.distributed import DistributedConfig
-from transformers.trainer_utils import SaveStrategy
 
-from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.layout import ParallelLayout
@@ -26,8 +24,6 @@ from hfscale.trainer.strategy import let_fsdp_run_on_cpu, requested_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
-
-logger = get_logger(__name__)
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_{}_SIZE"  # where `accelerate launch` puts a config's `parallelism_config`
 
@@ -42,8 +38,8 @@ def set_up_parallelism(
 
     Args:
         parallel (`ParallelArguments`): the sizes given as flags.
-        args (`TrainingArguments`): its `parallelism_config` is set, and its `save_strategy` where nothing can be
-            saved.
+        args (`TrainingArguments`): its `parallelism_config` is set, and its `save_only_model` where Trainer itself
+            saves no optimizer.
         environ (`MutableMapping[str, str]`): the environment of the process, which holds the launcher's config.
 
     Returns:
@@ -84,11 +80,8 @@ def set_up_parallelism(
         args.parallelism_config = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, cp_size=layout.cp
         )
-    if family == "parallel" and args.save_strategy != "no" and not args.save_only_model:
-        args.save_strategy = SaveStrategy.NO  # the Trainer raises otherwise
-        logger.info(
-            "transformers cannot save the optimizer under tensor parallelism: no checkpoint is written before the end"
-        )
+    if family == "parallel":
+        args.save_only_model = True  # Trainer raises otherwise; `SpotCheckpointCallback` saves the complete state
     if args.use_cpu:
         _enable_on_cpu(family, layout)
     return layout

@@ -104,9 +104,9 @@ def keep_global_batch(
     """Keep the checkpoint's global batch on another number of processes, by changing the accumulation steps.
 
     The steps, the samples of each step and the learning rate are then those of an uninterrupted run. Call this before
-    the Trainer is created. On the same number of processes the arguments do not change, unless `ParallelTrainer` wrote
-    the checkpoint or resumes from it, since then the number of data-parallel ranks may differ. A converted checkpoint
-    has the number of processes that trained it.
+    the Trainer is created. On the same number of processes the arguments do not change, unless ranks shared batches in
+    the run that wrote the checkpoint or share them now (tensor and pipeline parallelism), since then the number of
+    data-parallel ranks may differ. A converted checkpoint has the number of processes that trained it.
 
     Args:
         args (`TrainingArguments`): its `per_device_train_batch_size` and `gradient_accumulation_steps` are changed.
@@ -125,8 +125,8 @@ def keep_global_batch(
     origin = read_origin(Path(checkpoint)) or {"strategy": manifest.strategy, "world_size": manifest.world_size}
     trained_by = origin["world_size"]
     ranks = data_parallel_size or world_size
-    runs_parallel_trainer = ranks < world_size and requested_family(args) in ("single", "ddp")
-    if world_size == trained_by and origin["strategy"] != "parallel" and not runs_parallel_trainer:
+    shares_batches = ranks < world_size and requested_family(args) in ("single", "ddp", "parallel")
+    if world_size == trained_by and origin["strategy"] not in ("parallel", "native") and not shares_batches:
         return
     split = split_batch(wanted, ranks, args.per_device_train_batch_size)
     if split is None:

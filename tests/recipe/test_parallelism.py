@@ -76,10 +76,11 @@ def test_transformers_gets_the_sizes():
     assert distributed_config(ParallelLayout(dp_shard=8), arguments()) is None
 
 
-def test_tensor_parallel_runs_save_no_checkpoints():
+def test_trainer_accepts_the_saves_of_tensor_parallel_runs():
+    """`SpotCheckpointCallback` then saves the complete state, at the same steps."""
     args = arguments(save_strategy="steps")
     set_up_parallelism(ParallelArguments(tp_size=2), args, dict(DDP))
-    assert args.save_strategy == "no"
+    assert (args.save_strategy, args.save_only_model) == ("steps", True)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +200,6 @@ class TestPairs:
     def test_lora_under_tensor_parallelism(self, monkeypatch):
         with pytest.raises(UsageError, match=r"--use_peft true and tensor parallelism .*: "):
             self.check(monkeypatch, DDP, {"use_peft": True}, arguments(), ParallelLayout(tp=2))
-
-    def test_a_checkpoint_under_tensor_parallelism(self, monkeypatch):
-        args = arguments(resume_from_checkpoint="out/checkpoint-5")
-        with pytest.raises(UsageError, match="--resume_from_checkpoint out/checkpoint-5 and tensor parallelism"):
-            self.check(monkeypatch, DDP, {}, args, ParallelLayout(tp=2))
 
     @pytest.mark.parametrize(
         ("config", "message"),
