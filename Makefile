@@ -6,7 +6,7 @@
 # make test-finetuning  chat data and the TRL recipes
 # make test-versions    other versions of torch, transformers and Python
 # make test-faults      the long fault-injection suite
-# make test-gpu         what needs a CUDA GPU
+# make test-gpu         what needs a CUDA GPU; with GPU_PYTHON=python3, which installs nothing, that interpreter runs it
 # make bench            paired measurements -> benchmarks/
 # make clean            remove .venv and everything that was built
 
@@ -59,8 +59,9 @@ test-faults: $(VENV)/installed-dev
 test-versions: $(VENV)/installed-dev
 	$(OFFLINE) $(BIN)/python tests/versions $(ARGS)
 
-test-gpu: $(VENV)/installed-dev
-	$(OFFLINE) $(BIN)/python -m pytest -q -m gpu $(ARGS)
+# Images for GPUs bring packages of their own: what needs a package that is missing is skipped, and the reason names it.
+test-gpu: $(if $(GPU_PYTHON),,$(VENV)/installed-dev)
+	$(OFFLINE) $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -m gpu $(ARGS)
 
 bench: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)

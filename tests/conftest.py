@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests: they run on a CPU, without the hub, and launch real processes on loopback."""
 
 import gc
+import importlib.util
 import json
 import os
 import signal
@@ -8,13 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 
 import paths  # noqa: F401
 import pytest
 from fork_client import fork_server
+
+from hfscale.core.versions import installed, what_is_missing
+from hfscale.errors import MissingDependencyError
 
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", WANDB_MODE="offline", WANDB_SILENT="true")
 os.environ["HFSCALE_DEBUG_EXCHANGES"] = "120"  # all ranks must enter the same exchanges; they wait so many seconds
@@ -25,6 +29,8 @@ os.environ["TORCH_EXTENSIONS_DIR"] = str(EXTENSIONS)
 
 pytest.register_assert_rewrite("trainer_contract")
 REPOSITORY = Path(__file__).parent.parent
+if installed("hfscale") is None:  # make test-gpu GPU_PYTHON=…: the processes that tests start find it here
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(REPOSITORY))))
 RECIPE = REPOSITORY / "recipes" / "ddp" / "train.py"
 LAUNCH_TIMEOUT_S = 240
 LOAD_TIMEOUT_S = 60
@@ -143,12 +149,94 @@ def without_imports_in_garbage_collection() -> None:
     gc.freeze()
 
 
+def needs(feature: str) -> pytest.MarkDecorator:
+    """Return a mark that skips a test if a package is missing or too old that a feature of hfscale needs."""
+    missing = what_is_missing(feature)
+    return pytest.mark.skipif(missing is not None, reason=missing or "")
+
+
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs that torch sees, as CUDA_VISIBLE_DEVICES spells them."""
+    import torch
+
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return named or list(map(str, range(torch.cuda.device_count())))
+
+
+PLUGINS = {"pytest_timeout": "timeout(seconds)", "pytest_rerunfailures": "flaky(reruns)"}
+"""Plugins without which a time limit, or a second try, is left out; and the marks that they define."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Accept the setting of a plugin that is not installed."""
+    if importlib.util.find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "seconds, for pytest-timeout")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Remove the locks of an interrupted test run, for which every later load of an extension would wait."""
+    for plugin, mark in PLUGINS.items():
+        if importlib.util.find_spec(plugin) is None:
+            config.addinivalue_line("markers", f"{mark}: of {plugin}, which is not installed")
     if not hasattr(config, "workerinput"):
         for lock in EXTENSIONS.glob("*/lock"):
             if time.time() - lock.stat().st_mtime > LOAD_TIMEOUT_S:
                 lock.unlink()
+
+
+def selects_gpu_tests(config: pytest.Config) -> bool:
+    """Return whether `-m gpu` is given: such a run may lack packages that the other tests need."""
+    return bool(config.option.markexpr == "gpu")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m gpu`, import only the files that have such tests."""
+    if not selects_gpu_tests(config) or not collection_path.name.startswith("test_"):
+        return None
+    return None if "pytest.mark.gpu" in collection_path.read_text(encoding="utf-8") else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """With `-m gpu`, skip a file that cannot be imported because a package is missing or too old."""
+    report = yield
+    if report.failed and selects_gpu_tests(collector.config):
+        error = report.call.excinfo.value.__cause__
+        reason = missing_package(error) if isinstance(error, ImportError) else None
+        if reason is not None:
+            report.outcome = "skipped"
+            report.longrepr = (str(collector.path), 0, f"Skipped: {reason}")
+    return report
+
+
+def missing_package(error: ImportError) -> str | None:
+    """Return which package an import lacks, or which of its names; None if it is hfscale or one of these files."""
+    if error.name is None:
+        return str(error) if isinstance(error, MissingDependencyError) else None
+    package = error.name.partition(".")[0]
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return f"{package} is not installed"
+    if package == "hfscale" or Path(spec.origin or "").is_relative_to(REPOSITORY / "tests"):
+        return None
+    return f"{error} ({package} {installed(package)} is installed)"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU on a machine without one; where torch cannot use the GPUs that are there, it fails."""
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    from hfscale.core.nvidia_driver import check_gpus_of_driver
+
+    if not torch.cuda.is_available():
+        for finding in check_gpus_of_driver():
+            if finding.level == "error":
+                pytest.fail(finding.message, pytrace=False)
+        pytest.skip("needs a CUDA GPU, and torch sees none")
 
 
 LONG_FILES = (

@@ -62,7 +62,9 @@ class ForkServer:
             [sys.executable, str(Path(__file__).parent / "fork_server.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=env | {"PYTHONPATH": os.pathsep.join([*layers, str(repository)])},
+            # A fork cannot use CUDA if the server has: what it imports then asks for GPUs through NVML.
+            env=env
+            | {"PYTHONPATH": os.pathsep.join([*layers, str(repository)]), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             cwd=repository,
         )
         self._jobs: dict[int, Job] = {}

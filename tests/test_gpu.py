@@ -1,4 +1,8 @@
-"""What only a CUDA GPU can show: `make test-gpu`."""
+"""What only a CUDA GPU can show: `make test-gpu`.
+
+Trainings in the test process use one GPU, also on a machine with several. A test that needs two GPUs, or a package
+that is not there, is skipped with that reason.
+"""
 
 import json
 import math
@@ -9,9 +13,8 @@ import sys
 
 import pytest
 import torch
-from conftest import RECIPE, REPOSITORY, agent_launch
-from test_stream_position import StopAt
-from tiny import logged, tiny_model, tiny_tokenizer, tiny_trainer
+from conftest import RECIPE, REPOSITORY, agent_launch, needs, visible_gpus
+from tiny import StopAt, logged, tiny_model, tiny_tokenizer, tiny_trainer
 
 from hfscale import SampleGenerationCallback, SpotCheckpointCallback
 from hfscale.checkpoint.host_copy import HostCopy
@@ -27,8 +30,8 @@ from hfscale.metrics.profiler import ProfilerCallback
 pytestmark = pytest.mark.gpu
 
 
+@needs("recipes")
 def test_the_recipe_trains_in_bf16_and_knows_the_gpu(python, tmp_path):
-    assert torch.cuda.is_available(), "make test-gpu needs a CUDA GPU"
     done = python(
         RECIPE,
         "--max_steps",
@@ -43,6 +46,7 @@ def test_the_recipe_trains_in_bf16_and_knows_the_gpu(python, tmp_path):
         "8",
         "--max_eval_samples",
         "8",
+        env={"CUDA_VISIBLE_DEVICES": visible_gpus()[0]},
     )
     assert done.code == 0, done.err[-4000:]
     record = json.loads((tmp_path / "out" / "scaling.jsonl").read_text().splitlines()[-1])
@@ -54,7 +58,7 @@ def test_the_recipe_trains_in_bf16_and_knows_the_gpu(python, tmp_path):
 @pytest.fixture
 def two_gpus():
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip("needs two GPUs, and torch sees one")
 
 
 def in_new_process(folder, program, **env):
@@ -145,6 +149,7 @@ def test_samples_during_training_leave_the_random_numbers_of_the_gpu(tmp_path):
     assert torch.equal(*states)
 
 
+@needs("GPU telemetry")
 def test_the_sensor_is_that_of_the_visible_gpu(tmp_path):
     """NVML counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES."""
     program = (
@@ -152,8 +157,8 @@ def test_the_sensor_is_that_of_the_visible_gpu(tmp_path):
         "reading = gpu.sensor_of(torch.device('cuda', 0)).read()\n"
         "print(json.dumps([reading.bus, pci_address(0), reading.temperature_c, reading.power_w]))"
     )
-    for index in range(torch.cuda.device_count()):
-        bus, address, temperature_c, power_w = in_new_process(tmp_path, program, CUDA_VISIBLE_DEVICES=str(index))
+    for name in visible_gpus():
+        bus, address, temperature_c, power_w = in_new_process(tmp_path, program, CUDA_VISIBLE_DEVICES=name)
         assert gpu._same_bus(address, bus)
         assert 10 < temperature_c < 110
         assert power_w > 1
@@ -225,6 +230,7 @@ def test_the_check_of_a_machine_passes_on_every_gpu(tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
+@needs("recipes")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_each_rank_opens_a_context_on_its_own_gpu_only(two_gpus, strategy, tmp_path):
     """And the ranks destroy their NCCL and gloo groups without an abort: the exit code is 0."""
@@ -237,6 +243,8 @@ def test_each_rank_opens_a_context_on_its_own_gpu_only(two_gpus, strategy, tmp_p
         assert found == {"groups": True, "contexts": [rank], "own": rank, "synchronous_because": None}
 
 
+@needs("recipes")
+@needs("ParallelTrainer")
 def test_tensor_and_pipeline_parallel_training_on_two_gpus(two_gpus, tmp_path):
     script, config = REPOSITORY / "recipes" / "tp_pp" / "train.py", REPOSITORY / "accelerate_configs" / "tp_pp.yaml"
     flags = ["--max_steps", "4", "--save_steps", "2", "--block_size", "128", "--output_dir", "out"]
@@ -247,6 +255,7 @@ def test_tensor_and_pipeline_parallel_training_on_two_gpus(two_gpus, tmp_path):
         verify(tmp_path / "out" / "checkpoint-4")
 
 
+@needs("recipes")
 def test_communication_and_noise_are_measured_with_nccl(two_gpus, tmp_path):
     worker = REPOSITORY / "tests" / "workers" / "exchange.py"
     done = agent_launch(tmp_path, REPOSITORY / "accelerate_configs" / "ddp.yaml", 2, worker, "cuda")
@@ -257,6 +266,7 @@ def test_communication_and_noise_are_measured_with_nccl(two_gpus, tmp_path):
         assert found[strategy]["noise_scale"] == pytest.approx(found["known_noise_scale"], rel=0.1), found
 
 
+@needs("recipes")
 @pytest.mark.parametrize("method", ["fp16", "powersgd", "topk"])
 def test_gradients_are_compressed_with_nccl(two_gpus, tmp_path, method):
     flags = ["--max_steps", "6", "--logging_steps", "1", "--block_size", "128", "--output_dir", "out"]
@@ -267,6 +277,8 @@ def test_gradients_are_compressed_with_nccl(two_gpus, tmp_path, method):
     assert all(math.isfinite(json.loads(line)["loss"]) for line in lines)
 
 
+@needs("recipes")
+@needs("DeepSpeed")
 def test_a_run_continues_under_other_strategies(two_gpus, tmp_path):
     for number, strategy in enumerate(("fsdp2", "zero3", "zero2", "ddp"), start=1):
         config = REPOSITORY / "accelerate_configs" / f"{strategy}.yaml"

@@ -38,6 +38,17 @@ class RandomTokens(Dataset):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
+class StopAt(TrainerCallback):
+    """Stops the training after a step, with a checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.step
+        control.should_save |= state.global_step == self.step
+
+
 def tiny_model(**overrides: Any) -> LlamaForCausalLM:
     """Return a small Llama, always with the same weights; keywords override its config."""
     set_seed(0)
@@ -76,7 +87,10 @@ def let_old_transformers_resume_on_cpu() -> None:
 
 
 def tiny_arguments(output_dir: Path | str, **overrides: Any) -> TrainingArguments:
-    """Return training arguments for the CPU: four sequences per step, a log at every step, no progress bars."""
+    """Return training arguments for the CPU: four sequences per step, a log at every step, no progress bars.
+
+    With `use_cpu=False` the training uses the first GPU only: all of them in one process would be nn.DataParallel.
+    """
     defaults = {
         "use_cpu": True,
         "per_device_train_batch_size": 4,
@@ -92,7 +106,10 @@ def tiny_arguments(output_dir: Path | str, **overrides: Any) -> TrainingArgument
     arguments = defaults | overrides
     if not is_at_least("transformers", "5.23"):  # which has the name of before, too
         arguments = {name.replace("activation_ch", "gradient_ch"): value for name, value in arguments.items()}
-    return TrainingArguments(output_dir=str(output_dir), **arguments)
+    made = TrainingArguments(output_dir=str(output_dir), **arguments)
+    if made.n_gpu > 1:
+        made._n_gpu = 1
+    return made
 
 
 def tiny_trainer(

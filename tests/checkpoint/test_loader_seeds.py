@@ -1,8 +1,7 @@
 """Runs with data loader workers and dropout resume bit-equal, over epochs and evaluations."""
 
 import pytest
-from test_stream_position import StopAt
-from tiny import RandomTokens, logged, tiny_arguments, tiny_model
+from tiny import RandomTokens, StopAt, logged, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback

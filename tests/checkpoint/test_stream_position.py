@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from datasets import IterableDataset
-from tiny import LENGTH, VOCAB, logged, tiny_arguments, tiny_model
-from transformers import Trainer, TrainerCallback
+from tiny import LENGTH, VOCAB, StopAt, logged, tiny_arguments, tiny_model
+from transformers import Trainer
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.stream_position import PositionedStream, StreamPosition
@@ -56,17 +56,6 @@ def train(folder, prepare=lambda dataset: dataset, *, stop_at=-1, resume=None, s
     trainer = make_trainer(folder, prepare(stream.dataset), *callbacks, StopAt(stop_at), **arguments)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, stream
-
-
-class StopAt(TrainerCallback):
-    """Stops the training after a step, with a checkpoint."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop |= state.global_step == self.step
-        control.should_save |= state.global_step == self.step
 
 
 def batched(dataset):

@@ -4,12 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import REPOSITORY, fake_nvidia_smi
+from hidden_packages import python_without
 from tiny import tiny_trainer
 
 import hfscale
@@ -34,35 +33,23 @@ def two_gpus_of_the_driver(monkeypatch):
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory):
     """Run hfscale in an environment that has the installed packages except torch and what is built on it."""
-    folder = tmp_path_factory.mktemp("packages")
-    for path in Path(sysconfig.get_path("purelib")).iterdir():
-        if not path.name.startswith(HIDDEN) and path.suffix != ".pth":
-            (folder / path.name).symlink_to(path)
-
-    def run(*argv, python=("-m", "hfscale")):
-        path = os.pathsep.join(map(str, (folder, REPOSITORY)))
-        command = [sys.executable, "-S", *python, *argv]
-        return subprocess.run(
-            command, cwd=folder, env={"PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    return run
+    return python_without(tmp_path_factory.mktemp("packages"), *HIDDEN, also_on_path=REPOSITORY)
 
 
 def test_an_environment_without_torch_is_reported_and_fails(without_torch):
-    done = without_torch("doctor")
+    done = without_torch("-m", "hfscale", "doctor")
     assert done.returncode == 1
     assert done.stderr == ""
     last = done.stdout.splitlines()[-1]
     for part in ("torch 2.6 or later (not installed)", "transformers 4.57", 'pip install --upgrade "torch>=2.6"'):
         assert part in last
-    report = json.loads(without_torch("doctor", "--json").stdout)
+    report = json.loads(without_torch("-m", "hfscale", "doctor", "--json").stdout)
     assert (report["ok"], report["torch"], report["packages"]["torch"]) == (False, None, None)
     assert not report["features"]["ScalingCallback"]["works"]
 
 
 def test_other_commands_name_what_is_missing_in_one_line(without_torch):
-    done = without_torch("check")
+    done = without_torch("-m", "hfscale", "check")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "torch 2.6 or later (not installed)" in done.stderr
@@ -72,7 +59,7 @@ def test_other_commands_name_what_is_missing_in_one_line(without_torch):
     "code", ["from hfscale import ParallelTrainer", "import hfscale.parallel.mesh", "import hfscale.recipe.data"]
 )
 def test_a_script_that_imports_what_cannot_work_ends_with_one_line(without_torch, code):
-    done = without_torch(python=("-c", code))
+    done = without_torch("-c", code)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert done.stderr.startswith("hfscale: error: ")

@@ -289,7 +289,7 @@ def test_nvme_offload_trains_like_ddp(workplace, trained, tmp_path):
 def test_a_config_for_gpus_trains(workplace, tmp_path, name):
     processes = torch.cuda.device_count()
     if processes < 2:
-        pytest.skip(f"{name} needs two GPUs or more: {NEEDS_GPU[name]}")
+        pytest.skip(f"{name} needs two GPUs, and torch sees {processes}: {NEEDS_GPU[name]}")
     script = RECIPE if name.startswith("onebit") else SHARDED
     sizes = ["--cp_size", "2"] if name == "fsdp2_cp" else []
     shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
