@@ -93,6 +93,8 @@ class ModelShape:
     """Width of the token embedding; if it is not `hidden`, two matrices convert between them (OPT-350m)."""
     learned_positions: int
     """Rows of the learned position table; 0 if positions are computed."""
+    max_positions: int | None
+    """Longest sequence that the config allows, in tokens; None where it does not say."""
     head_bias: bool
     """Whether the language-model head has a bias, of `vocab` parameters."""
 
@@ -134,6 +136,7 @@ class ModelShape:
             final_norm=decide(family.final_norm, config),
             embedding_width=config.optional_count(family.embedding_width) or hidden,
             learned_positions=0 if positions is None else config.count("max_position_embeddings") + positions,
+            max_positions=config.optional_count("max_position_embeddings"),
             head_bias=decide(family.head_bias, config),
         )
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
 
-from hfscale.errors import UnknownHardwareError, UsageError
+from hfscale.errors import LayoutError, UnknownHardwareError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -286,6 +286,12 @@ def plan_gpu_types(
 
 def _check_request(request: PlanRequest) -> None:
     """Check the sizes that every layout shares, which a search would otherwise report once for each layout."""
+    positions = request.shape.max_positions
+    if request.stack == "hf" and positions is not None and request.seq_len > positions:
+        raise LayoutError(
+            f"{spelled('seq_len')} is {request.seq_len}, and the model's config has {positions} positions, which the "
+            "recipes keep to: lower it"
+        )
     smallest = request.num_generations if request.task == "grpo" else 1
     batch = smallest if request.global_batch is None else request.global_batch
     request.job(ParallelLayout(), global_batch=batch).check()

@@ -43,6 +43,10 @@ def test_hub_ids_are_unique_and_case_is_ignored():
     assert find_model("Meta-Llama/llama-3.1-8B") == find_model("LLAMA-3.1-8B") == catalogue_shape("llama-3.1-8b")
 
 
+def test_all_models_but_those_with_alibi_say_how_long_a_sequence_can_be():
+    assert {name for name in catalogue_names() if catalogue_shape(name).max_positions is None} == {"bloom-176b"}
+
+
 def test_no_window_if_the_published_config_has_none():
     assert set(catalogue_shape("mistral-7b").windows) == {None}
     assert set(catalogue_shape("mistral-7b-v0.1").windows) == {4096}

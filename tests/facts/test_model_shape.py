@@ -226,8 +226,10 @@ def test_parameters_equal_those_of_transformers(family: str, case: dict[str, Any
         assert shape.layer_parameters(layer).total == sum(parts[layer].values()), f"layer {layer}"
     assert shape.total_parameters == sum(sum(part.values()) for part in parts.values())
     # What save_pretrained writes describes the same model as the few keys it was made from.
-    assert ModelShape.from_config(config.to_dict()) == shape
-    assert ModelShape.from_config(config.to_diff_dict()) == shape
+    for saved in map(ModelShape.from_config, (config.to_dict(), config.to_diff_dict())):
+        assert dataclasses.replace(saved, max_positions=shape.max_positions) == shape
+    positions = getattr(config, "max_position_embeddings", None)
+    assert ModelShape.from_config(config.to_dict()).max_positions == positions
 
 
 @pytest.mark.parametrize(("family", "case"), ALL_CASES)
@@ -560,7 +562,8 @@ def test_the_language_model_of_an_image_and_text_model_is_read() -> None:
     assert (shape.model_type, shape.layers, shape.attention.heads) == ("gemma3_text", 7, 8)
     assert shape.total_parameters == sum(language)
     # The outer config of the hub's Gemma 3 holds only what differs from the defaults.
-    assert ModelShape.from_config({"model_type": "gemma3", "text_config": text, **UNTIED}) == shape
+    read = ModelShape.from_config({"model_type": "gemma3", "text_config": text, **UNTIED})
+    assert dataclasses.replace(read, max_positions=shape.max_positions) == shape
 
 
 @pytest.mark.parametrize(
