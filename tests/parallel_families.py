@@ -74,6 +74,17 @@ SMALL = {
     "router_jitter_noise": 0.0,
     "input_jitter_noise": 0.0,
     "residual_dropout": 0.0,
+    "n_layers": 4,
+    "n_heads": 4,
+    "d_model": 32,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "rotary_dim": 4,
+    "max_seq_len": 64,
+    "window_size": 8,
+    "attention_types": [[["global", "local"], 2]],
+    "word_embed_proj_dim": 32,
     # With the usual 0.02 attention is nearly uniform at these sizes, and wrong positions hardly change the loss.
     "initializer_range": 0.1,
 }

@@ -96,7 +96,7 @@ class Combination:
     merge_adapters: bool | None = None
     """Whether the adapters are merged into the model at the end."""
     optimizer: str | None = None
-    """The planner's name of the optimizer."""
+    """The name of the optimizer: the planner's in a plan, Trainer's in a run."""
     deepspeed_optimizer: str | None = None
     """The type of the optimizer in the DeepSpeed config."""
     offload: str | None = None
@@ -175,8 +175,8 @@ PIPELINE_TESTED: frozenset[str] = frozenset(_LISTS["pipeline_tested"])
 """Families whose pipeline stages compute the same as the model in one piece (test_parallel_families.py)."""
 
 PIPELINE_UNSUPPORTED: Mapping[str, str] = _LISTS["pipeline_unsupported"]
-"""Families with a tensor-parallel plan whose stages would not compute the same as the model in one piece -> the
-reason."""
+"""Families with a tensor-parallel plan, or of `hfscale.facts.families`, whose stages would not compute the same as the
+model in one piece -> the reason."""
 
 TENSOR_PARALLEL_UNSUPPORTED: Mapping[str, str] = _LISTS["tensor_parallel_unsupported"]
 """Families whose tensor-parallel plan in transformers 5.23 fails or computes something else than the model in one
@@ -185,13 +185,13 @@ piece -> the reason."""
 TENSOR_PARALLEL_PLAN_MISSING: frozenset[str] = frozenset(_LISTS["tensor_parallel_plan_missing"])
 """Families of `hfscale.facts.families` whose config class in transformers 5.23 has no `base_model_tp_plan`."""
 
-SEQUENCE_PARALLEL_TESTED = PIPELINE_TESTED - TENSOR_PARALLEL_UNSUPPORTED.keys()
+SEQUENCE_PARALLEL_TESTED = PIPELINE_TESTED - TENSOR_PARALLEL_UNSUPPORTED.keys() - TENSOR_PARALLEL_PLAN_MISSING
 """Families that compute the same with sequence parallelism (test_parallel_sequence.py)."""
 
 CONTEXT_PARALLEL_UNSUPPORTED: Mapping[str, str] = _LISTS["context_parallel_unsupported"]
 """Families that do not compute the same when each rank has a part of every sequence -> the reason."""
 
-CONTEXT_PARALLEL_TESTED = (PIPELINE_TESTED | {"gpt2", "gpt_bigcode"}) - CONTEXT_PARALLEL_UNSUPPORTED.keys()
+CONTEXT_PARALLEL_TESTED = PIPELINE_TESTED - CONTEXT_PARALLEL_UNSUPPORTED.keys()
 """Families that compute the same with context parallelism (test_parallel_context.py)."""
 
 LISTS: Mapping[str, Collection[str]] = {

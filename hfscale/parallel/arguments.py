@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from hfscale.core.flags import flag, require_positive
 from hfscale.errors import LayoutError
@@ -160,6 +161,7 @@ def check_arguments(
         precision="fp16" if args.fp16 else precision,
         compile=bool(args.torch_compile),
         fused_loss=bool(args.use_liger_kernel),
+        optimizer=OptimizerNames(args.optim).value,
         compression=getattr(args, "gradient_compression", "none"),
         compute_metrics=bool(compute_metrics),
         compute_loss_func=bool(compute_loss_func),

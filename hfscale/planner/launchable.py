@@ -39,6 +39,7 @@ def describe(job: Job) -> Combination:
         precision=job.precision,
         pure=job.pure_bf16,
         compile=job.compile,
+        compile_full=False,  # the emitted flags compile layers
         fused_loss=job.liger,
         method=job.method,
         optimizer=job.optimizer,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.training_args import OptimizerNames
 
 from hfscale.core.versions import require
 from hfscale.errors import MissingDependencyError, UsageError
@@ -15,6 +16,9 @@ from hfscale.trainer.strategy import compiles_full_model, requested_family, requ
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+_TASKS = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}
+"""Kind of records of one of TRL's trainers -> its task."""
 
 
 def check_compatibility(
@@ -56,9 +60,12 @@ def _describe(
         tp=layout.tp,
         cp=layout.cp,
         method="qlora" if model_args.load_in_4bit else method,
+        task=_TASKS.get(args.records or "", "text"),
+        compile=bool(args.torch_compile),
         compile_full=compiles_full_model(args),
         has_cuda=torch.cuda.is_available(),
         device="cpu" if args.use_cpu else "gpu",
+        optimizer=OptimizerNames(args.optim).value,
         compression=vars(args).get("gradient_compression", "none"),  # the TRL recipes have no such flag
         deepspeed_optimizer=str(config.get("optimizer", {}).get("type", "")),
         autotp=config.get("tensor_parallel", {}).get("autotp_size", 1),

@@ -35,6 +35,7 @@ from hfscale.trainer.strategy import check_launch, check_strategy
 
 DDP = {"WORLD_SIZE": "8"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+REGIONAL = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
 QLORA = {"use_peft": True, "load_in_4bit": True, "model_name_or_path": "some/model"}
@@ -93,6 +94,8 @@ def consumers(monkeypatch):
             "use_liger_kernel": False,
             "neftune_noise_alpha": None,
             "include_num_input_tokens_seen": "no",
+            "optim": "adamw_torch",
+            "records": None,
         }
         return SimpleNamespace(**defaults | changes)
 
@@ -157,6 +160,11 @@ CASES = {
     "DPO with adapters and log-probabilities that are computed before": lambda c: [
         plan_refuses(task="dpo", method="lora", precompute_ref_log_probs=True)
     ],
+    "SFT and GRPO of some mixtures of experts": lambda c: [planned(task="sft", family="phimoe")],
+    "GRPO under DDP with compiled layers": lambda c: [
+        planned(task="grpo", compile=True, layout={"dp_replicate": 8}),
+        c.recipe(DDP | REGIONAL, torch_compile=True, records="prompt"),
+    ],
     "DPO or GRPO with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
     "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
     "a Trainer under Megatron-LM": lambda c: [c.launch()],
@@ -210,6 +218,13 @@ CASES = {
     "other optimizers than AdamW and SGD with pipeline stages": lambda c: [
         planned(optimizer="adafactor", layout=PIPELINE, zero=3)
     ],
+    "Adafactor with parameters that torch shards": lambda c: [
+        planned(optimizer="adafactor", zero=3),
+        planned(optimizer="adafactor", layout=TENSOR, zero=3),
+        c.trainer(optim="adafactor"),
+        c.recipe(layout=TENSOR, optim="adafactor"),
+        c.recipe(FSDP, optim="adafactor"),
+    ],
     "parameters in bf16": lambda c: [planned(pure_bf16=True, zero=3)],
     "fp8 with pipeline stages": lambda c: [planned(precision="fp8", layout=PIPELINE, zero=3)],
     "fp16 with `ParallelTrainer`": lambda c: [
@@ -219,6 +234,10 @@ CASES = {
     "torch.compile with `ParallelTrainer`": lambda c: [
         planned(compile=True, layout=PIPELINE, zero=3),
         c.trainer(torch_compile=True),
+    ],
+    "compiled layers with transformers' tensor parallelism": lambda c: [
+        planned(compile=True, layout=TENSOR, zero=3),
+        c.recipe(DDP | REGIONAL, torch_compile=True, layout=TENSOR),
     ],
     "Liger Kernel with `ParallelTrainer`": lambda c: [
         planned(liger=True, layout=PIPELINE, zero=3),
@@ -257,8 +276,8 @@ CASES = {
         c.trainer_model("jamba", cp=2),
     ],
     "context parallelism of families that no test has compared": lambda c: [
-        planned(family="opt", layout={"cp": 2, "pp": 2, "dp_shard": 2}, zero=3),
-        c.trainer_model("opt", cp=2),
+        planned(family="of_tomorrow", layout={"cp": 2, "pp": 2, "dp_shard": 2}, zero=3),
+        c.trainer_model("of_tomorrow", cp=2),
     ],
     "context parallelism with rotary angles that depend on the longest position": lambda c: [
         c.trainer_model(rope={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, cp=2)

@@ -1,4 +1,4 @@
-"""Every family with a tensor-parallel plan: its stages, run one after another, compute what the unsplit model does."""
+"""Families with a tensor-parallel plan or a shape: their stages, run in turn, compute what the unsplit model does."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from parallel_world import VOCAB
 from transformers import AutoModelForCausalLM
 
 from hfscale.errors import UsageError
+from hfscale.facts.families import FAMILIES
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import PIPELINE_TESTED, PIPELINE_UNSUPPORTED
 from hfscale.parallel.checks import check_config
@@ -38,8 +39,8 @@ def gradient_norm(model):
     return norm
 
 
-def test_every_family_with_a_plan_is_listed():
-    assert {*PIPELINE_TESTED, *PIPELINE_UNSUPPORTED, *NOT_SMALL} == set(families_with_plan())
+def test_every_family_with_a_plan_or_a_shape_is_listed():
+    assert {*PIPELINE_TESTED, *PIPELINE_UNSUPPORTED, *NOT_SMALL} == {*families_with_plan(), *FAMILIES}
     assert not PIPELINE_TESTED & {*PIPELINE_UNSUPPORTED, *NOT_SMALL}
 
 

@@ -14,6 +14,7 @@ from hfscale.facts.families import FAMILIES
 from hfscale.facts.models import find_model
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
 from hfscale.facts.support import (
+    PIPELINE_TESTED,
     PIPELINE_UNSUPPORTED,
     SEQUENCE_PARALLEL_TESTED,
     TENSOR_PARALLEL_PLAN_MISSING,
@@ -74,8 +75,9 @@ def test_the_head_has_the_cost_that_the_trainer_gives_it():
     assert shape.head_layers == pytest.approx(head / layers[0])
 
 
-def test_every_family_has_pipelines_and_sequence_parallelism_with_tensor_parallelism():
-    assert set(FAMILIES) & set(PIPELINE_UNSUPPORTED) == set()
+def test_every_family_with_a_tensor_parallel_plan_has_pipelines_and_sequence_parallelism():
+    assert set(FAMILIES) - PIPELINE_TESTED == set(FAMILIES) & set(PIPELINE_UNSUPPORTED)
+    assert set(PIPELINE_UNSUPPORTED).isdisjoint(set(FAMILIES) - TENSOR_PARALLEL_PLAN_MISSING)
     assert set(FAMILIES) - set(SEQUENCE_PARALLEL_TESTED) <= {
         *TENSOR_PARALLEL_PLAN_MISSING,
         *TENSOR_PARALLEL_UNSUPPORTED,
