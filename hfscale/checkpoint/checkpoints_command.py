@@ -63,7 +63,8 @@ def convert(
     source: Source,
     target: Target,
     to: Annotated[
-        str, typer.Option("--to", metavar="STRATEGY", help="single, ddp, fsdp2, zero1, zero2, zero3, parallel or native.")
+        str,
+        typer.Option("--to", metavar="STRATEGY", help="single, ddp, fsdp2, zero1, zero2, zero3, parallel or native."),
     ],
     world_size: Annotated[
         int | None,
