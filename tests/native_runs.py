@@ -48,7 +48,8 @@ class Layout:
         """The config that `from_pretrained` gets; None for one process."""
         if self.ranks == 1:
             return None
-        return DistributedConfig(fsdp_size=self.fsdp, dp_replicate_size=self.rep, tp_size=self.tp, ep_size=self.ep)
+        replicas = {"dp_replicate_size": self.rep} if self.rep > 1 else {}  # from transformers 5.23
+        return DistributedConfig(fsdp_size=self.fsdp, tp_size=self.tp, ep_size=self.ep, **replicas)
 
     def __str__(self) -> str:
         sizes = {"fsdp": self.fsdp, "rep": self.rep, "tp": self.tp, "ep": self.ep}

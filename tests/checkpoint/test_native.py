@@ -17,7 +17,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale import latest_checkpoint
+from hfscale.checkpoint.conversion import convert
+from hfscale.checkpoint.formats import STRATEGIES, read_view
 from hfscale.checkpoint.formats.pieces import held_intervals
+from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import read_status, verify
 from hfscale.cli import main
 from hfscale.core.torch_internals import StridedShard
@@ -185,6 +188,26 @@ class TestConversion:
         printed = launch(Run(layout=EXPERTS), model, lose_the_end(whole))
         assert "was written under single by 1 processes and has been converted for native on 2" in printed
         assert_same_end(whole, trained)
+
+    @pytest.mark.world(2)
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    def test_every_strategy_and_back_keeps_every_bit(self, trained, tmp_path, strategy):
+        """Weights, optimizer states and groups of a mixture of experts."""
+        source = trained / "out" / f"checkpoint-{EVERY}"
+        there, back = tmp_path / "there", tmp_path / "back"
+        ranks = 1 if strategy == "single" else 2
+        converted = convert(source, there, manifest=read_manifest(source), strategy=strategy, world_size=ranks)
+        convert(there, back, manifest=converted, strategy="native", world_size=4)
+        expected, found = (read_view(folder, "native") for folder in (source, back))
+        assert found.weights.keys() == expected.weights.keys()
+        assert [n for n, ref in expected.weights.items() if not torch.equal(found.weights[n].read(), ref.read())] == []
+        assert found.state.keys() == expected.state.keys()
+        for name, keys in expected.state.items():
+            assert [
+                key for key, ref in keys.items() if not torch.equal(found.state[name][key].read(), ref.read())
+            ] == []
+        groups = [sorted(group.names) for group in expected.groups]
+        assert [sorted(group.names) for group in found.groups] == groups
 
     @pytest.mark.world(2)
     def test_the_export_is_what_the_trainer_saves(self, trained, tmp_path, capsys):
