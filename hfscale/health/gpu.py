@@ -22,7 +22,7 @@ BRAKES = {0x08: "hardware slowdown", 0x80: "power brake"}
 """Power capping by software (0x04) is not a fault: a GPU at full load runs at its power limit."""
 ECC_KINDS = ("corrected", "uncorrected")
 FATAL_XIDS: Mapping[str, str] = read_table("health/tables.toml")["fatal_xids"]
-"""XIDs after which the GPU or the link is unusable, and their meaning."""
+"""XIDs of a faulty GPU, link or firmware, and their meaning."""
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
 
 
