@@ -4,7 +4,9 @@ Everything here only reads, apart from the probe that measures the disk's speed.
 hfscale's own and say so.
 """
 
+import json
 import os
+import re
 import resource
 import shutil
 import socket
@@ -33,6 +35,10 @@ DEFAULT_NOTICE_S = 30.0
 """GCP and Azure give 30 s before they take a spot machine, AWS 120 s (their spot documentation)."""
 _SHM = "/dev/shm"  # noqa: S108 - the mount, no file in it
 _TRUE = ("1", "true", "yes", "on", "y", "t")
+_DATA_CENTER_GPU = re.compile(r"\b([AH][128]00|H20|GH200|G?B[123]00)\b")
+"""Names of GPUs whose servers have RDMA network cards."""
+_CAP_IPC_LOCK = 1 << 14
+"""Bit of /proc/self/status, CapEff: memory may be locked without a limit (linux/capability.h)."""
 _TUNING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE")
 
 
@@ -86,7 +92,7 @@ class Node:
             shm_gib=shm.f_frsize * shm.f_blocks / GIB if shm is not None else 0.0,
             limits={
                 "nofile": _limit(resource.RLIMIT_NOFILE),
-                "memlock": _limit(resource.RLIMIT_MEMLOCK),
+                "memlock": float("inf") if _may_lock_all() else _limit(resource.RLIMIT_MEMLOCK),
                 "nproc": _limit(resource.RLIMIT_NPROC),
             },
             build_locks=tuple(map(str, abandoned_locks(os.environ))),
@@ -269,6 +275,13 @@ def _check_transports(check: _NodeCheck) -> None:
     if check.nodes > 1 and node.ib_devices and check.is_on("NCCL_IB_DISABLE"):
         problem = f"NCCL_IB_DISABLE=1 with {devices} active: NCCL uses TCP between the nodes"
         check.warn("transports", problem, "unset it")
+    is_data_center = any(_DATA_CENTER_GPU.search(gpu) for gpu in node.gpus)
+    if check.nodes > 1 and is_data_center and not node.ib_devices and not check.environ.get("FI_PROVIDER"):
+        check.warn(
+            "transports",
+            f"{check.nodes} nodes and no RDMA device in /sys/class/infiniband: NCCL uses TCP between the nodes",
+            "in a container ask for the RDMA devices (launch/README.md)",
+        )
     hca = check.environ.get("NCCL_IB_HCA", "").strip()
     if hca and not hca.startswith("^"):
         is_exact = hca.startswith("=")
@@ -339,9 +352,30 @@ def _check_devices(check: _NodeCheck) -> None:
     if threads.isdigit() and int(threads) * processes > node.cores:
         problem = f"OMP_NUM_THREADS={threads} in {processes} processes on {node.cores} cores"
         check.warn("cores", problem, f"set at most {max(1, node.cores // processes)}")
+    if node.gpus and threads == "1" and node.cores >= 2 * processes and _offloads_optimizer(check):
+        problem = (
+            f"the optimizer runs on the CPU with OMP_NUM_THREADS=1 in {processes} processes on {node.cores} cores"
+        )
+        check.add(
+            "note", "cores", problem, f"export OMP_NUM_THREADS={node.cores // processes} before accelerate launch"
+        )
     if node.gpus and node.cores < 2 * processes:
         problem = f"{node.cores} CPU cores for {processes} processes: the GPUs will wait for data"
         check.warn("cores", problem, "give each process at least 4: one drives the GPU, data loaders need more")
+
+
+def _offloads_optimizer(check: _NodeCheck) -> bool:
+    """Return whether the launcher's config, as it is in the environment, puts the optimizer on the CPU."""
+    if check.is_on("ACCELERATE_USE_FSDP"):
+        return check.is_on("FSDP_OFFLOAD_PARAMS")
+    if not check.is_on("ACCELERATE_USE_DEEPSPEED"):
+        return False
+    device = check.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+    config = Path(check.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
+    if config.is_file():
+        zero = json.loads(config.read_text(encoding="utf-8")).get("zero_optimization", {})
+        device = zero.get("offload_optimizer", {}).get("device", "none")
+    return device in ("cpu", "nvme")
 
 
 def _check_limits(check: _NodeCheck) -> None:
@@ -356,9 +390,12 @@ def _check_limits(check: _NodeCheck) -> None:
             f"ulimit -n is {limits['nofile']:.0f}: data loader workers and sharded checkpoints need thousands",
             "ulimit -n 65536",
         )
-    if check.node.ib_devices and limits.get("memlock", float("inf")) < 2**30:
-        problem = f"ulimit -l is {limits['memlock'] / 2**20:.0f} MiB: InfiniBand memory cannot be registered"
-        check.error("limits", problem, "ulimit -l unlimited")
+    # Only traffic between nodes registers memory with the network cards.
+    if check.nodes > 1 and check.node.ib_devices and limits.get("memlock", float("inf")) < 2**30:
+        problem = f"ulimit -l is {limits['memlock'] / 2**20:.3g} MiB: InfiniBand memory may not be registered"
+        check.warn(
+            "limits", problem, "ulimit -l unlimited; in a container docker run --ulimit memlock=-1, or IPC_LOCK"
+        )
     if limits.get("nproc", float("inf")) < 4096:
         problem = f"ulimit -u is {limits['nproc']:.0f}: threads of {check.processes} processes may not start"
         check.warn("limits", problem, "ulimit -u 65536")
@@ -388,6 +425,11 @@ def _check_memory(check: _NodeCheck) -> None:
 def _limit(which: int) -> float:
     soft, _ = resource.getrlimit(which)
     return float("inf") if soft == resource.RLIM_INFINITY else float(soft)
+
+
+def _may_lock_all() -> bool:
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) & _CAP_IPC_LOCK)
 
 
 def _ib_devices(root: Path) -> tuple[str, ...]:

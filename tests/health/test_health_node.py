@@ -5,6 +5,8 @@ import socket
 from dataclasses import replace
 
 import pytest
+import yaml
+from conftest import REPOSITORY
 
 from hfscale.errors import StorageError, UsageError
 from hfscale.health import node
@@ -80,12 +82,13 @@ def test_a_wrong_variable_is_found(environ, level, part):
     ("change", "level", "part"),
     [
         ({"limits": {"nofile": 1024.0}}, "warning", "ulimit -n is 1024"),
-        ({"limits": {"memlock": 65536.0}}, "error", "cannot be registered"),
+        ({"limits": {"memlock": 65536.0}}, "warning", "ulimit -l is 0.0625 MiB"),
         ({"limits": {"nproc": 512.0}}, "warning", "ulimit -u is 512"),
         ({"shm_gib": 0.0625}, "error", "is 64 MiB"),
         ({"shm_gib": 4.0}, "warning", "4.0 GiB for 8 processes"),
         ({"cores": 12}, "warning", "12 CPU cores for 8 processes"),
         ({"memory_gib": 64.0}, "warning", "64 GiB of RAM for 8 processes"),
+        ({"ib_devices": ()}, "warning", "NCCL uses TCP between the nodes"),
     ],
 )
 def test_a_limit_that_is_too_low_is_found(change, level, part):
@@ -99,6 +102,38 @@ def test_what_is_right_on_other_machines_is_not_reported():
     geforce = replace(NODE, gpus=("NVIDIA GeForce RTX 4090",) * 8)
     assert findings({"NCCL_P2P_DISABLE": "1"}, geforce) == []
     assert findings({"WORLD_SIZE": "8", "NCCL_IB_DISABLE": "1"}) == []
+
+
+def test_what_concerns_several_nodes_is_not_reported_on_one():
+    small = replace(NODE, limits={"memlock": 65536.0})
+    assert findings({"WORLD_SIZE": "8"}, small) == []
+    assert findings({"WORLD_SIZE": "8"}, replace(NODE, ib_devices=())) == []
+
+
+def test_a_network_without_rdma_devices_is_right_with_libfabric_and_for_other_gpus():
+    without = replace(NODE, ib_devices=())
+    assert findings({"FI_PROVIDER": "efa"}, without) == []
+    assert findings({}, replace(without, gpus=("NVIDIA L4",) * 8)) == []
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2_offload", "zero2_offload", "zero3_offload", "zero3_nvme", "fsdp2", "zero3"]
+)
+def test_an_optimizer_on_the_cpu_with_one_thread_is_a_note(strategy):
+    """In the environment that Accelerate's launcher makes of the shipped config."""
+    config = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{strategy}.yaml").read_text())
+    if strategy.startswith("fsdp"):
+        offloads = str(config["fsdp_config"].get("fsdp_offload_params", False)).lower()
+        environ = {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": offloads}
+    else:
+        path = str(REPOSITORY / config["deepspeed_config"]["deepspeed_config_file"])
+        environ = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": path}
+    found = findings(environ | {"OMP_NUM_THREADS": "1"})
+    assert len(found) == (strategy not in ("fsdp2", "zero3"))
+    for level, message in found:
+        assert level == "note"
+        assert "export OMP_NUM_THREADS=12 before" in message
+    assert findings(environ | {"OMP_NUM_THREADS": "12"}) == []
 
 
 def test_a_variable_that_is_not_a_number_is_a_usage_error():
