@@ -34,7 +34,9 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import hfscale.recipe
 from hfscale import latest_checkpoint
+from hfscale.checkpoint.contents import SHARE_OF_FREE_MEMORY
 from hfscale.checkpoint.store import verify
+from hfscale.facts.models import catalogue_shape
 
 LAUNCH = REPOSITORY / "launch"
 FILES = sorted(path for path in LAUNCH.rglob("*") if path.is_file() and path.suffix != ".pyc")
@@ -559,6 +561,26 @@ def test_a_wrong_yaml_is_found(path, old, new):
     errors = (jsonschema.ValidationError, kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError)
     with pytest.raises(errors):
         validate_all(text.replace(old, new))
+
+
+def bytes_of_snapshots(config: Path) -> float:
+    """Return the /dev/shm in which three snapshots of a recipe fit: its weights and AdamW's states in fp32."""
+    shape = catalogue_shape(yaml.safe_load(config.read_text())["model_name_or_path"])
+    return 3 * 12 * shape.total_parameters / SHARE_OF_FREE_MEMORY
+
+
+def test_shared_memory_holds_the_snapshots_of_the_default_recipe():
+    """By default the files start several nodes, which hold one snapshot more than a single one."""
+    needed = bytes_of_snapshots(REPOSITORY / DEFAULT[2])
+    for path in (JOBSET, PYTORCHJOB):
+        for pod in pods(path):
+            assert pod["containers"][0]["args"][:3] == DEFAULT
+            (size,) = (v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if "emptyDir" in v)
+            assert size.endswith("Gi")
+            assert needed < int(size[:-2]) * 2**30
+            assert pod["containers"][0]["resources"]["limits"]["memory"] == "1000Gi"  # which shared memory counts in
+    shm = re.search(r"--shm-size (\d+)g", DOCKERFILE.read_text())
+    assert needed < int(shm[1]) * 2**30
 
 
 @pytest.mark.parametrize("path", [JOBSET, PYTORCHJOB], ids=named)
