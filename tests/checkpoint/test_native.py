@@ -224,6 +224,34 @@ class TestConversion:
 
 
 @pytest.mark.world(2)
+class TestAdapters:
+    """LoRA on the attention of a natively distributed model; the adapters are plain tensors on every rank."""
+
+    def test_they_resume_under_another_layout(self, model, tmp_path):
+        single = {"save_strategy": "steps", "save_steps": EVERY}
+        launch(Run(layout=Layout(), prepare=with_adapters, arguments=single), model, tmp_path / "single")
+        launch(Run(layout=EXPERTS, prepare=with_adapters), model, tmp_path / "run")
+        for step, values in records(tmp_path / "single").items():
+            assert records(tmp_path / "run")[step] == pytest.approx(values, abs=1e-5), step
+        resumed = lose_the_end(shutil.copytree(tmp_path / "run", tmp_path / "resumed"))
+        launch(Run(layout=Layout(fsdp=2), prepare=with_adapters), model, resumed)
+        assert_same_end(resumed, tmp_path / "run")
+
+    def test_they_are_refused_with_tensor_parallelism(self, model, tmp_path):
+        run = Run(layout=Layout(tp=2), prepare=with_adapters)
+        assert 0 not in attempt(run, model, tmp_path)
+        assert "tensor parallelism" in errors(tmp_path)[0]
+
+
+def with_adapters(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
+
+
+@pytest.mark.world(2)
 class TestBadInput:
     def test_another_number_of_experts(self, trained, interrupted, tmp_path):
         other = make_model(tmp_path / "other", num_experts=8)
