@@ -82,14 +82,18 @@ def test_a_host_copy_waits_for_the_work_before_it_and_not_for_that_after_it():
 
 
 def test_pinned_buffers_take_what_is_counted_and_are_used_again():
-    """12 MiB, which CUDA's allocator rounds up to 16."""
-    value, host_copy = torch.zeros(3 * 2**20, device="cuda"), HostCopy()
-    assert host_copy.bytes_to_allocate([value]) == 2**24
+    """12 and 3 MiB, which share a block of 16: CUDA's allocator would round the first up to 16 by itself."""
+    values = [torch.full((size * 2**18,), float(size), device="cuda") for size in (12, 3)]
+    host_copy = HostCopy()
+    assert host_copy.bytes_to_allocate(values) == 2**24
     before = torch.cuda.host_memory_stats()["active_bytes.current"]
-    first = host_copy.take([value])[0].data_ptr()
+    copies = host_copy.take(values)
     assert torch.cuda.host_memory_stats()["active_bytes.current"] - before == 2**24
-    assert host_copy.bytes_to_allocate([value.clone()]) == 0
-    assert host_copy.take([value.clone()])[0].data_ptr() == first
+    assert all(copy.is_pinned() and copy.eq(size).all() for copy, size in zip(copies, (12, 3), strict=True))
+    pointers = [copy.data_ptr() for copy in copies]
+    clones = [value.clone() for value in values]
+    assert host_copy.bytes_to_allocate(clones) == 0
+    assert [copy.data_ptr() for copy in host_copy.take(clones)] == pointers
 
 
 def test_the_clock_measures_the_device_and_not_the_host():

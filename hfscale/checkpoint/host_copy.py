@@ -1,9 +1,9 @@
-"""Copies a training's state to host memory, into buffers that are reused for every copy."""
+"""Copies a training's state to host memory, which is reused for every copy."""
 
 import copy
 import os
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,33 +11,37 @@ import torch
 
 from hfscale.core.torch_internals import is_traceable_wrapper_subclass
 
+_MIN_BLOCK_BYTES = 2**20
+_MAX_BLOCK_BYTES = 2**32
+_ALIGNMENT = 512  # bytes, as CUDA's allocator of device memory aligns tensors
 _SLICE_BYTES = 16 * 2**20
 _MAX_THREADS = 4  # two to four cores saturate the memory channels of a socket
+
+StorageKey = tuple[torch.device, int, int]
+"""Device, address and bytes of a storage."""
 
 
 class HostCopy:
     """Copies nested dictionaries, lists and tuples of tensors to host memory.
 
     The copy keeps everything that saving depends on: shapes, strides, which tensors share a storage, and which
-    containers are the same object. Buffers for tensors on an accelerator are pinned. The next copy reuses the
-    buffers of the same size, so **a copy is valid until the next `take`**. No accelerator memory is used. The
-    buffers need as much host memory as the state; CUDA's allocator of pinned memory rounds each up to a power of two.
+    containers are the same object. Memory for tensors on an accelerator is pinned. The next copy reuses the memory,
+    so **a copy is valid until the next `take`**. No accelerator memory is used. The copy needs as much host memory as
+    the state, and a few percent more where it is pinned (`_Memory`).
     """
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._memory = {is_pinned: _Memory(is_pinned) for is_pinned in (False, True)}
 
     def bytes_to_allocate(self, tree: Any) -> int:
-        """Return the bytes of host memory that `take(tree)` would allocate, beyond the buffers that exist.
+        """Return the bytes of host memory that `take(tree)` would allocate, beyond the memory that exists.
 
         Args:
             tree (`Any`): what would be copied.
         """
-        wanted = Counter((_is_pinned_for(device), size) for device, _, size in _storages(tree))
-        wanted -= Counter(map(_kind, self._buffers))
-        buffers = sum(count * _allocated_bytes(*kind) for kind, count in wanted.items())
+        by_kind = _sort(_storages(tree))
         others = sum(t.numel() * t.element_size() for t in _tensors(tree) if not _is_plain(t))
-        return buffers + others
+        return others + sum(self._memory[kind].bytes_to_allocate(_sizes(keys)) for kind, keys in by_kind.items())
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
@@ -49,42 +53,146 @@ class HostCopy:
         Returns:
             `Any`: the same structure with all tensors in host memory, valid until the next `take`.
         """
-        free = self._free_all_but(Counter((_is_pinned_for(device), size) for device, _, size in _storages(tree)))
-        used: dict[tuple[torch.device, int, int], torch.Tensor] = {}
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def buffer(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            key = (tensor.device, storage.data_ptr(), storage.nbytes())
-            if key not in used:
-                kind = (_is_pinned_for(tensor.device), storage.nbytes())
-                used[key] = free[kind].pop() if free[kind] else _host_bytes(*kind)
-                source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-                copies.append((used[key], source))
-            return used[key]
-
-        copied = _copy_tree(tree, buffer, {})
-        _transfer(copies)
-        self._buffers = list(used.values())
+        originals = _storages(tree)
+        copies: dict[StorageKey, torch.Tensor] = {}
+        for is_pinned, keys in _sort(originals).items():
+            copies |= zip(keys, self._memory[is_pinned].divide(_sizes(keys)), strict=True)
+        copied = _copy_tree(tree, copies, {})
+        _transfer([(copies[key], _bytes(original, key[0])) for key, original in originals.items()])
         return copied
 
-    def _free_all_but(self, wanted: Counter[tuple[bool, int]]) -> dict[tuple[bool, int], list[torch.Tensor]]:
-        """Return the buffers that fit what is wanted, by kind, and free the others before new ones are allocated."""
-        kept: dict[tuple[bool, int], list[torch.Tensor]] = defaultdict(list)
-        for buffer in self._buffers:
-            if len(kept[_kind(buffer)]) < wanted[_kind(buffer)]:
-                kept[_kind(buffer)].append(buffer)
-        self._buffers = []
-        return kept
+
+class _Block:
+    """A piece of memory while it is divided, from its beginning.
+
+    Args:
+        size (`int`): bytes.
+        memory (`torch.Tensor`, *optional*): the memory, flat and of bytes; None: it must be allocated.
+    """
+
+    def __init__(self, size: int, memory: torch.Tensor | None = None) -> None:
+        self.size = size
+        self.left = size
+        self.memory = memory
 
 
-def _storages(tree: Any) -> set[tuple[torch.device, int, int]]:
-    """Return device, address and bytes of each storage of the tensors of `tree`."""
-    found = set()
-    for tensor in filter(_is_plain, _tensors(tree)):
-        storage = tensor.untyped_storage()
-        found.add((tensor.device, storage.data_ptr(), storage.nbytes()))
-    return found
+class _Memory:
+    """Holds memory, pinned or not, and divides it into storages.
+
+    CUDA's allocator rounds each piece of pinned memory up to a power of two (`CachingHostAllocatorImpl::allocate` of
+    torch). So storages share blocks whose sizes are powers of two: of 4 GiB, larger for a larger storage, and smaller
+    ones for the rest. Memory that is not pinned is not rounded, and each storage has a block of its own.
+
+    Args:
+        is_pinned (`bool`): whether the memory is pinned.
+    """
+
+    def __init__(self, is_pinned: bool) -> None:
+        self._is_pinned = is_pinned
+        self._memory: list[torch.Tensor] = []
+
+    def bytes_to_allocate(self, sizes: Sequence[int]) -> int:
+        """Return the bytes that `divide(sizes)` would allocate.
+
+        Args:
+            sizes (`Sequence[int]`): bytes of each storage, the largest first.
+        """
+        blocks, _ = self._place(sizes)
+        return sum(block.size for block in blocks if block.memory is None)
+
+    def divide(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return flat tensors of bytes, each with a storage of its own, valid until the next call.
+
+        Args:
+            sizes (`Sequence[int]`): bytes of each storage, the largest first.
+        """
+        blocks, places = self._place(sizes)
+        self._memory = []  # blocks that are no longer needed are freed before others are allocated
+        for block in blocks:
+            if block.memory is None:
+                block.memory = _allocate(block.size, self._is_pinned)
+            self._memory.append(block.memory)
+        parts = []
+        for size, (block, offset) in zip(sizes, places, strict=True):
+            part = block.memory
+            assert part is not None
+            if size != block.size:
+                part = _bytes(part.untyped_storage()[offset : offset + size], part.device)
+            parts.append(part)
+        return parts
+
+    def _place(self, sizes: Sequence[int]) -> tuple[list[_Block], list[tuple[_Block, int]]]:
+        """Put each storage into the first block in which it fits, or else into a new one.
+
+        Equal sizes get equal places, so that a copy of the same state allocates nothing.
+
+        Args:
+            sizes (`Sequence[int]`): bytes of each storage, the largest first.
+
+        Returns:
+            The blocks in use, and for each storage its block and the offset in it.
+        """
+        blocks = [_Block(memory.numel(), memory) for memory in self._memory]
+        smallest = max(sizes[-1], 1) if sizes else 0
+        to_place = sum(sizes)
+        first = 0  # the blocks before it are full
+        places = []
+        for size in sizes:
+            while first < len(blocks) and blocks[first].left < smallest:
+                first += 1
+            fitting = (blocks[index] for index in range(first, len(blocks)) if size <= blocks[index].left)
+            block = next(fitting, None)
+            if block is None:
+                block = _Block(_block_bytes(size, to_place) if self._is_pinned else size)
+                blocks.append(block)
+            places.append((block, block.size - block.left))
+            block.left -= -(-size // _ALIGNMENT) * _ALIGNMENT
+            to_place -= size
+        in_use = {block for block, _ in places}
+        return [block for block in blocks if block in in_use], places
+
+
+def _allocate(size: int, is_pinned: bool) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+
+
+def _block_bytes(size: int, to_place: int) -> int:
+    """Return the size of a new block of pinned memory: a power of two, so that CUDA's allocator adds nothing to it.
+
+    Args:
+        size (`int`): bytes of the storage that it is for.
+        to_place (`int`): bytes of all storages that have no place yet, this one included.
+    """
+    that_holds_it = 1 << (max(size, _MIN_BLOCK_BYTES) - 1).bit_length()
+    that_is_filled = 1 << (max(to_place, 1).bit_length() - 1)
+    return max(that_holds_it, min(that_is_filled, _MAX_BLOCK_BYTES))
+
+
+def _storages(tree: Any) -> dict[StorageKey, torch.UntypedStorage]:
+    """Return the storages of the tensors of `tree`."""
+    return {_key(tensor): tensor.untyped_storage() for tensor in filter(_is_plain, _tensors(tree))}
+
+
+def _key(tensor: torch.Tensor) -> StorageKey:
+    storage = tensor.untyped_storage()
+    return (tensor.device, storage.data_ptr(), storage.nbytes())
+
+
+def _sort(keys: Iterable[StorageKey]) -> dict[bool, list[StorageKey]]:
+    """Return the storages by whether their copy is pinned, the largest first."""
+    by_kind: dict[bool, list[StorageKey]] = {False: [], True: []}
+    for key in sorted(keys, key=lambda key: -key[2]):
+        by_kind[_is_pinned_for(key[0])].append(key)
+    return by_kind
+
+
+def _sizes(keys: Iterable[StorageKey]) -> list[int]:
+    return [size for _, _, size in keys]
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    """Return a storage as a flat tensor of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -94,15 +202,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _is_pinned_for(device: torch.device) -> bool:
     return device.type != "cpu" and torch.accelerator.is_available()
-
-
-def _kind(buffer: torch.Tensor) -> tuple[bool, int]:
-    return buffer.is_pinned(), buffer.numel()
-
-
-def _allocated_bytes(is_pinned: bool, size: int) -> int:
-    """Return what a buffer really takes: CUDA's allocator rounds pinned memory up (`CachingHostAllocatorImpl`)."""
-    return 1 << (size - 1).bit_length() if is_pinned and size > 0 else size
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -121,11 +220,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _host_bytes(is_pinned: bool, size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
-
-
-def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo: dict[int, Any]) -> Any:
+def _copy_tree(value: Any, copies: Mapping[StorageKey, torch.Tensor], memo: dict[int, Any]) -> Any:
     """Copy containers and tensors; immutable values (numbers, strings, functions) are used as they are.
 
     An object that occurs twice is copied once. Serializers write such an object once, so the files are the same as if
@@ -135,39 +230,39 @@ def _copy_tree(value: Any, buffer: Callable[[torch.Tensor], torch.Tensor], memo:
         return memo[id(value)]
     copied: Any
     if isinstance(value, torch.Tensor):
-        copied = _copy_tensor(value, buffer)
+        copied = _copy_tensor(value, copies)
     elif type(value) in (dict, OrderedDict):
         copied = memo[id(value)] = type(value)()
         for key, item in value.items():
-            copied[key] = _copy_tree(item, buffer, memo)
+            copied[key] = _copy_tree(item, copies, memo)
     elif type(value) is list:
         copied = memo[id(value)] = []
-        copied.extend(_copy_tree(item, buffer, memo) for item in value)
+        copied.extend(_copy_tree(item, copies, memo) for item in value)
     elif type(value) is tuple:
-        items = tuple(_copy_tree(item, buffer, memo) for item in value)
+        items = tuple(_copy_tree(item, copies, memo) for item in value)
         unchanged = all(new is old for new, old in zip(items, value, strict=True))
         copied = value if unchanged else items
     elif isinstance(value, dict):  # for example a defaultdict
         copied = memo[id(value)] = value.copy()
         for key, item in value.items():
-            copied[key] = _copy_tree(item, buffer, memo)
+            copied[key] = _copy_tree(item, copies, memo)
     else:
         copied = copy.deepcopy(value)
     memo[id(value)] = copied
     return copied
 
 
-def _copy_tensor(tensor: torch.Tensor, buffer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _copy_tensor(tensor: torch.Tensor, copies: Mapping[StorageKey, torch.Tensor]) -> torch.Tensor:
     if is_traceable_wrapper_subclass(tensor):
         # A DTensor too: `from_local` would move the copy to the mesh's device.
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
-        copies = {n: _copy_tensor(p, buffer) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
-        copied: torch.Tensor = tensor.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+        copied_parts = {n: _copy_tensor(p, copies) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
+        copied: torch.Tensor = tensor.__tensor_unflatten__(copied_parts, context, tensor.size(), tensor.stride())
         return copied
     if not _is_plain(tensor):
         return tensor.detach().to("cpu", copy=True)  # a subclass with data of its own implements its own copy
-    host = buffer(tensor)
+    host = copies[_key(tensor)]
     return torch.empty(0, dtype=tensor.dtype).set_(
         host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
     )

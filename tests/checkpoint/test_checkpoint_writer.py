@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import io
 import json
 import resource
 import shutil
@@ -29,6 +30,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import contents as snapshots
+from hfscale.checkpoint import host_copy as host_copies
 from hfscale.checkpoint import saving as trainer_saving
 from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.store import verify
@@ -561,6 +563,27 @@ def one_rank_mesh():
         dist.destroy_process_group()
 
 
+@pytest.fixture
+def pinned(monkeypatch):
+    """Take all tensors for those of an accelerator; return the sizes of pinned memory that are allocated."""
+    sizes = []
+
+    def allocate(size, is_pinned):
+        assert is_pinned
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(host_copies, "_is_pinned_for", lambda device: True)
+    monkeypatch.setattr(host_copies, "_allocate", allocate)
+    return sizes
+
+
+def saved_bytes(tree):
+    file = io.BytesIO()
+    torch.save(tree, file)
+    return file.getvalue()
+
+
 class TestHostCopy:
     def test_the_copy_keeps_everything_that_serializers_depend_on(self):
         weight = torch.arange(12.0).reshape(3, 4)
@@ -595,7 +618,7 @@ class TestHostCopy:
         two = host_copy.take({"a": first})
         assert two["a"].data_ptr() == pointer
         assert two["a"].eq(7).all()
-        assert len(host_copy._buffers) == 1
+        assert [block.numel() for block in host_copy._memory[False]._memory] == [4000]
 
     def test_a_clone_of_a_tensor_gets_the_buffer_of_the_same_size(self):
         """DeepSpeed clones the tensors of model states in each save."""
@@ -604,11 +627,69 @@ class TestHostCopy:
         assert host_copy.bytes_to_allocate([tensor.clone(), torch.zeros(10)]) == 40
         assert host_copy.take([tensor.clone()])[0].data_ptr() == pointer
 
-    def test_pinned_buffers_are_counted_as_the_powers_of_two_that_cuda_allocates(self, monkeypatch):
-        monkeypatch.setattr("hfscale.checkpoint.host_copy._is_pinned_for", lambda device: True)
-        sizes = (4096, 5000, 1)
-        tensors = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        assert HostCopy().bytes_to_allocate(tensors) == 4096 + 8192 + 1
+    @pytest.mark.parametrize("dim", [2048, 3584, 5120])
+    def test_pinned_storages_share_blocks_of_powers_of_two(self, dim):
+        """CUDA's allocator rounds each piece to a power of two: those of 3584 (Qwen2.5 7B) would take 1.9 times as
+        much."""
+        layer = [dim * dim, 512 * dim, dim * (5 * dim + 1024), dim]
+        sizes = sorted(([4 * 19_000 * dim] + [4 * size for size in 6 * layer]) * 3, reverse=True)
+        memory = host_copies._Memory(True)
+        blocks, _ = memory._place(sizes)
+        assert sum(sizes) <= memory.bytes_to_allocate(sizes) <= 1.05 * sum(sizes)
+        assert sum(block.size for block in blocks) == memory.bytes_to_allocate(sizes)
+        assert all(block.size.bit_count() == 1 and block.size <= 2**32 for block in blocks)
+        assert len(blocks) < len(sizes) / 4
+
+    def test_storages_that_share_a_block_are_written_as_if_each_had_its_own(self, pinned):
+        """A file has the bytes of a storage, so it must not have those of the whole block."""
+        weight = torch.arange(3000.0).reshape(60, 50)
+        tree = {"weight": weight, "turned": weight.t(), "half": torch.ones(700, dtype=torch.bfloat16)}
+        tree |= {str(size): torch.randn(size) for size in (1, 130, 513, 2000)} | {"empty": torch.empty(0)}
+        tree["wrapper"] = TwoTensor(torch.arange(6.0), torch.full((6,), 2.0))
+        host_copy = HostCopy()
+        expected_bytes = host_copy.bytes_to_allocate(tree)
+        copied = host_copy.take(tree)
+        assert sum(pinned) == expected_bytes
+        assert len(pinned) < len(tree)
+        assert saved_bytes(copied) == saved_bytes(tree)
+        for tensor in (weight, tree["half"], tree["wrapper"].a):
+            tensor.zero_()
+        assert torch.equal(copied["weight"], torch.arange(3000.0).reshape(60, 50))
+        assert copied["half"].eq(1).all()
+        assert copied["wrapper"].a.tolist() == [0, 1, 2, 3, 4, 5]
+
+    def test_blocks_are_reused_for_the_same_state_and_replaced_for_a_larger_one(self, pinned):
+        host_copy = HostCopy()
+        state = [torch.randn(size) for size in (3000, 700, 700, 90, 5000)]
+        pointers = [tensor.data_ptr() for tensor in host_copy.take(state)]
+        for copies in (host_copy.take(state), host_copy.take([tensor.clone() for tensor in state])):
+            assert [tensor.data_ptr() for tensor in copies] == pointers
+            assert all(map(torch.equal, copies, state))
+        assert pinned == [2**20]
+        larger = [*state, torch.randn(2**18 + 1)]
+        assert host_copy.bytes_to_allocate(larger) == 2**21
+        assert all(map(torch.equal, host_copy.take(larger), larger))
+        assert pinned == [2**20, 2**21]
+        assert host_copy.take([larger[-1]])[0].eq(larger[-1]).all()
+        assert [block.numel() for block in host_copy._memory[True]._memory] == [2**21]  # the other one is freed
+
+    def test_many_storages_take_time_in_proportion(self, monkeypatch):
+        """A full block is not looked at again. Without a GPU each storage has a block of its own."""
+
+        class Counted(host_copies._Block):
+            reads = 0
+            left = property(lambda self: self.read(), lambda self, value: setattr(self, "space", value))
+
+            def read(self):
+                Counted.reads += 1
+                return self.space
+
+        monkeypatch.setattr(host_copies, "_Block", Counted)
+        state = [torch.zeros(size) for size in range(1, 1001)]
+        host_copy = HostCopy()
+        for _ in range(2):
+            host_copy.take(state)
+        assert Counted.reads <= 2 * 6 * len(state)
 
     @pytest.mark.parametrize("in_a_dtensor", [False, True])
     def test_a_tensor_that_wraps_others_is_copied_with_what_it_wraps(self, in_a_dtensor):
