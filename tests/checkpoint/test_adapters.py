@@ -24,6 +24,7 @@ from tiny import tiny_model, tiny_trainer
 from transformers import Trainer, set_seed
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.facts.support import Combination, why_not
 
 STEPS = 4
 SAVED = 2
@@ -134,6 +135,12 @@ def test_a_resume_with_another_seed_continues_the_run(tmp_path: Path, kind: str)
     resumed = trainer_of(tmp_path / "run", kind, SpotCheckpointCallback(), seed=2)
     resumed.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
     assert losses(resumed)[SAVED:] == losses(complete)[SAVED:]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "parallel", "native"])
+def test_checkpoints_of_trained_parameters_alone_refuse_frozen_matrices(strategy: str) -> None:
+    assert "begin at random" in str(why_not(Combination(strategy=strategy, frozen_adapter=True)))
+    assert why_not(Combination(strategy=strategy, frozen_adapter=False)) is None
 
 
 ON_TWO_RANKS = ("lora", "lora-fa", "two adapters", "modules to save")

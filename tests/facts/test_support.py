@@ -342,7 +342,9 @@ ELSEWHERE = {
     "QLoRA with tensor parallelism": "needs a GPU or a simulated one: tests/recipe/test_parallelism.py",
     "QLoRA with parameters on NVMe": "the same",
     "AdaLoRA and trained prompts under FSDP2": "checked at the start of a training: tests/checkpoint/test_adapters.py",
-    "adapters with frozen random parameters under DeepSpeed": "the same",
+    "adapters with frozen random parameters under DeepSpeed, `ParallelTrainer` and transformers' own sharding": (
+        "the same"
+    ),
     "plans of context parallelism for Phi-3 (its published configs have angles that depend on the longest position)": (
         "ParallelTrainer looks at the config itself"
     ),
