@@ -183,7 +183,7 @@ class TestShardedExperts:
         assert said == [False, True]
 
     def test_ranks_with_the_same_experts_gather_them(self):
-        """64 ranks that share experts by 8: a layer's experts are gathered from the 8 nodes, an eighth of them each."""
+        """64 ranks that share experts by 8: a layer's experts are gathered from the 8 nodes, an eighth each."""
         run = replace(mixtral(64, stack="titan"), expert_parallel=8)
         perfect = _sharded_traffic(run, replace(find_framework("titan"), overlap_dp=0.0), NETWORK, 0.0, 0.0, 0.0)
         dense, experts = layer_parameters(run)
