@@ -1,0 +1,38 @@
+"""Emitted plans of each recipe and kind of strategy: every file is read, and a small model of the family trains.
+
+tests/faults/test_plans.py does the same with 200 random requests.
+"""
+
+import pytest
+from emitted_plans import check_files, choices_of, emit_choice, start
+from plan_requests import NOT_SAMPLED, SAMPLERS, Request, built_in
+
+from hfscale.planner.option_fields import options_of
+from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput
+
+PLANS = {
+    "ddp": ("ddp", "smollm2-360m", "--gpu", "RTX4090", "--gpus", "8", "--method", "lora", "--seq-len", "2048"),
+    "fsdp2": ("sharded", "qwen3-8b", "--gpu", "H100-80GB", "--gpus", "8", "--global-batch", "64"),
+    "zero2": ("sharded", "mistral-7b", "--gpu", "H200", "--gpus", "16", "--tokens", "1B"),
+    "parallel": ("tp_pp", "qwen2.5-72b", "--gpu", "H100-80GB", "--gpus", "64", "--seq-len", "4096"),
+    "zero1": ("sft", "gemma-3-1b", "--gpu", "A100-80GB", "--gpus", "4", "--task", "sft", "--seq-len", "1024"),
+}
+"""Strategy -> recipe, model and flags of a plan that has a choice of both."""
+
+
+@pytest.mark.parametrize("strategy", PLANS)
+def test_an_emitted_plan_starts(tmp_path, strategy):
+    recipe, model, *flags = PLANS[strategy]
+    config = built_in(model)
+    request = Request(model=model, family=config.model_type, config=config, flags=(*flags, "--top", "100"))
+    choices = choices_of(request)
+    wanted = (strategy, f"recipes/{recipe}/train.py")
+    index = [(choice["strategy"], choice["recipe"]) for choice in choices].index(wanted)
+    plan = emit_choice(request, choices, index, tmp_path / "plan")
+    check_files(plan, tmp_path)
+    start(plan, tmp_path)
+
+
+def test_every_option_of_a_plan_is_drawn_or_left_out_for_a_reason():
+    options = {name for group in (PlanOptions, IslandOptions, PlanOutput) for name in options_of(group)}
+    assert options - {"gpu"} == {*SAMPLERS, *NOT_SAMPLED}
