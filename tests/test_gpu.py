@@ -271,7 +271,7 @@ def test_communication_and_noise_are_measured_with_nccl(two_gpus, tmp_path):
 
 
 @needs("recipes")
-@pytest.mark.parametrize("method", ["fp16", "powersgd", "topk"])
+@pytest.mark.parametrize("method", ["fp16", "powersgd", "topk", "onebit_adam", "onebit_lamb"])
 def test_gradients_are_compressed_with_nccl(two_gpus, tmp_path, method):
     flags = ["--max_steps", "6", "--logging_steps", "1", "--block_size", "128", "--output_dir", "out"]
     flags += ["--gradient_compression", method, "--compression_start_step", "2"]

@@ -14,6 +14,11 @@ _KINDS = {
     "script": ("recipes", "train.py"),
 }
 _TRL_FOLDERS = ("sft", "dpo", "grpo")
+_REMOVED = {  # file name -> why it is gone, and what to use
+    f"{name}.json": f"DeepSpeed has had no 1-bit optimizers since 0.19.7: use accelerate_configs/{name}.yaml with "
+    f"--gradient_compression {name}"
+    for name in ("onebit_adam", "onebit_lamb")
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,8 @@ def find_config(name: str) -> ShippedConfig:
     configs = list_configs()
     matches = [config for config in configs if name in config.names]
     if not matches:
+        if Path(name).name in _REMOVED:
+            raise UsageError(f"{name} is no longer shipped, because {_REMOVED[Path(name).name]}")
         known = ", ".join(config.name for config in configs)
         raise UsageError(f"no shipped config is named '{name}': choose one of {known}")
     first_kind = [config for config in matches if config.kind == matches[0].kind]

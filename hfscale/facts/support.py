@@ -108,7 +108,7 @@ class Combination:
     autotp: int | None = None
     """Ranks of DeepSpeed's AutoTP."""
     compression: str | None = None
-    """How gradients are compressed: `none`, `fp16`, `bf16`, `powersgd` or `topk`."""
+    """How gradients are compressed: `none`, `fp16`, `bf16`, `powersgd`, `topk`, `onebit_adam` or `onebit_lamb`."""
     device: str | None = None
     """Where the run computes: `cpu` or `gpu`."""
     has_cuda: bool | None = None

@@ -37,7 +37,7 @@ from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
 from hfscale.trainer.state import model_of, output_folder
-from hfscale.trainer.strategy import check_launch, check_strategy, describe_strategy
+from hfscale.trainer.strategy import averages_gradients, check_launch, check_strategy, describe_strategy
 
 logger = get_logger(__name__)
 
@@ -218,6 +218,7 @@ class CommHealthCallback(AdapterCallback):
             timer=timer,
             gpu=gpu,
             replicas=list(model_of(trainer).parameters()) if are_replicas else (),
+            have_equal_gradients=averages_gradients(args),
         )
 
     def _start_watchdog(self, args: TrainingArguments, rank_store: RankStore, hang_after_s: float) -> None:

@@ -85,6 +85,7 @@ class Monitor:
         gpu (`GpuThread`, *optional*): reads this rank's GPU.
         replicas (`Sequence[torch.nn.Parameter]`): weights that are the same on every rank; empty: there are none.
         checksum_every (`int`): least number of steps between two checksums of these weights.
+        have_equal_gradients (`bool`): whether the gradients are the same on every rank too.
     """
 
     def __init__(
@@ -95,12 +96,14 @@ class Monitor:
         gpu: GpuThread | None = None,
         replicas: Sequence[torch.nn.Parameter] = (),
         checksum_every: int = 100,
+        have_equal_gradients: bool = True,
     ) -> None:
         self._hosts = hosts
         self._timer = timer
         self._gpu = gpu
         self._replicas = list(replicas)
         self._checksum_every = checksum_every
+        self._have_equal_gradients = have_equal_gradients
         self._last_checksum_step: int | None = None
         self._straggler_judge = StragglerJudge(hosts)
         self._data_wait_judge = DataWaitJudge(hosts)
@@ -154,7 +157,8 @@ class Monitor:
         self.own_s = judgement.own_s
         found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["step_s"])]
         if self._replicas:
-            found += compare_replicas(columns["checksum"], columns["grad_norm"], self._hosts, step)
+            norms = columns["grad_norm"] if self._have_equal_gradients else np.full(len(self._hosts), math.nan)
+            found += compare_replicas(columns["checksum"], norms, self._hosts, step)
         keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
         keys |= _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"])
         return {

@@ -13,7 +13,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
 from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.stages import StagePlan
-from hfscale.trainer.strategy import requested_family
+from hfscale.trainer.strategy import gradient_compression, requested_family
 
 
 @dataclass(kw_only=True)
@@ -162,7 +162,7 @@ def check_arguments(
         compile=bool(args.torch_compile),
         fused_loss=bool(args.use_liger_kernel),
         optimizer=OptimizerNames(args.optim).value,
-        compression=getattr(args, "gradient_compression", "none"),
+        compression=gradient_compression(args),
         compute_metrics=bool(compute_metrics),
         compute_loss_func=bool(compute_loss_func),
         model_init=bool(model_init),

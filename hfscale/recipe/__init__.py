@@ -27,6 +27,7 @@ Each is loaded when it is first used. Behind them:
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models`, `kernels` | loading of model, tokenizer and adapters; which attention a model gets |
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
+| `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels` | the attention that a model gets where no flag names one |
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 

@@ -25,7 +25,7 @@ from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
 from hfscale.facts.lr_rules import RULES
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
-from hfscale.recipe.compression import METHODS
+from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
 from hfscale.recipe.recompute import RECOMPUTE_POLICIES, checkpointing_kwargs
 from hfscale.recipe.resume import keep_global_batch
 
@@ -466,11 +466,18 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
     )
     powersgd_rank: int = flag("Rank of PowerSGD's approximation.", default=4)
     topk_fraction: float = flag("Fraction of the gradient's elements that topk sends.", default=0.01)
-    compression_start_step: int = flag("Uncompressed steps before powersgd or topk starts.", default=1000)
+    compression_start_step: int = flag(
+        "Uncompressed steps before powersgd, topk or a 1-bit optimizer starts.", default=1000
+    )
 
     def __post_init__(self) -> None:
         require_positive(self, "powersgd_rank", "topk_fraction")
         require_from_0(self, "compression_start_step")
+        if self.gradient_compression in ONE_BIT_OPTIMIZERS and self.compression_start_step == 0:
+            raise UsageError(
+                f"--compression_start_step 0: {self.gradient_compression} needs a warm-up in which it measures the "
+                "variance of the gradients: give 15 to 25% of the steps"
+            )
         super().__post_init__()
 
 

@@ -12,7 +12,7 @@ from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin
-from hfscale.trainer.strategy import compiles_full_model, requested_family, requested_strategy
+from hfscale.trainer.strategy import compiles_full_model, gradient_compression, requested_family, requested_strategy
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -66,7 +66,8 @@ def _describe(
         has_cuda=torch.cuda.is_available(),
         device="cpu" if args.use_cpu else "gpu",
         optimizer=OptimizerNames(args.optim).value,
-        compression=vars(args).get("gradient_compression", "none"),  # the TRL recipes have no such flag
+        compression=gradient_compression(args),
+        precision=args.mixed_precision,
         deepspeed_optimizer=str(config.get("optimizer", {}).get("type", "")),
         autotp=config.get("tensor_parallel", {}).get("autotp_size", 1),
         gathers_weights=bool(zero.get("stage3_gather_16bit_weights_on_model_save")),

@@ -84,6 +84,31 @@ def compiles_full_model(args: "TrainingArguments", environ: Mapping[str, str] = 
     return bool(args.torch_compile) and not _is_set(environ, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
 
 
+def gradient_compression(args: "TrainingArguments") -> str:
+    """Return how DDP's gradients are compressed, a value of `--gradient_compression` of the recipes.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+
+    Returns:
+        `str`: `none` where the arguments have no such flag.
+    """
+    method: str = vars(args).get("gradient_compression", "none")
+    return method
+
+
+def averages_gradients(args: "TrainingArguments") -> bool:
+    """Return whether all ranks have the same gradients when the optimizer steps.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of a launch under DDP.
+
+    Returns:
+        `bool`: False for 1-bit Adam and LAMB, which average momenta in the optimizer after their warm-up.
+    """
+    return not gradient_compression(args).startswith("onebit")
+
+
 def running_strategy(trainer: "Trainer") -> str:
     """Return the strategy that is set up, by its name in a checkpoint's manifest.
 

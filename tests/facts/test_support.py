@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch.optim import SGD
 from transformers import GPT2Config, LlamaConfig
 from transformers.distributed import DistributedConfig
 
@@ -85,6 +87,7 @@ def consumers(monkeypatch):
             "save_strategy": "no",
             "resume_from_checkpoint": "true",
             "gradient_compression": "none",
+            "mixed_precision": "bf16",
             "lr_scheduler_type": "linear",
             "average_tokens_across_devices": True,
             "fp16": False,
@@ -132,10 +135,12 @@ def consumers(monkeypatch):
         prompts = SimpleNamespace(sample_prompts="prompts.txt", sample_steps=None)
         return message_of(sample_generation, prompts, ParallelLayout(**layout or {}), can_generate=can_generate)
 
-    def compressed(method):
+    def compressed(method, world_size=1, optim="adamw_torch", precision="no", optimizer=None):
         state = SimpleNamespace(distributed_type=None)
-        args = SimpleNamespace(world_size=1, use_cpu=True)
-        run = SimpleNamespace(model=None, args=args, accelerator=SimpleNamespace(state=state))
+        args = SimpleNamespace(world_size=world_size, use_cpu=True, optim=optim)
+        accelerator = SimpleNamespace(state=state, mixed_precision=precision)
+        made = {"optimizer": optimizer, "optimizer_cls_and_kwargs": None}
+        run = SimpleNamespace(model=None, args=args, accelerator=accelerator, **made)
         return message_of(compress_gradients, run, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
 
     def native(quantized=False, **sizes):
@@ -205,9 +210,9 @@ CASES = {
     "plans of adapters with tensor or pipeline parallelism": lambda c: [
         planned(method="lora", layout=PIPELINE, zero=3)
     ],
-    "1-bit optimizers on a CPU": lambda c: [c.recipe(ZERO, use_cpu=True, ds={"optimizer": {"type": "OneBitAdam"}})],
-    "1-bit optimizers with ZeRO stages 2 and 3": lambda c: [
-        c.recipe(ZERO, ds={"optimizer": {"type": "onebitlamb"}, "zero_optimization": {"stage": 2}})
+    "DeepSpeed's 1-bit optimizers": lambda c: [
+        c.recipe(ZERO, ds={"optimizer": {"type": "OneBitAdam"}}),
+        c.recipe(ZERO, ds={"optimizer": {"type": "onebitlamb"}, "zero_optimization": {"stage": 2}}),
     ],
     "ZeRO-3 that does not gather the weights for a save": lambda c: [
         c.recipe(ZERO, ds={"zero_optimization": {"stage": 3}})
@@ -254,6 +259,15 @@ CASES = {
     ],
     "gradients compressed by NCCL's hooks on a CPU": lambda c: [
         c.recipe(use_cpu=True, gradient_compression="powersgd")
+    ],
+    "1-bit Adam and LAMB with another optimizer": lambda c: [
+        c.recipe(gradient_compression="onebit_adam", optim="sgd"),
+        c.compressed("onebit_lamb", 2, optim="lion_32bit"),
+        c.compressed("onebit_adam", 2, optimizer=SGD([torch.zeros(1)])),
+    ],
+    "1-bit Adam and LAMB with fp16": lambda c: [
+        c.recipe(gradient_compression="onebit_adam", mixed_precision="fp16"),
+        c.compressed("onebit_lamb", 2, precision="fp16"),
     ],
     "quantised checkpoints in `ParallelTrainer`": lambda c: [c.trainer_model(quantised=True, pp=2)],
     "pipeline stages of some families": lambda c: [

@@ -15,8 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from conftest import REPOSITORY
 
 ACCELERATE = sorted((REPOSITORY / "accelerate_configs").rglob("*.yaml"))
-ONE_BIT = ("onebit_adam", "onebit_lamb")  # DeepSpeed 0.19.8 has no such optimizers: these two files will be removed
-DEEPSPEED = [path for path in sorted((REPOSITORY / "ds_configs").rglob("*.json")) if path.stem not in ONE_BIT]
+DEEPSPEED = sorted((REPOSITORY / "ds_configs").rglob("*.json"))
 LAUNCHER_FLAGS = set(vars(launch_command_parser().parse_args(["script.py"])))
 # Accelerate copies a section's keys to launcher flags of the same name and silently drops the others.
 SECTIONS = {"fsdp_config": "", "parallelism_config": "", "deepspeed_config": "", "fp8_config": "fp8_"}

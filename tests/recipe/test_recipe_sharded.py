@@ -130,9 +130,6 @@ class TestMistakes:
     def test_more_tensor_parallel_ranks_than_heads(self, sharded):
         reports(sharded(4, "fsdp2_tp", "--tp_size", "4"), "tp_size 4", "2 key-value heads: choose one of 1, 2")
 
-    def test_one_bit_adam_without_nccl(self, sharded):
-        reports(sharded(2, "onebit_adam"), "OneBitAdam compresses over NCCL", "no GPU")
-
 
 def test_deepspeed_that_is_not_installed(folder, python):
     done = python("-c", WITHOUT_DEEPSPEED, SHARDED, *FLAGS, "--deepspeed", "ds_configs/zero2.json")

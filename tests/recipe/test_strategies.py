@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RECIPE, REPOSITORY, accelerate_launch
+from conftest import REPOSITORY, accelerate_launch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -116,9 +116,16 @@ CASES = {
 }
 NEEDS_GPU = {
     "fsdp2_cp": "torch has ring attention for GPUs only",
-    "onebit_adam": "compresses over NCCL",
-    "onebit_lamb": "compresses over NCCL",
     "fp8": "8-bit matrix products need an H100 or later",
+}
+ONE_BIT = {
+    name: Case(
+        strategy="ddp",
+        recipe="ddp",
+        traits=("DistributedDataParallel",),
+        flags=("--gradient_compression", name, "--compression_start_step", "2"),
+    )
+    for name in ("onebit_adam", "onebit_lamb")
 }
 NVME = Case(
     strategy="zero3", traits=(HALF, "optimizer offloaded to nvme, param offloaded to nvme")
@@ -165,7 +172,7 @@ def trained(workplace, tmp_path_factory):
 
 
 def launch(folder: Path, name: str, *flags: str, code: int = 0):
-    case = CASES.get(name, NVME)
+    case = (CASES | ONE_BIT).get(name, NVME)
     recipe = "sharded" if "--cp_size" in flags else case.recipe
     script = REPOSITORY / "recipes" / recipe / "train.py"
     every = [*FLAGS, *case.batch, *case.flags, *flags]
@@ -201,7 +208,7 @@ def assert_same_training(found: Path, control: Path) -> None:
 
 def test_every_config_has_a_case():
     names = {path.stem for path in CONFIGS.rglob("*.yaml")}
-    assert names == {*CASES, *NEEDS_GPU, "zero3_nvme"}
+    assert names == {*CASES, *ONE_BIT, *NEEDS_GPU, "zero3_nvme"}
 
 
 @pytest.mark.world(4)
@@ -258,6 +265,26 @@ def test_a_lost_run_resumes_with_the_same_losses(trained, name):
     resume_in_the_middle(trained(name), name, trained("ddp"))
 
 
+@pytest.mark.world(2)
+@pytest.mark.parametrize("name", ONE_BIT)
+def test_a_one_bit_optimizer_trains_and_resumes(trained, name):
+    """Only the steps after the warm-up differ from those of DDP; a checkpoint of the warm-up resumes exactly."""
+    folder, control = trained(name), trained("ddp")
+    assert log_lines(folder, "strategy") == ["hfscale: strategy ddp on 2 processes (cpu)"]
+    assert "up to step 2" in log_lines(folder, name)[0]
+    losses, expected = logged(folder, "loss"), logged(control, "loss")
+    assert losses[0] == expected[0]
+    if name == "onebit_adam":
+        assert losses[:3] == expected[:3]
+    assert losses[3] != expected[3]
+    assert losses[3] == pytest.approx(expected[3], abs=0.1) or name == "onebit_lamb"
+    assert losses[3] < losses[0]
+    shutil.rmtree(folder / "out" / "checkpoint-4")
+    launch(folder, name)
+    assert "continues from checkpoint-2" in (folder / "stderr").read_text()
+    assert logged(folder, "loss") == losses
+
+
 @pytest.mark.faults
 @pytest.mark.world(4)
 @pytest.mark.parametrize("name", [n for n in CASES if n not in (*RESUMED, "ddp")])
@@ -290,9 +317,8 @@ def test_a_config_for_gpus_trains(workplace, tmp_path, name):
     processes = torch.cuda.device_count()
     if processes < 2:
         pytest.skip(f"{name} needs two GPUs, and torch sees {processes}: {NEEDS_GPU[name]}")
-    script = RECIPE if name.startswith("onebit") else SHARDED
     sizes = ["--cp_size", "2"] if name == "fsdp2_cp" else []
     shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
-    done = accelerate_launch(tmp_path, CONFIGS / f"{name}.yaml", processes, script, *FLAGS, *sizes)
+    done = accelerate_launch(tmp_path, CONFIGS / f"{name}.yaml", processes, SHARDED, *FLAGS, *sizes)
     assert done.code == 0, done.err[-4000:]
     assert len(logged(tmp_path, "loss")) == STEPS

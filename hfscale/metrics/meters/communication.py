@@ -1,8 +1,8 @@
 """Measures exposed communication: the part of a step in which ranks communicate and compute nothing.
 
-Under DDP, DDP's own counters measure it; only the steps that they sample cost anything. For FSDP, ZeRO and tensor
-parallelism, two micro-batches of one step in about a thousand are profiled on a few ranks
-(`hfscale.metrics.communication_profile`).
+Under DDP, DDP's own counters measure it; only the steps that they sample cost anything. For FSDP, ZeRO, tensor
+parallelism, and 1-bit Adam and LAMB, which communicate in the optimizer step, two micro-batches of one step in about a
+thousand are profiled on a few ranks (`hfscale.metrics.communication_profile`).
 
 On every fast rank, waiting for a slow rank looks like communication. Of several ranks, the smallest number is
 therefore the time of the network, and the rest is skew.
@@ -19,7 +19,7 @@ from hfscale.metrics.communication_profile import Exposed, SampledSteps
 from hfscale.metrics.meters.meter import Meter, Window, or_nan
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.strategy import unwrap_compiled
+from hfscale.trainer.strategy import averages_gradients, unwrap_compiled
 
 logger = get_logger(__name__)
 
@@ -47,7 +47,8 @@ class CommunicationMeter(Meter):
         self._ddp = None
         self._sampled = None
         if trainer.args.world_size > 1:
-            self._ddp = DdpCounters.find(unwrap_compiled(trainer.model_wrapped))
+            if averages_gradients(trainer.args):
+                self._ddp = DdpCounters.find(unwrap_compiled(trainer.model_wrapped))
             if self._ddp is None and trainer.args.process_index in (0, trainer.args.world_size - 1):
                 self._sampled = self._sampled_steps()
         self.watches_steps = self._sampled is not None

@@ -33,7 +33,7 @@ from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.trainer.collector import Columns
 from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import global_batch_size, model_of, saved_state
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategy import gradient_compression, running_strategy
 
 logger = get_logger(__name__)
 
@@ -75,6 +75,8 @@ class NoiseScaleMeter(Meter):
         strategy = running_strategy(trainer)
         if args.fp16:
             return "fp16 scales the loss, and with it the gradients"
+        if gradient_compression(args) not in ("none", "fp16", "bf16"):
+            return f"with {gradient_compression(args)} the logged norm is not that of the averaged gradient"
         if trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1:
             return "ranks that share a sequence or a matrix see only parts of the gradients"
         if self._global_batch_size <= args.per_device_train_batch_size:
