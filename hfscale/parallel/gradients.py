@@ -160,8 +160,10 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
         norm (`torch.Tensor`): the result of `gradient_norm`, a scalar.
         max_norm (`float`): the largest norm that is not clipped.
     """
-    gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
+    by_dtype: Mapping[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_dtype[parameter.grad.dtype].append(local_tensor(parameter.grad))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for dtype, gradients in by_dtype.items():
+        torch._foreach_mul_(gradients, factor.to(dtype))
