@@ -89,6 +89,13 @@ class TestConfigs:
         stem = name.rpartition("/")[2].removesuffix(".yaml")
         assert f"recipes/{folder}/{stem}.yaml" in capsys.readouterr().out.splitlines()[0]
 
+    def test_a_removed_config_names_what_to_use_instead(self, capsys):
+        for name in ("ds_configs/onebit_adam.json", "onebit_adam.json"):
+            assert main(["configs", "show", name]) == 2
+            error = capsys.readouterr().err
+            assert len(error.splitlines()) == 1
+            assert "accelerate_configs/onebit_adam.yaml with --gradient_compression onebit_adam" in error
+
     def test_copy_to_a_folder_and_to_a_name(self, tmp_path, capsys):
         assert main(["configs", "copy", "ddp", str(tmp_path)]) == 0
         assert main(["configs", "copy", "ddp", str(tmp_path / "mine.yaml")]) == 0
