@@ -324,6 +324,8 @@ def start(plan: EmittedPlan, folder: Path) -> Finished:
     strategy = plan.choice["strategy"]
     if strategy == "ddp" and ranks == 1:
         strategy = "single"
+    if strategy == "parallel" and small["pp"] == 1:
+        strategy = "native"  # what a run calls the tensor parallelism of transformers
     lines = done.lines("hfscale: strategy")
     assert lines == [f"hfscale: strategy {strategy} on {ranks} processes (cpu)"], (plan.title, lines)
     status = json.loads((folder / "out" / "hfscale_status.json").read_text(encoding="utf-8"))
