@@ -30,6 +30,7 @@ NAMES = (
     "control_plane",
     "islands",
     "tune_choice",
+    "gradient_accumulation",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"

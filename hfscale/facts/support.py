@@ -103,6 +103,8 @@ class Combination:
     """What is kept in the CPU's memory: `none`, `optimizer` or `full`."""
     param_device: str | None = None
     """Where ZeRO-3 offloads parameters: `none`, `cpu` or `nvme`."""
+    fp32_accumulation: bool | None = None
+    """Whether DeepSpeed accumulates in fp32 the gradients that it computes in bf16."""
     gathers_weights: bool | None = None
     """Whether the DeepSpeed config gathers the weights of stage 3 for a save."""
     autotp: int | None = None

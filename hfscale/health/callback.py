@@ -36,6 +36,7 @@ from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
+from hfscale.trainer.precision import why_accumulation_is_inexact
 from hfscale.trainer.state import model_of, output_folder
 from hfscale.trainer.strategy import averages_gradients, check_launch, check_strategy, describe_strategy
 
@@ -144,6 +145,9 @@ class CommHealthCallback(AdapterCallback):
                 "logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so that "
                 "it is not found, and each micro-batch waits for the GPU; set logging_nan_inf_filter=False"
             )
+        inexact = why_accumulation_is_inexact(trainer)
+        if inexact is not None:
+            logger.warning(inexact)
         self._end()  # an earlier training may have ended by an exception
         self._begin_run()
         self._healthy_step = state.global_step

@@ -5,8 +5,8 @@ pass + gathered parameters and buckets) x the allocator's fragmentation + CUDA c
 
 States are parameters, gradients and optimizer states. Mixed precision with AdamW takes 16 bytes per parameter before
 sharding (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1): Hugging Face and FSDP2 hold parameters, gradients
-and two moments in fp32; NeMo holds parameters and gradients in bf16 and a master copy and moments in fp32;
-Megatron-DeepSpeed needs 4 bytes more, for gradients that are accumulated in fp32.
+and two moments in fp32; NeMo holds parameters and gradients in bf16 and a master copy and moments in fp32. DeepSpeed
+needs 2 bytes more for gradients that are accumulated in fp32, as the shipped configs ask, and Megatron-DeepSpeed 4.
 
 All byte counts are per rank unless a docstring states otherwise.
 """
@@ -168,14 +168,18 @@ def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
     if job.pure_bf16:
         return 2.0, 2.0, 0.0
     if framework.name == "megatron" or (job.zero in (1, 2) and framework.name == "hf"):
-        # DeepSpeed and Megatron hold low-precision parameters, and a master copy with the moments. At the update fp16
-        # gradients get an fp32 copy of the rank's share. NeMo's recipes keep bf16 gradients; DeepSpeed's
-        # BF16_Optimizer, which trained BLOOM, accumulates them in fp32 and keeps those of the micro-batch too.
+        # DeepSpeed and Megatron hold low-precision parameters, and a master copy with the moments. The shipped
+        # DeepSpeed configs accumulate gradients in fp32, ZeRO-1 before they are sharded (DeepSpeed 0.19.8,
+        # runtime/bf16_optimizer.py; in fp16 it copies the rank's share). Megatron's fp16 gradients get an fp32 copy of
+        # the rank's share at the update. NeMo's recipes keep bf16 gradients; DeepSpeed's BF16_Optimizer, when it
+        # trained BLOOM, accumulated them in fp32 and kept those of the micro-batch too.
+        if framework.name == "hf":
+            return 2.0, 4.0, 8.0 if job.precision == "fp16" and job.zero == 1 else 4.0
         if job.precision == "fp16":
             return 2.0, 2.0, 8.0
         if job.is_megatron_deepspeed:
             return 2.0, 6.0, 4.0
-        return 2.0, framework.gradient_bytes if framework.name == "megatron" else 2.0, 4.0
+        return 2.0, framework.gradient_bytes, 4.0
     return 4.0, 4.0, 0.0
 
 
@@ -336,7 +340,8 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
 
     Without a pipeline this moment is the loss of the last micro-batch, the backward pass of the last layer, or that of
     the first layer. At the loss the gradients of a single micro-batch do not exist yet, unless the framework keeps a
-    buffer for them (Megatron; DDP, whose buckets stay allocated between steps) or they are sharded: the memory that
+    buffer for them (Megatron; DDP, whose buckets stay allocated between steps; ZeRO-1, which accumulates in one) or
+    they are sharded: the memory that
     the previous step's shards left free is too small to be reused for activations (torchtitan's peaks fall by 16 bytes
     per parameter and shard from 8 to 128 ranks, gradients included). The recipes store gradients in the
     buckets (`gradient_as_bucket_view`). With a pipeline the rank with most micro-batches in
@@ -358,7 +363,7 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     is_ddp = framework.name == "hf" and job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
-    buckets = gradients if is_ddp else 0.0
+    buckets = gradients if is_ddp or (framework.name == "hf" and job.zero == 1) else 0.0
     before = buckets if is_allocated_late else gradients
     moments = [
         _Moment(first * kept + ends, loss, before, at_loss),
@@ -368,7 +373,7 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     if job.task == "dpo" and job.has_reference_pass:
         moments.append(_of_the_reference(job, first * kept, before, at_loss))
     if job.task == "grpo":
-        earlier = gradients if job.generation_rounds > 1 or job.zero in (1, 2) else buckets
+        earlier = gradients if job.generation_rounds > 1 else buckets
         moments += _of_generation(job, earlier)
         if job.has_reference_pass:
             moments.append(_of_the_reference(job, 0.0, earlier, 0.0))
@@ -442,26 +447,30 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
 def host_gib(job: Job) -> float:
     """Compute the CPU memory that offload needs per GPU, in GiB.
 
-    Optimizer states take 12 bytes per trained parameter; with parameters and gradients it is 16 (Ren et al.,
-    ZeRO-Offload, arXiv 2101.06840), and frozen parameters take the bytes of their format. All ranks share them.
+    Master weights, moments and the gradients that the optimizer on the CPU reads are in fp32: 16 bytes per trained
+    parameter. ZeRO-1 and 2 need 2 more for updated weights on their way to the GPU (DeepSpeed 0.19.8,
+    runtime/zero/stage_1_and_2.py); ZeRO-3 4 more to accumulate gradients in fp32, and 2 for offloaded parameters
+    (runtime/zero/stage3.py). Frozen parameters take the bytes of their format. All ranks share them.
 
     Args:
         job (`Job`): the run.
     """
     if job.offload == "none":
         return 0.0
-    trained = trained_parameters(job)
+    trained = (16.0 + (4.0 if job.zero == 3 else 2.0)) * trained_parameters(job)
     if job.offload == "optimizer":
-        return 12.0 * trained / job.layout.world_size / GIB
-    return (16.0 * trained + FROZEN_BYTES[job.method] * job.shape.total_parameters) / job.layout.world_size / GIB
+        return trained / job.layout.world_size / GIB
+    parameters = 2.0 * trained_parameters(job) + FROZEN_BYTES[job.method] * job.shape.total_parameters
+    return (trained + parameters) / job.layout.world_size / GIB
 
 
 def node_host_gib(job: Job) -> float:
     """Compute the CPU memory that the ranks of the fullest node need, in GiB, without that of their processes.
 
     It is what offload keeps there, and in addition the larger of the weights while they are loaded and the copy of the
-    states that a background save keeps. Loading: every rank reads all weights without sharding or with ZeRO-1 and 2,
-    rank 0 alone with FSDP2, each rank its part with offload (DeepSpeed) and in `ParallelTrainer`. Saving: rank 0
+    states that a background save keeps. Loading: every rank reads all weights without sharding, with ZeRO-1 and 2, and
+    with fp8, for which Accelerate supports nothing else; rank 0 alone with FSDP2, each rank its part with offload
+    (DeepSpeed) and in `ParallelTrainer`. Saving: rank 0
     copies weights and optimizer states that are not sharded, otherwise each rank its part. What is offloaded is copied
     too.
 
@@ -475,7 +484,7 @@ def node_host_gib(job: Job) -> float:
     weights = 4.0 * parameters if job.method == "full" else FROZEN_BYTES[job.method] * parameters + 4.0 * trained
     saved = (4.0 + OPTIMIZERS[job.optimizer]["state_bytes"]) * trained
     is_split = job.layout.tp * job.layout.pp > 1
-    readers = 1 if job.zero == 3 else local
+    readers = 1 if job.zero == 3 and job.precision != "fp8" else local
     loading = weights * (share if job.offload != "none" or is_split else readers)
     saving = saved if job.zero == 0 and not is_split else saved * share
     return host_gib(job) * local + float(max(loading, saving)) / GIB

@@ -282,6 +282,10 @@ def _once_per_step(job: Job, framework: Framework, network: Network, forward: fl
         return network.reduce_s(gradient * trained, group) + gathered
     if job.zero == 0:
         return exposed_s(network.reduce_s(gradient * trained, group), backward, framework.overlap_dp)
+    if job.zero == 1 and framework.name == "hf" and job.precision == "bf16":
+        # DeepSpeed's BF16_Optimizer all-reduces the accumulated gradients after the last micro-batch, and gathers the
+        # parameters after the update; nothing is computed meanwhile (DeepSpeed 0.19.8, runtime/bf16_optimizer.py).
+        return network.reduce_s(gradient * trained, group) + network.gather_s(2.0 * trained, group)
     scattered = exposed_s(network.gather_s(gradient * trained, group), backward, framework.overlap_dp)
     return scattered + exposed_s(network.gather_s(2.0 * trained, group), forward, framework.overlap_dp)
 

@@ -1,12 +1,14 @@
 """Combinations of model, method, strategy and machine that do not work, refused before anything is loaded."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.training_args import OptimizerNames
 
+from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
@@ -16,6 +18,8 @@ from hfscale.trainer.strategy import compiles_full_model, gradient_compression, 
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+logger = get_logger(__name__)
 
 _TASKS = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}
 """Kind of records of one of TRL's trainers -> its task."""
@@ -40,6 +44,7 @@ def check_compatibility(
     if model_args.load_in_4bit:
         require("QLoRA", "--load_in_4bit")
     _check_nvme(config)
+    check_hpz(config, os.environ)
 
 
 def _describe(
@@ -70,6 +75,7 @@ def _describe(
         precision=args.mixed_precision,
         deepspeed_optimizer=str(config.get("optimizer", {}).get("type", "")),
         autotp=config.get("tensor_parallel", {}).get("autotp_size", 1),
+        fp32_accumulation=args.bf16 is True and config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
         gathers_weights=bool(zero.get("stage3_gather_16bit_weights_on_model_save")),
         param_device=_device_of(config, "param"),
         attention=model_args.attn_implementation,
@@ -108,6 +114,31 @@ def _check_nvme(config: dict[str, Any]) -> None:
                 f"offload_{part} to nvme_path {path}: create this folder on a local NVMe disk or name another"
             )
         _check_async_io()
+
+
+def check_hpz(config: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Compare the ranks that share a copy of the parameters under hpZ with those of a node, and warn if they differ.
+
+    Args:
+        config (`dict`): the DeepSpeed config.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its numbers of ranks.
+
+    Raises:
+        UsageError: DeepSpeed cannot divide the ranks into groups of this size.
+    """
+    size = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    ranks = int(environ.get("WORLD_SIZE", "1"))
+    of_node = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size in (1, of_node):
+        return
+    problem = f"zero_hpz_partition_size is {size} in the DeepSpeed config"
+    if ranks % min(size, ranks):
+        raise UsageError(f"{problem}, which does not divide {ranks} processes: set it to {of_node}, those of a node")
+    if of_node % size:
+        effect = "so that parameters are gathered over the network"
+    else:
+        effect = f"so that each of them keeps 2 bytes x parameters / {size} more"
+    logger.warning("%s and a node has %d processes, %s: set it to %d", problem, of_node, effect, of_node)
 
 
 def _check_async_io() -> None:

@@ -22,6 +22,7 @@ from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.resume import is_finished
 from hfscale.recipe.sequence_parallel import fix_sequence_parallel
 from hfscale.scaling import ScalingCallback
+from hfscale.trainer.precision import sum_gradients_in_fp32
 from hfscale.trainer.state import output_folder
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     """Call `trainer.train`, from the checkpoint to the last step, on every rank.
 
     Before, the progress bar is replaced by one that fits a terminal, DDP is set up as `--gradient_compression` asks,
-    and what the strategy needs on this machine is set on the Trainer.
+    FSDP2 to sum gradients in fp32, and what the strategy needs on this machine is set on the Trainer.
 
     Args:
         trainer (`Trainer`): the trainer of the run, with the callbacks of `start_run`.
@@ -51,6 +52,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     scaling = _scaling_callback(trainer)
     use_compact_progress(trainer)
     finish_on_cpu(trainer)
+    sum_gradients_in_fp32(trainer)
     fix_sequence_parallel(trainer)
     store_gradients_in_buckets(trainer)
     _compress_gradients(trainer)

@@ -323,7 +323,10 @@ def _optimizer_share(module: nn.Module) -> float | None:
 
     It is None under the other strategies, where it equals `_parameter_share`.
     """
-    partitions = getattr(getattr(module, "optimizer", None), "single_partition_of_fp32_groups", None)
+    optimizer = getattr(module, "optimizer", None)
+    # ZeRO-1 in bf16 with gradients that are accumulated in fp32 has an optimizer of its own, `BF16_Optimizer`.
+    names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    partitions = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
     if partitions is None:
         return None
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)

@@ -214,6 +214,13 @@ CASES = {
         c.recipe(ZERO, ds={"optimizer": {"type": "OneBitAdam"}}),
         c.recipe(ZERO, ds={"optimizer": {"type": "onebitlamb"}, "zero_optimization": {"stage": 2}}),
     ],
+    "Ulysses under ZeRO-1 with bf16 gradients that are accumulated in fp32": lambda c: [
+        c.recipe(
+            ZERO,
+            layout={"cp": 2, "dp_shard": 4},
+            ds={"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+        )
+    ],
     "ZeRO-3 that does not gather the weights for a save": lambda c: [
         c.recipe(ZERO, ds={"zero_optimization": {"stage": 3}})
     ],

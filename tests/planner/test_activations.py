@@ -125,6 +125,14 @@ class TestHostMemory:
         quantized = job(shape=find_model("llama-3.1-405b"), method="qlora", offload="full", dp_shard=1)
         assert 190 < host_gib(quantized) < 210
 
+    @pytest.mark.parametrize(
+        ("zero", "offload", "per_parameter"), [(2, "optimizer", 18), (3, "optimizer", 20), (3, "full", 22)]
+    )
+    def test_offload_needs_the_bytes_that_deepspeed_allocates(self, zero, offload, per_parameter):
+        """Counted in DeepSpeed 0.19.8 on a CPU, without what stays on the GPU."""
+        run = job(zero=zero, offload=offload)
+        assert host_gib(run) == pytest.approx(per_parameter * run.shape.total_parameters / 8 / GIB)
+
     def test_ranks_share_what_is_offloaded(self):
         one, eight = (job(offload="full", dp_shard=ranks) for ranks in (1, 8))
         assert host_gib(one) == pytest.approx(8 * host_gib(eight))
@@ -133,6 +141,7 @@ class TestHostMemory:
         weights = 4 * find_model("llama-3.1-8b").total_parameters / GIB
         assert node_host_gib(job(zero=0, dp_replicate=8)) == pytest.approx(8 * weights)
         assert node_host_gib(job(dp_shard=64)) == pytest.approx(weights)
+        assert node_host_gib(job(dp_shard=64, precision="fp8")) == pytest.approx(8 * weights)
 
 
 def test_the_fullest_rank_of_a_pipeline_is_the_first_or_the_last():

@@ -1,0 +1,53 @@
+"""The precision in which gradients are summed: over the ranks under FSDP2, over micro-batches under DeepSpeed."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+def sum_gradients_in_fp32(trainer: "Trainer") -> None:
+    """Have FSDP2 reduce gradients in fp32 and leave the loss as it is. Call it before `trainer.train()`.
+
+    Accelerate (1.15, `FullyShardedDataParallelPlugin.set_mixed_precision`) reduces them in the format of the matrix
+    products. That is also the format in which unsharded gradients are accumulated without `sync_each_batch`, and to
+    which FSDP2 rounds the loss, to three digits. torchtitan and `ParallelTrainer` reduce in fp32. Under other
+    strategies and in fp32 nothing is done.
+
+    Args:
+        trainer (`Trainer`): its policy of mixed precision is replaced.
+    """
+    if not trainer.is_fsdp_enabled:
+        return
+    plugin = trainer.accelerator.state.fsdp_plugin
+    if isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
+        plugin.mixed_precision_policy = replace(
+            plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
+        )
+
+
+def why_accumulation_is_inexact(trainer: "Trainer") -> str | None:
+    """Return a warning if DeepSpeed accumulates gradients in 16 bits, with how to fix it; None if it does not.
+
+    DeepSpeed accumulates in the format of the model unless its config says otherwise. bf16 has 8 significant bits, so
+    that what is less than 1/512 of the sum is lost.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+    """
+    count = trainer.args.gradient_accumulation_steps
+    if count == 1 or not trainer.is_deepspeed_enabled:
+        return None
+    engine: Any = trainer.model_wrapped
+    _, dtype = engine.get_data_types()
+    if dtype == torch.float32 or not engine.zero_optimization():
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f"DeepSpeed adds up the gradients of {count} micro-batches in {name}, which loses small ones: "
+        'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
+    )
