@@ -106,6 +106,8 @@ class CheckReport:
         subject = "this node"
         if self.world_size > 1:
             hosts = len({note["host"] for note in self.ranks.values()})
+            if self.ok:
+                lines.append("gloo connects all ranks")
             subject = f"{self.world_size} ranks on {hosts} node{'s' if hosts != 1 else ''}"
         else:
             lines.append("ranks and links are not checked by one process: accelerate launch -m hfscale check")
@@ -167,7 +169,8 @@ def _check_ranks(
         plan = preflight.PreflightPlan(
             device=device,
             deadline_s=request.deadline_s,
-            connect=lambda: _make_process_group(rank_store, request, device),
+            connect=lambda: _make_process_group(rank_store, request, device, environ),
+            gloo=True,
             node_findings=node_findings,
             sizes=_buffer_sizes(request, device),
         )
@@ -285,10 +288,17 @@ def _buffer_sizes(request: CheckRequest, device: torch.device) -> tuple[int, ...
     return preflight.GPU_SIZES if device.type == "cuda" else preflight.CPU_SIZES
 
 
-def _make_process_group(rank_store: RankStore, request: CheckRequest, device: torch.device) -> None:
+def _make_process_group(
+    rank_store: RankStore, request: CheckRequest, device: torch.device, environ: Mapping[str, str]
+) -> None:
+    """Make the default process group with a connection of its own to the store.
+
+    A group that waits for a rank blocks its connection, and so would block the notes of this rank.
+    """
+    store = RankStore.connect("check group", environ, timeout_s=request.deadline_s).store
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("group", rank_store.store),
+        store=store,
         rank=rank_store.rank,
         world_size=rank_store.world_size,
         timeout=timedelta(seconds=request.deadline_s),

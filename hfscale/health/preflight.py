@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,8 +43,10 @@ SHORT_SIZES = (4096, 2**20)
 CLOCK_ROUNDS = 5
 MARGIN_S = 1.0
 """Part of the deadline that is kept for reading the store and for reporting."""
-PHASES = ("arrive", "matmul", "connect", *measure.KINDS, "matmul again", "clock", "done")
-"""The phases of a rank's pre-flight, in order."""
+PHASES = ("arrive", "matmul", "connect", "gloo", *measure.KINDS, "matmul again", "clock", "done")
+"""The phases of a rank's pre-flight, in order. `gloo` is an all-reduce over gloo, which hfscale's exchanges use."""
+_FIXES = {"gloo": "set GLOO_SOCKET_IFNAME to the interface that connects the nodes (ip -br address lists them)"}
+"""How to fix a failure of a phase, where that is known."""
 LOCAL_PHASES = ("arrive", "matmul", "matmul again")
 """Phases in which a rank waits for no other rank."""
 
@@ -71,6 +74,8 @@ class PreflightPlan:
     all_to_all: bool = True
     """Whether the collectives include an all-to-all over all ranks, for which each rank connects to every other one.
     NCCL keeps the buffers of these connections for as long as the group exists."""
+    gloo: bool = False
+    """Whether all ranks connect over gloo too, in a group of their own. A training does it itself when it begins."""
     node_findings: Sequence[Finding] = ()
     """What this rank has found about its node, for the report."""
 
@@ -274,6 +279,9 @@ class _Checks(threading.Thread):
         self.phase = "connect"
         if plan.connect is not None:
             plan.connect()
+        if plan.gloo:
+            self.phase = "gloo"
+            reduce_over_gloo(plan.deadline_s)
         groups = self._groups()
         for kind in measure.KINDS:
             if kind == "all_to_all" and not plan.all_to_all:
@@ -312,6 +320,23 @@ class _Checks(threading.Thread):
             token.item()
             best = min(best, (time.perf_counter() - begun, time.time()))
         return best[1]
+
+
+def reduce_over_gloo(limit_s: float) -> None:
+    """Make a gloo group of all ranks, as hfscale's exchanges do under NCCL, and add up a number over it.
+
+    Args:
+        limit_s (`float`): time limit of each step in seconds.
+
+    Raises:
+        RuntimeError: gloo does not connect the ranks, or adds wrongly.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+    ranks = torch.ones(1, dtype=torch.int64)
+    dist.all_reduce(ranks, group=group)
+    dist.destroy_process_group(group)
+    if ranks.item() != dist.get_world_size():
+        raise RuntimeError(f"gloo counts {ranks.item()} of {dist.get_world_size()} ranks")
 
 
 def ranks_per_node(hosts: Sequence[str]) -> tuple[int, int]:
@@ -360,13 +385,14 @@ def blame_ranks(
         return [_blame_late(present, hosts)]
     errors = {rank: str(note["error"]) for rank, note in present.items() if note.get("error")}
     if 0 < len(errors) < world_size:
-        fix = "the exception says what this rank lacks; the other ranks did not fail"
+        fix = _FIXES.get(first, "the exception says what this rank lacks; the other ranks did not fail")
         failed = f"{first} failed: "
         return [rank_error(first, rank, hosts, failed + error, fix) for rank, error in sorted(errors.items())]
     reason = next(iter(errors.values()), "all wait")
     between = ", ".join(sorted(set(hosts.values())))
     problem = f"{first} ended on no rank ({reason}): the links between {between} do not carry it"
-    return [Finding(level="error", check=first, problem=problem, fix="check interfaces, firewalls, NCCL_DEBUG=INFO")]
+    fix = _FIXES.get(first, "check interfaces, firewalls, NCCL_DEBUG=INFO")
+    return [Finding(level="error", check=first, problem=problem, fix=fix)]
 
 
 def _blame_absent(rank: int, hosts: Mapping[int, str], *, has_arrived: bool) -> Finding:
@@ -418,7 +444,7 @@ def _blame_phases(
         others, _ = Counter(phases[rank] for rank in ahead).most_common(1)[0]
         return [_blame_behind(rank, hosts, first, others, present[rank].get("error")) for rank in behind]
     problem = f"{first} ended on {name_ranks(ahead)} and not on {name_ranks(behind)}"
-    fix = "check the links between their nodes, and that all ranks run the same code"
+    fix = _FIXES.get(first, "check the links between their nodes, and that all ranks run the same code")
     return [Finding(level="error", check=first, problem=problem, fix=fix)]
 
 
@@ -439,7 +465,8 @@ def _has_skipped(phase: str, ahead: Mapping[str, Any], behind: Mapping[str, Any]
 
 def _blame_behind(rank: int, hosts: Mapping[int, str], phase: str, others: str, error: str | None) -> Finding:
     problem = f"is still in {phase} while others are in {others}: " + (f"it failed: {error}" if error else "it hangs")
-    return rank_error(phase, rank, hosts, problem, "check this rank's device and log, or take it out of the run")
+    fix = _FIXES.get(phase, "check this rank's device and log, or take it out of the run")
+    return rank_error(phase, rank, hosts, problem, fix)
 
 
 def _blame_skipping(rank: int, hosts: Mapping[int, str], phase: str, others: str) -> Finding:

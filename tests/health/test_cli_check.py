@@ -102,6 +102,13 @@ def test_under_a_launcher_all_ranks_and_links_are_checked(launch):
     assert all(row["gb_s"] > 0 for row in report["collectives"])
 
 
+@pytest.mark.world(2)
+def test_the_report_of_all_ranks_names_gloo(launch):
+    done = launch(2, "-m", "hfscale", "check", "--short")
+    assert done.code == 0, done.err[-3000:]
+    assert "gloo connects all ranks" in done.out
+
+
 @pytest.mark.faults
 @pytest.mark.world(3)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])

@@ -42,7 +42,21 @@ def at(*phases, error=None):
     return {rank: {"phase": phase, "error": error} for rank, phase in enumerate(phases) if phase}
 
 
+@pytest.mark.world(2)
+def test_a_rank_that_gloo_cannot_connect_is_named_with_the_variable():
+    for result in run(2, "interface", 1, 20).results.values():
+        ((ranks, _, check, message),) = result["errors"]
+        assert (ranks, check) == ((1,), "gloo")
+        assert "nowhere9" in message
+        assert "set GLOO_SOCKET_IFNAME" in message
+
+
 class TestBlame:
+    def test_gloo_that_connects_no_ranks_names_the_variable(self):
+        for notes in (at(*["gloo"] * 4, error="time-out"), at("gloo", "gloo", "all_reduce", "all_reduce")):
+            (found,) = blame_ranks(4, HELLO, notes)
+            assert "GLOO_SOCKET_IFNAME" in found.fix
+
     def test_a_rank_that_does_not_answer_is_named_with_its_host(self):
         (found,) = blame_ranks(4, HELLO, at("all_reduce", "all_reduce", None, "all_reduce"))
         assert (found.ranks, found.host) == ((2,), "node-1")

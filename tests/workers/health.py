@@ -90,7 +90,7 @@ def gloo(rank_store: RankStore, timeout_s: float = 60.0) -> None:
     """Create the default process group."""
     dist.init_process_group(
         "gloo",
-        store=dist.PrefixStore("group", rank_store.store),
+        store=dist.PrefixStore("group", rank_store.store.clone()),  # who waits in it must not block the rank's notes
         rank=rank_store.rank,
         world_size=rank_store.world_size,
         timeout=timedelta(seconds=timeout_s),

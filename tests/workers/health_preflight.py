@@ -22,10 +22,17 @@ def checked(rank_store, rank, fault, guilty, deadline_s):
         time.sleep(rank * float(fault.partition(":")[2]))
     if rank == guilty:
         make_faulty(fault, rank)
+
+    def connect():
+        gloo(rank_store, deadline_s)
+        if fault == "interface" and rank == guilty:
+            os.environ["GLOO_SOCKET_IFNAME"] = "nowhere9"
+
     plan = preflight.PreflightPlan(
         device=CPU,
         deadline_s=deadline_s,
-        connect=lambda: gloo(rank_store, deadline_s),
+        connect=connect,
+        gloo=fault == "interface",
         sizes=(4096,),
         all_to_all=fault != "trains",
         rounds=3,
@@ -79,7 +86,7 @@ def make_faulty(fault, rank):
         skip(place)
     elif name == "reorder":
         measure.KINDS = tuple(reversed(measure.KINDS))
-    elif name not in ("none", "trains"):
+    elif name not in ("none", "trains", "interface"):
         raise AssertionError(fault)
 
 
