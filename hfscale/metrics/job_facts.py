@@ -8,7 +8,7 @@ from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 
 _LEFT_OUT = ("id2label", "label2id", "quantization_config", "torch_dtype", "dtype", "task_specific_params")
 """Keys of a model's config that are large, or not of its shape."""
@@ -45,7 +45,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16) if adapters else 16,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "compile": bool(args.torch_compile),
-        "fused_loss": bool(args.use_liger_kernel),
+        "fused_loss": _fuses_loss(args),
         "offload": _offload(trainer),
         "gpus_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
         "virtual_stages": parallel.stage_plan.per_rank if parallel is not None else 1,
@@ -54,6 +54,12 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "expert_parallel": native.ep if native is not None else 1,
         "trainer": type(trainer).__name__,
     }
+
+
+def _fuses_loss(args: "TrainingArguments") -> bool:
+    """Return whether the loss is computed without all logits: the recipes say it, others have Liger's flag only."""
+    loss = vars(args).get("fused_loss")
+    return bool(args.use_liger_kernel) if loss is None else loss in ("chunked", "liger")
 
 
 def _layout(trainer: "Trainer", strategy: str) -> dict[str, int]:

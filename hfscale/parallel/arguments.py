@@ -160,7 +160,7 @@ def check_arguments(
         cp=cp,
         precision="fp16" if args.fp16 else precision,
         compile=bool(args.torch_compile),
-        fused_loss=bool(args.use_liger_kernel),
+        fused_loss=bool(args.use_liger_kernel) or getattr(args, "fused_loss", "none") in ("chunked", "liger"),
         optimizer=OptimizerNames(args.optim).value,
         compression=gradient_compression(args),
         compute_metrics=bool(compute_metrics),

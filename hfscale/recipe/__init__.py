@@ -25,14 +25,21 @@ Each is loaded when it is first used. Behind them:
 | `layout`, `compatibility` | sizes of the parallel axes; checks that refuse combinations that do not work |
 | `resume` | the checkpoint to resume from, and the accumulation that keeps the global batch |
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
-| `models`, `kernels` | loading of model, tokenizer and adapters; which attention a model gets |
+| `models` | loading of model, tokenizer and adapters |
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
-| `kernels` | the attention that a model gets where no flag names one |
+| `kernels`, `fused_loss` | attention, loss and kernels where no flag names them; the loss in chunks |
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 
 What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
 fails when a new version moves it.
+
+Replaced for the life of the object
+
+- the class of the head (`__class__` of an `nn.Linear`), `PreTrainedModel.loss_function` and `Trainer.prediction_step`
+  (both public). By: `compute_loss_in_chunks`, `evaluate_without_logits`. Reason: the loss must be computed in the
+  forward pass of the head, where FSDP2 and ZeRO-3 have gathered its weight, and an evaluation says nowhere else
+  whether it needs logits. Test: test_fused_loss.py, test_fused_loss_strategies.py.
 
 Read, called, or set once
 

@@ -26,6 +26,7 @@ from hfscale.facts.lr_rules import RULES
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
 from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
+from hfscale.recipe.fused_loss import FUSED_LOSSES
 from hfscale.recipe.recompute import RECOMPUTE_POLICIES, checkpointing_kwargs
 from hfscale.recipe.resume import keep_global_batch
 
@@ -459,8 +460,19 @@ class RecipeTrainingMixin(_TrainingArguments):
 
 @dataclass(kw_only=True)
 class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
-    """`TrainingArguments` with the defaults and checks of the recipes, and the compression of DDP's gradients."""
+    """`TrainingArguments` with the defaults and checks of the recipes, the choice of the loss, and the compression of
+    DDP's gradients."""
 
+    fused_loss: str = flag(
+        "How the loss is computed: chunked (head and cross-entropy for a part of the tokens at a time), liger (by its "
+        "kernel) or none (from all logits). auto takes the first that works on an NVIDIA GPU, and none elsewhere.",
+        default="auto",
+        choices=FUSED_LOSSES,
+    )
+    use_liger_kernel: bool | None = flag(  # type: ignore[assignment]
+        "Liger's kernels for layers and, unless --fused_loss names another, the loss. Default: for layers on an "
+        "NVIDIA GPU, if liger-kernel is installed and nothing compiles them."
+    )
     gradient_compression: str = flag(
         "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
     )
@@ -478,6 +490,8 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
                 f"--compression_start_step 0: {self.gradient_compression} needs a warm-up in which it measures the "
                 "variance of the gradients: give 15 to 25% of the steps"
             )
+        if self.fused_loss == "liger" and self.use_liger_kernel is False:
+            raise UsageError("--fused_loss liger and --use_liger_kernel false exclude each other: give one of them")
         super().__post_init__()
 
 

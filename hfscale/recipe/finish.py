@@ -18,6 +18,7 @@ from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.compression import compress_gradients, store_gradients_in_buckets
 from hfscale.recipe.entrypoint import end_if_preempted
 from hfscale.recipe.export import save_final_model
+from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.resume import is_finished
 from hfscale.recipe.sequence_parallel import fix_sequence_parallel
@@ -34,8 +35,9 @@ _LAUNCHERS = ("accelerate", "torchrun", "accelerate-launch")
 def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None:
     """Call `trainer.train`, from the checkpoint to the last step, on every rank.
 
-    Before, the progress bar is replaced by one that fits a terminal, DDP is set up as `--gradient_compression` asks,
-    FSDP2 to sum gradients in fp32, and what the strategy needs on this machine is set on the Trainer.
+    Before, the progress bar is replaced by one that fits a terminal, the loss is chosen, DDP is set up as
+    `--gradient_compression` asks, FSDP2 to sum gradients in fp32, and what the strategy needs on this machine is set
+    on the Trainer.
 
     Args:
         trainer (`Trainer`): the trainer of the run, with the callbacks of `start_run`.
@@ -46,7 +48,9 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
         and nothing is left to do.
 
     Raises:
-        UsageError: the trainer lacks the callbacks of `start_run`, or the run cannot compress its gradients.
+        UsageError: the trainer lacks the callbacks of `start_run`, or the run cannot compress its gradients or compute
+            its loss as the flags ask.
+        MissingDependencyError: a flag asks for a kernel that is not installed.
         Preempted: the training was stopped before its end; `run` turns it into exit code 75.
     """
     scaling = _scaling_callback(trainer)
@@ -58,6 +62,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     _compress_gradients(trainer)
     if is_finished(trainer, checkpoint):
         return None
+    choose_loss(trainer, Kernels.here(trainer.args))
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     end_if_preempted(scaling)
     return metrics

@@ -1,20 +1,37 @@
-"""Which implementation of attention a model gets where the flags name none.
+"""Which implementation of attention and of the loss a model gets where the flags name none.
 
 What is chosen depends on the GPU and on the packages that are installed, both of which are parameters (`Kernels`), so
 that a machine without a GPU can test the choice.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 from transformers.utils import import_utils
 
 from hfscale.core.logging import get_logger
-from hfscale.core.versions import is_at_least
+from hfscale.core.versions import (
+    context_parallel_size,
+    is_at_least,
+    is_distributed_by_transformers,
+    require,
+    sequence_parallel_size,
+)
+from hfscale.errors import UsageError
+from hfscale.facts.support import LISTS
+from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.document_attention import is_dense, is_flash_attention
+from hfscale.recipe.fused_loss import (
+    CHUNK_TOKENS,
+    compute_loss_in_chunks,
+    evaluate_without_logits,
+    reason_not_to_chunk,
+)
 from hfscale.trainer.attention import attention_implementation
+from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.strategy import compiles_full_model
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -26,6 +43,11 @@ _HOPPER = 9
 """Major compute capability of the only GPUs that FlashAttention 3 is written for."""
 _FLEX_HEAD_DIMS = (16, 256)
 """Smallest and largest head for which flex_attention is chosen; torch refuses smaller ones."""
+_LIGER = "liger_kernel"
+_LIGER_VERSION = "0.8.5"
+"""The version of liger-kernel that was seen to replace the layers of `liger_families` in transformers 5.23."""
+_LAYERS_ONLY = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""Value of `liger_kernel_config` with which Liger leaves the loss alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +59,8 @@ class Kernels:
     half_precision: bool
     """Whether the model computes in bf16 or fp16, as FlashAttention needs it."""
     installed: frozenset[str]
-    """Names of the attention implementations that can be imported, beside those that torch always has."""
+    """Names of the attention implementations that can be imported, beside those that torch always has, and
+    `liger_kernel`."""
 
     @classmethod
     def here(cls, args: "TrainingArguments") -> "Kernels":
@@ -51,6 +74,7 @@ class Kernels:
             "flash_attention_3": import_utils.is_flash_attn_3_available(),
             "flash_attention_2": import_utils.is_flash_attn_2_available(),
             "flex_attention": is_at_least("torch", "2.7"),  # 2.6 fails to compile its backward pass for some shapes
+            _LIGER: is_at_least("liger-kernel", _LIGER_VERSION),
         }
         return cls(
             capability=torch.cuda.get_device_capability(args.device) if uses_nvidia else None,
@@ -101,3 +125,97 @@ def _supports(model: PreTrainedModel, name: str) -> bool:
     has_dropout = bool(getattr(text, "attention_dropout", 0.0))  # transformers refuses it with flex_attention
     has_two_widths = getattr(text, "kv_lora_rank", None) is not None  # multi-head latent attention
     return model._supports_flex_attn and smallest <= head_dim <= largest and not has_dropout and not has_two_widths
+
+
+def choose_loss(trainer: Trainer, kernels: Kernels) -> None:
+    """Let a Trainer of the recipes compute loss and layers as `--fused_loss` and `--use_liger_kernel` ask.
+
+    What was chosen is logged, and set in the arguments of the Trainer.
+
+    Args:
+        trainer (`Trainer`): call it before `train()`. Trainers of TRL and `ParallelTrainer` have losses of their own.
+        kernels (`Kernels`): what there is to choose from.
+
+    Raises:
+        UsageError: the loss cannot be computed as the flag asks.
+        MissingDependencyError: the flag asks for Liger, which is not installed or too old.
+    """
+    args = trainer.args
+    if not isinstance(args, RecipeTrainingArguments) or is_parallel_trainer(trainer):
+        return
+    asked = "liger" if args.fused_loss == "auto" and args.use_liger_kernel else args.fused_loss
+    args.fused_loss = _automatic_loss(trainer, kernels) if asked == "auto" else asked
+    if args.fused_loss == "chunked":
+        reason = _why_not_fused(trainer) or reason_not_to_chunk(trainer.model)
+        if reason is not None:
+            raise UsageError(f"--fused_loss chunked: {reason}; leave --fused_loss out")
+        evaluate_without_logits(trainer, compute_loss_in_chunks(trainer.model))
+        logger.info(
+            "loss: head and cross-entropy for %s tokens at a time, without all logits (--fused_loss none: from all "
+            "logits, which a compute_loss of your own may need)",
+            f"{CHUNK_TOKENS:,}",
+        )
+    if args.fused_loss == "liger":
+        require("Liger kernels", "--fused_loss liger")
+        args.use_liger_kernel = True
+        logger.info("loss: Liger's fused kernel (--fused_loss none: from all logits)")
+    _choose_layers(trainer, args, kernels)
+
+
+def _automatic_loss(trainer: Trainer, kernels: Kernels) -> str:
+    if kernels.capability is None:
+        return "none"
+    reason = _why_not_fused(trainer)
+    if reason is None:
+        reason = reason_not_to_chunk(trainer.model)
+        if reason is None:
+            return "chunked"
+        if trainer.args.use_liger_kernel is not False and _why_not_liger(trainer, kernels) is None:
+            return "liger"
+    logger.info("loss: from all logits, because %s", reason)
+    return "none"
+
+
+def _choose_layers(trainer: Trainer, args: RecipeTrainingArguments, kernels: Kernels) -> None:
+    """Switch Liger's kernels for layers on where nothing else fuses their operations; `--fused_loss` decides on the
+    loss."""
+    if args.use_liger_kernel is None:
+        args.use_liger_kernel = not args.torch_compile and _why_not_liger(trainer, kernels) is None
+        if args.use_liger_kernel:
+            logger.info("layers: Liger's kernels (--use_liger_kernel false: those of transformers)")
+    if args.use_liger_kernel and args.fused_loss != "liger":
+        args.liger_kernel_config = _LAYERS_ONLY | (args.liger_kernel_config or {})
+
+
+def _why_not_liger(trainer: Trainer, kernels: Kernels) -> str | None:
+    """Return why Liger's kernels are not chosen without a flag; None if they can be."""
+    if kernels.capability is None or _LIGER not in kernels.installed:
+        return f"liger-kernel {_LIGER_VERSION} or later and an NVIDIA GPU are needed"
+    model: Any = trainer.model
+    family = model.config.model_type
+    if family not in LISTS["liger_families"]:
+        return f"Liger has no kernels for {family}"
+    return _why_split(trainer)
+
+
+def _why_not_fused(trainer: Trainer) -> str | None:
+    """Return why a Trainer needs logits, whatever its model; None if it needs only the loss."""
+    args = trainer.args
+    reasons = {
+        "the Trainer has a compute_loss of its own": type(trainer).compute_loss is not Trainer.compute_loss,
+        "compute_loss_func needs the logits": trainer.compute_loss_func is not None,
+        "label smoothing needs the logits": args.label_smoothing_factor > 0,
+        "torch.compile of the full model compiles the loss too": compiles_full_model(args),
+        "fp16 scales the loss after its gradient is computed": args.fp16,
+        "it was not tested with fp8": trainer.accelerator.mixed_precision == "fp8",
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or _why_split(trainer)
+
+
+def _why_split(trainer: Trainer) -> str | None:
+    """Return why kernels that need complete matrices and sequences cannot be used; None if the ranks have these."""
+    shared = trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
+    if shared > 1 or is_distributed_by_transformers(trainer):
+        return "ranks share sequences or matrices"
+    return None

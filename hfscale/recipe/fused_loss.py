@@ -1,0 +1,317 @@
+"""A loss that never holds all logits: the head and the cross-entropy are computed for a part of the tokens at a time.
+
+An ordinary loss holds 14 bytes for each token and each entry of the vocabulary: the logits in bf16 and in fp32, their
+log-probabilities and the gradient. Here the gradients of the head's weight and input are computed in the forward pass,
+part by part, and the logits of a part are gone before those of the next one.
+
+It happens inside of the forward of the head (`ChunkedLossHead`), so that FSDP2 and ZeRO-3 have gathered its weight.
+`torch.nn.functional.linear_cross_entropy` of torch 2.13 does the same, but with inputs in bf16 it adds up the loss in
+bf16, which was off by 0.1% to 0.8% in a test on a CPU; Liger's kernel waits for the GPU in each forward pass.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.utils import ModelOutput
+
+from hfscale.core.versions import is_peft_model
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+FUSED_LOSSES = ("auto", "chunked", "liger", "none")
+"""Values of `--fused_loss`."""
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at a time. A matrix product of this many rows is limited by the matrix units of a GPU and
+not by reading the weight, which needs some 300 rows on an H100 (989 TFLOP/s in bf16, 3.35 TB/s)."""
+_IGNORED = -100
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of `hidden @ weight.T + bias`, summed over the tokens and multiplied by `scale`.
+
+    Shapes: hidden (N, H), weight (V, H), bias (V) or None, labels (N), scale () or a number. It reads nothing from the
+    device.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        scale: torch.Tensor | float,
+        has_backward: bool,
+    ) -> torch.Tensor:
+        needs = [has_backward and need for need in ctx.needs_input_grad[:3]]
+        gradients = [
+            torch.zeros_like(tensor) if need and tensor is not None else None
+            for tensor, need in zip((hidden, weight, bias), needs, strict=True)
+        ]
+        of_hidden, of_weight, of_bias = gradients
+        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), CHUNK_TOKENS):
+                rows = slice(start, start + CHUNK_TOKENS)
+                is_counted = labels[rows] != _IGNORED
+                targets = labels[rows].clamp(min=0).unsqueeze(1)
+                logits = hidden[rows] @ weight.T
+                if bias is not None:
+                    logits += bias
+                probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+                of_targets = probabilities.gather(1, targets).squeeze(1)
+                loss -= torch.where(is_counted, of_targets, 0.0).sum()
+                if not any(needs):
+                    continue
+                probabilities.exp_().scatter_add_(1, targets, probabilities.new_full((1, 1), -1.0).expand_as(targets))
+                factors = torch.where(is_counted, scale, 0.0).unsqueeze(1)
+                of_logits = torch.mul(probabilities, factors, out=logits)  # in the format of the matrix products
+                del probabilities
+                if of_hidden is not None:
+                    torch.mm(of_logits, weight, out=of_hidden[rows])
+                if of_weight is not None:
+                    of_weight.addmm_(of_logits.T, hidden[rows])
+                if of_bias is not None:
+                    of_bias += of_logits.sum(0)
+                del of_logits, logits  # before the logits of the next part are made
+        ctx.gradients = gradients
+        return loss * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.gradients is None:
+            raise RuntimeError("the loss was differentiated twice, and its gradients are kept for one backward pass")
+        gradients, ctx.gradients = ctx.gradients, None
+        return *(None if one is None else one.mul_(gradient) for one in gradients), None, None, None
+
+
+def chunked_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    num_items: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """Compute the cross-entropy of a linear head, as transformers' `ForCausalLMLoss` does, without all logits.
+
+    Args:
+        hidden (`torch.Tensor`): the input of the head, (batch, sequence, hidden); under autocast it is cast as the
+            head would cast it.
+        weight (`torch.Tensor`): the weight of the head, (vocabulary, hidden).
+        bias (`torch.Tensor`, *optional*): the bias of the head, (vocabulary).
+        labels (`torch.Tensor`): the token that follows each position, (batch, sequence); -100 is not counted.
+        num_items (`torch.Tensor` or `int`, *optional*): what the sum is divided by. Default: the labels that count.
+
+    Returns:
+        `torch.Tensor`: the loss, a scalar in fp32, which can be differentiated once.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    labels = labels.reshape(-1)
+    count = (labels != _IGNORED).sum() if num_items is None else num_items
+    loss: torch.Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden.reshape(-1, hidden.shape[-1]).to(dtype),
+        weight.to(dtype),
+        None if bias is None else bias.to(dtype),
+        labels,
+        1.0 / count,
+        torch.is_grad_enabled(),
+    )
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Targets:
+    """What the loss of one forward pass needs besides the input of the head."""
+
+    labels: torch.Tensor
+    """The token that follows each position, (batch, sequence)."""
+    num_items: torch.Tensor | int | None
+    """What the sum of the losses is divided by; None: the labels that count."""
+
+    @classmethod
+    def of(cls, inputs: dict[str, Any]) -> "_Targets | None":
+        """Read them from the keywords of a model; None if these ask for no loss."""
+        labels = inputs.get("labels")
+        if labels is None:
+            return None
+        following = inputs.get("shift_labels")
+        if following is None:
+            following = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
+        return cls(labels=following, num_items=inputs.get("num_items_in_batch"))
+
+
+class ChunkedLossHead(nn.Linear):
+    """A head that returns the loss, a scalar, instead of the logits, if its model was called for a loss.
+
+    `compute_loss_in_chunks` makes it from the head of a model.
+    """
+
+    targets: _Targets | None = None
+    """Those of the forward pass that is running; None: it returns logits."""
+    loss_is_enough: bool = False
+    """Whether an evaluation needs no logits."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the loss if there are targets, else the logits.
+
+        Args:
+            input (`torch.Tensor`): the hidden states, (batch, sequence, hidden).
+        """
+        targets = self.targets
+        if targets is None:
+            return super().forward(input)
+        return chunked_cross_entropy(input, self.weight, self.bias, targets.labels, targets.num_items)
+
+    def expect(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember the targets of the forward pass that begins: a forward pre-hook of the model.
+
+        Args:
+            model (`nn.Module`): the model, with its adapters.
+            args (`tuple`): its positional arguments.
+            kwargs (`dict`): its keywords.
+        """
+        self.targets = _Targets.of(kwargs) if model.training or self.loss_is_enough else None
+
+    def leave_out_logits(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Leave the logits out of the output of a model whose head has returned a loss: a forward hook of the model.
+
+        Args:
+            model (`nn.Module`): the model, with its adapters.
+            args (`tuple`): its positional arguments.
+            output (`ModelOutput`): its output.
+        """
+        targets = self.targets
+        self.targets = None
+        if targets is None or not isinstance(output, ModelOutput):
+            return output
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+
+def _loss_of_head(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+    """Return the loss if the head has computed it, else compute it from the logits: the model's `loss_function`."""
+    if logits.ndim == 0:
+        return logits.clone()  # models add to it in place
+    return ForCausalLMLoss(logits, labels, vocab_size, **kwargs)
+
+
+def compute_loss_in_chunks(model: Any) -> ChunkedLossHead:
+    """Let a model compute its loss without all logits, in training and where an evaluation needs no logits.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): a model for which `reason_not_to_chunk` gives no reason, not yet
+            wrapped for training; changed in place. Called with labels in training, it returns no logits.
+
+    Returns:
+        `ChunkedLossHead`: its head, with the same parameters.
+    """
+    base = _base_of(model)
+    head: Any = base.get_output_embeddings()
+    head.__class__ = ChunkedLossHead  # as FSDP2 does it: hooks, parameters and references to the module stay
+    base.loss_function = _loss_of_head
+    model.register_forward_pre_hook(head.expect, with_kwargs=True)
+    model.register_forward_hook(head.leave_out_logits)
+    return cast(ChunkedLossHead, head)
+
+
+def evaluate_without_logits(trainer: "Trainer", head: ChunkedLossHead) -> None:
+    """Let the evaluations of a Trainer that need the loss alone compute no logits.
+
+    Args:
+        trainer (`Trainer`): its method `prediction_step` is replaced.
+        head (`ChunkedLossHead`): the head of its model.
+    """
+    step = trainer.prediction_step
+
+    @functools.wraps(step)
+    def step_without_logits(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        head.loss_is_enough = prediction_loss_only
+        try:
+            return step(model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            head.loss_is_enough = False
+
+    trainer.prediction_step = step_without_logits  # type: ignore[method-assign]
+
+
+def reason_not_to_chunk(model: Any) -> str | None:
+    """Return why the loss of a model cannot be computed in chunks; None if it can.
+
+    Args:
+        model (`PreTrainedModel` or `PeftModel`): the model of a Trainer that has not been prepared.
+    """
+    base = _base_of(model)
+    if not isinstance(base, PreTrainedModel):
+        return "it is not a model of transformers"
+    head = base.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return f"its head is no plain linear layer ({type(head).__name__})"
+    if base.loss_function is not ForCausalLMLoss:
+        return "its loss is not that of a causal language model"
+    return _reason_of_logits(base, head)
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+class _Reached(Exception):  # noqa: N818 (not an error)
+    """Ends a forward at the loss."""
+
+    def __init__(self, *, is_plain: bool) -> None:
+        super().__init__()
+        self.is_plain = is_plain
+
+
+def _reason_of_logits(model: PreTrainedModel, head: nn.Linear) -> str | None:
+    """Let a model compute a loss, without its decoder and its head, and return whether it does more than that.
+
+    Gemma 2 caps the logits before, Granite and Cohere multiply them by a constant.
+    """
+    decoder: Any = model.base_model
+    device = head.weight.device
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
+    hidden = torch.zeros(1, 2, head.in_features, device=device)
+    logits = torch.zeros(1, 2, head.out_features, device=device)
+
+    def at_loss(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(("logits", "labels", "vocab_size"), args, strict=False)), **kwargs}
+        is_plain = given.pop("labels", None) is tokens and given.pop("vocab_size", None) == head.out_features
+        raise _Reached(is_plain=is_plain and given.pop("logits", None) is logits and not given)
+
+    def stub_decoder(*args: Any, **kwargs: Any) -> Any:
+        return MoeModelOutputWithPast(last_hidden_state=hidden)
+
+    def stub_head(*args: Any, **kwargs: Any) -> Any:
+        return logits
+
+    original = model.loss_function
+    patched = [(decoder, stub_decoder), (head, stub_head)]
+    saved = [(module, vars(module).get("forward")) for module, _ in patched]
+    try:
+        model.loss_function = at_loss
+        for module, forward in patched:
+            module.forward = forward
+        model.forward(input_ids=tokens, labels=tokens)
+    except _Reached as reached:
+        return None if reached.is_plain else "it changes logits or labels before the loss"
+    except Exception as error:  # whatever a model raises for inputs that it does not expect
+        return f"its forward pass cannot be examined ({type(error).__name__})"
+    finally:
+        model.loss_function = original
+        for module, forward in saved:
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+    return "it computes its loss in a way of its own"
