@@ -83,7 +83,7 @@ class TestSearch:
         hard = plan("qwen2.5-14b", gpu="RTX4090", gpus=8, seq_len=1024)
         assert {choice.estimate.job.offload for choice in hard.choices} == {"full"}
         assert strategies(hard) == ["zero3"]
-        slow = plan("qwen2.5-14b", gpu="L40S", gpus=8, top=100)
+        slow = plan("qwen2.5-14b", gpu="L40S", gpus=8, seq_len=2048, top=100)
         rates = {choice.estimate.job.offload: choice.estimate.tokens_per_s_per_gpu for choice in slow.choices[::-1]}
         assert max(rates["full"], rates["optimizer"]) > rates["none"]
 
