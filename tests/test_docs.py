@@ -430,8 +430,21 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path):
 
 
 def test_every_cuda_path_names_a_test_that_exists():
-    rows = [row for row in text_of(REPOSITORY / "docs" / "internals.md").splitlines() if row.startswith("| ")]
-    named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
+    page = text_of(REPOSITORY / "docs" / "internals.md")
+    of_paths, of_faults = page.split("## CUDA")[1].split("### What a CPU hides")
+    named = set(re.findall(r"`(test_\w+)`", of_paths))
     defined = set(re.findall(r"^def (test_\w+)", text_of(REPOSITORY / "tests" / "test_gpu.py"), re.MULTILINE))
     assert len(named) > 15
     assert named <= defined
+
+    defined = {
+        name
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
+        for name in re.findall(r"^ *def (test_\w+)", text_of(path), re.MULTILINE)
+    }
+    rows = [row.strip("|").split("|") for row in of_faults.splitlines() if row.startswith("| ")][1:]
+    for _, _, known, test in rows:
+        assert known.strip() in ("tested on CPU", "by reading", "measured on GPU")
+        assert set(re.findall(r"`(test_\w+)`", test)) <= defined, test
+        assert bool(test.strip()) == (known.strip() != "by reading")
+    assert len(rows) > 25
