@@ -111,6 +111,8 @@ class KeptBytes(NamedTuple):
     """Of a layer, in widths that tensor parallelism splits only together with the sequence."""
     split: float
     """Of a layer, in widths that tensor parallelism splits."""
+    dispatched: float
+    """The part of a layer's bytes that the rank of a token's experts keeps under transformers' expert parallelism."""
     ends: float
     """Outside the layers, without logits and loss."""
 
@@ -131,11 +133,26 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
     parts = {name: factor * widths[name] for name, factor in factors.layer.items()}
     unsplit = sum(part for name, part in parts.items() if name in UNSPLIT)
     ends = end_widths(shape, seq_len)
+    # Their outputs are kept by the rank that has the token, which weighs them (transformers 5.23,
+    # distributed/expert_parallel.py, `AllToAllEP`).
+    outputs = routed_bytes(shape, regime) * shape.moe_share
     return KeptBytes(
         unsplit=unsplit,
         split=sum(parts.values()) - unsplit,
+        dispatched=max(0.0, parts.get("experts", 0.0) + parts.get("routed", 0.0) - outputs),
         ends=sum(factor * ends[name] for name, factor in factors.ends.items()),
     )
+
+
+def routed_bytes(shape: ModelShape, regime: Regime) -> float:
+    """Compute the bytes per token of the copies of a token that its experts get in one layer.
+
+    Args:
+        shape (`ModelShape`): the model.
+        regime (`Regime`): the formats in which the model computes.
+    """
+    width = 4.0 if regime == "fp32" else 2.0
+    return width * shape.top_k * shape.hidden if shape.moe else 0.0
 
 
 def has_scores(model_type: str) -> bool:

@@ -6,9 +6,10 @@ All byte counts are per rank unless a docstring states otherwise.
 import math
 from dataclasses import replace
 
-from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes
+from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes, routed_bytes
 from hfscale.facts.schedules import in_flight
-from hfscale.planner.frameworks import Framework
+from hfscale.planner.experts import imbalance_of
+from hfscale.planner.frameworks import Framework, shared_constants
 from hfscale.planner.job import Job
 
 SCORE_BYTES_KEPT = {"megatron": 5.0, "titan": 6.0, "hf": 6.0}
@@ -86,12 +87,44 @@ def _hugging_face_bytes(job: Job, recompute: str) -> float:
     """Bytes of one layer and micro-batch in Hugging Face's models."""
     kept = _per_token(job, recompute)
     tp = job.layout.tp
-    return job.tokens * (kept.unsplit / (tp if job.sequence_parallel else 1) + kept.split / tp)
+    more = (imbalance_of(job, shared_constants()) - 1) * kept.dispatched if job.is_native else 0.0
+    return job.tokens * (kept.unsplit / (tp if job.sequence_parallel else 1) + kept.split / tp + more)
 
 
 def _per_token(job: Job, recompute: str) -> KeptBytes:
     rank = job.lora_rank if job.method != "full" else 0
     return kept_bytes(job.shape, regime_of(job), recompute, job.seq_len, rank)
+
+
+def dispatched_bytes(job: Job) -> float:
+    """Compute the bytes that the backward pass of transformers' experts frees of one layer and micro-batch.
+
+    Args:
+        job (`Job`): the run.
+    """
+    kept = _per_token(job, "none").dispatched * imbalance_of(job, shared_constants())
+    return job.tokens * (kept + routed_bytes(job.shape, regime_of(job)))
+
+
+def exchange_bytes(job: Job) -> float:
+    """Compute the bytes that transformers' exchange of tokens needs at its peak, in addition to what a layer keeps.
+
+    When the outputs of the experts return, the rank still holds the tokens that it received and their outputs, and of
+    its own tokens the received outputs twice (the collective's tensor and its wrapper) and the weighted outputs. A
+    repeated forward pass stops before it weighs them, unless a shared expert follows (transformers 5.23,
+    distributed/expert_parallel.py, `AllToAllEP`; torch.utils.checkpoint).
+
+    Args:
+        job (`Job`): the run; 0 without transformers' expert parallelism.
+    """
+    if not job.is_native:
+        return 0.0
+    received = 2 * imbalance_of(job, shared_constants())
+    is_weighted = job.activation_checkpointing == "none" or (
+        job.shape.moe is not None and job.shape.moe.shared_ffn > 0
+    )
+    sent = 3 if is_weighted else 2
+    return job.tokens * routed_bytes(job.shape, regime_of(job)) * (received + sent)
 
 
 def end_activations(job: Job, framework: Framework) -> float:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from hfscale.facts.hardware import peak_tflops
 from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NODE, SPOT_INTERRUPTIONS_PER_NODE_HOUR
 from hfscale.planner.estimate import Estimate
-from hfscale.planner.experts import gathered_share, kept_share
-from hfscale.planner.frameworks import find_framework
+from hfscale.planner.experts import gathered_share, imbalance_of, kept_share
+from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
 from hfscale.planner.memory import GIB, host_gib
 from hfscale.planner.network import datasheet_network_gb_s
+from hfscale.planner.option_fields import spelled
 from hfscale.planner.search import USABLE_MEMORY_FRACTION, PlanRequest
 from hfscale.planner.tasks import generated_at_once, kv_cache_bytes
 
@@ -165,15 +166,15 @@ def simplicity(estimate: Estimate) -> tuple[int, ...]:
     """Compute a sort key of how simple a layout is to use; the simplest layout has the smallest key.
 
     Returns:
-        `tuple[int, ...]`: the number of mesh axes in use, where data parallelism counts only if it has two; a rank of
-            the software: 0 for DDP, 1 for FSDP2, 2 for DeepSpeed, 3 for DeepSpeed with offload; the number of pipeline
-            stages; and whether the loss is fused, which needs Liger Kernel.
+        `tuple[int, ...]`: the number of mesh axes in use, where data parallelism counts only if it has two, and
+            expert parallelism in Hugging Face's stack only; a rank of the software: 0 for DDP, 1 for FSDP2, 2 for
+            DeepSpeed, 3 for DeepSpeed with offload; the number of pipeline stages; and whether the loss is fused,
+            which needs Liger Kernel.
     """
     job = estimate.job
     layout = job.layout
-    axes = sum(size > 1 for size in (layout.cp, layout.tp, layout.pp)) + (
-        min(layout.dp_replicate, layout.dp_shard) > 1
-    )
+    axes = sum(size > 1 for size in (layout.cp, layout.tp, layout.pp)) + job.is_native
+    axes += min(layout.dp_replicate, layout.dp_shard) > 1
     software = 3 if job.offload != "none" else (0, 2, 2, 1)[job.zero]
     return axes, software, layout.pp * job.virtual_stages, int(job.liger)
 
@@ -259,6 +260,18 @@ def _of_experts(job: Job) -> list[str]:
         found.append(
             "tokens are sent to their experts and back while another micro-batch is computed, once to each node "
             "(Megatron-Core: --overlap-moe-expert-parallel-comm, --moe-token-dispatcher-type flex)"
+        )
+    if job.expert_parallel > 1:
+        found.append(
+            f"the fullest of the {job.expert_parallel} ranks that share experts gets "
+            f"{imbalance_of(job, shared_constants()):g} times the average tokens ({spelled('expert_imbalance')}; "
+            "moe/max_load of a run is that of its fullest expert)"
+        )
+    if job.is_native:
+        found.append(
+            "expert parallelism: transformers shards the model itself, DistributedConfig with "
+            f"fsdp_size={job.layout.dp_shard}, dp_replicate_size={job.layout.dp_replicate}, "
+            f"ep_size={job.expert_parallel} and fsdp_mixed_precision={job.precision != 'fp32'}"
         )
     if job.zero == 3 and gathered_share(job) > 1.01:
         here = job.shape.moe.experts // job.expert_parallel

@@ -84,9 +84,9 @@ def _chosen(plan: Plan, number: int) -> Choice:
     if other is None:
         fix = f"none of the {len(plan.choices)} choices can: raise --top"
     else:
-        fix = f"--choice {other[0]} can ({strategy_of(other[1].estimate.job)}, {other[1].estimate.job.layout.summary})"
+        fix = f"--choice {other[0]} can ({strategy_of(other[1].estimate.job)}, {other[1].estimate.job.layout_summary})"
     raise UsageError(
-        f"--emit: choice {number}, {choice.estimate.job.layout.summary}, cannot be launched ({reason}); {fix}"
+        f"--emit: choice {number}, {choice.estimate.job.layout_summary}, cannot be launched ({reason}); {fix}"
     )
 
 
@@ -143,7 +143,7 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     strategy = strategy_of(job)
     lines = [
         f"# {_shell(launch_command(job, folder))}",
-        f"# {plan.model} on {layout.world_size} {job.gpu.name}: {strategy}, {layout.summary}.",
+        f"# {plan.model} on {layout.world_size} {job.gpu.name}: {strategy}, {job.layout_summary}.",
         f"# Estimated: {choice.estimate.memory.total:.0f} GiB per GPU, {choice.estimate.time.total:.2f} s per step.",
         "compute_environment: LOCAL_MACHINE",
     ]

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
+from hfscale.errors import LayoutError
 from hfscale.facts.hardware import find_accelerator, peak_tflops
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -12,7 +13,7 @@ from hfscale.facts.models import find_model
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import Job, splits_activations
 from hfscale.planner.memory import Memory, Peak, memory_of, node_host_gib, peak_of
-from hfscale.planner.option_fields import options_of, python_options, with_options
+from hfscale.planner.option_fields import options_of, python_options, spelled, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
 
@@ -141,7 +142,7 @@ def estimate(model: str | ModelShape, **options: Any) -> Estimate:
 def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate:
     """Estimate as `estimate`, whose options were checked (`make_options`)."""
     gpu = options.gpu
-    layout = options.layout if isinstance(options.layout, ParallelLayout) else ParallelLayout(**options.layout)
+    layout, expert_parallel = _layout_of(options)
     by_default = {
         "global_batch": options.micro_batch * layout.data_parallel_size,
         "liger": False,
@@ -150,6 +151,7 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     }
     values = {name: getattr(options, name) for name in options_of(LayoutOptions)}
     values |= {name: value for name, value in by_default.items() if values[name] is None}
+    values["expert_parallel"] = expert_parallel
     job = Job(
         **values,
         shape=find_model(model) if isinstance(model, str) else model,
@@ -159,6 +161,20 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     find_framework(job.stack)
     job.check()
     return estimate_job(job)
+
+
+def _layout_of(options: EstimateOptions) -> tuple[ParallelLayout, int]:
+    """The layout and the ranks that share experts, which the sizes of a plan's layout contain as `ep`."""
+    if isinstance(options.layout, ParallelLayout):
+        return options.layout, options.expert_parallel
+    sizes = dict(options.layout)
+    expert_parallel = sizes.pop("ep", options.expert_parallel)
+    if options.expert_parallel not in (1, expert_parallel):
+        raise LayoutError(
+            f"{spelled('layout')} has ep {expert_parallel}, and {spelled('expert_parallel')} is "
+            f"{options.expert_parallel}: give one of them"
+        )
+    return ParallelLayout(**sizes), expert_parallel
 
 
 def estimate_job(job: Job) -> Estimate:

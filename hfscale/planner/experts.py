@@ -9,8 +9,25 @@ data parallelism).
 import math
 
 from hfscale.facts.model_shape import ModelShape
+from hfscale.planner.frameworks import SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.network import Group, Network, exposed_s
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def imbalance_of(job: Job, shared: SharedConstants) -> float:
+    """Return the tokens of the fullest of the ranks that share experts, relative to the average.
+
+    Args:
+        job (`Job`): the run. Without expert parallelism its ranks have the same number of tokens, and what is given
+            for it does not apply.
+        shared (`SharedConstants`): constants, of which `imbalance` holds where the run states nothing else.
+    """
+    if job.expert_parallel == 1 or job.expert_imbalance is None:
+        return shared.imbalance
+    return job.expert_imbalance
+
 
 # -- parameters -------------------------------------------------------------------------------------------------------
 
@@ -78,6 +95,7 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
     experts, and the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2;
     Megatron-Core's `--overlap-moe-expert-parallel-comm` with its `flex` dispatcher), a token is sent once to each node
     that holds some of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
+    The rank that gets most tokens sets the pace.
 
     Args:
         job (`Job`): the run.
@@ -91,9 +109,13 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
         return 0.0
     tp = job.layout.tp
     group = Group(size=size, stride=tp * job.layout.cp)
-    element = 2.0 * job.tokens * shape.hidden / tp
+    width = 4.0 if job.precision == "fp32" else 2.0
+    element = width * job.tokens * imbalance_of(job, network.shared) * shape.hidden / tp
     if not job.overlapped_experts:
-        passes = 3 if job.activation_checkpointing == "full" else 2  # a recomputed forward pass communicates again
+        is_repeated = job.activation_checkpointing == "full" or (
+            job.is_native and job.activation_checkpointing != "none"
+        )
+        passes = 3 if is_repeated else 2  # a recomputed forward pass communicates again
         return shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
     nodes = nodes_of_a_token(shape, size / network.per_node(group))
     packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0

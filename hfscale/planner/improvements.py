@@ -56,7 +56,7 @@ def _described(change: str, found: Estimate, best: Estimate | None, *, changes_r
     job = found.job
     offload = f", {job.offload} offload" if job.offload != "none" else ""
     batch = f"micro-batch {job.micro_batch}"
-    run = f"{strategy_of(job)}{offload}, {job.layout.summary}, {batch}, {job.activation_checkpointing}"
+    run = f"{strategy_of(job)}{offload}, {job.layout_summary}, {batch}, {job.activation_checkpointing}"
     return Improvement(
         change=change,
         run=run,
@@ -116,7 +116,9 @@ def _smaller(best: Estimate) -> list[Improvement]:
         tried.append((f"recomputation {more}", recomputed))
     if job.stack == "hf" and job.offload == "none" and job.layout.ranks_per_replica == 1 and job.task == "text":
         offload: Offload = "full" if job.zero == 3 else "optimizer"
-        tried.append((f"offload of {_offloaded(offload)}", replace(job, offload=offload, zero=job.zero or 2)))
+        tried.append(
+            (f"offload of {_offloaded(offload)}", replace(job, offload=offload, zero=job.zero or 2, expert_parallel=1))
+        )
     found = []
     for change, trial in tried:
         if why_not(trial) is not None and why_not(job) is None:

@@ -1,6 +1,7 @@
 """A run to estimate: a model on GPUs, its batch, its layout, and how it uses memory."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +64,17 @@ class Job(LayoutOptions):
         """Whether attention scores are written to memory: without flash attention, and in Hugging Face's families that
         support neither it nor SDPA."""
         return not self.flash_attention or (self.stack == "hf" and has_scores(self.shape.model_type))
+
+    @property
+    def is_native(self) -> bool:
+        """Whether transformers distributes the model itself (`distributed_config`), as expert parallelism of Hugging
+        Face's stack requires."""
+        return self.stack == "hf" and self.expert_parallel > 1 and self.layout.pp == 1
+
+    @property
+    def layout_summary(self) -> str:
+        """The axes of more than one rank, and the ranks that share experts, such as `shard 16 ep 8`."""
+        return layout_summary(self.layout, self.expert_parallel)
 
     @property
     def sequences_per_example(self) -> int:
@@ -227,12 +239,38 @@ class Job(LayoutOptions):
                 f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide {experts} experts: "
                 "use 1"
             )
+        if self.stack == "hf" and self.expert_parallel > 1:
+            self._check_native()
         if self.overlapped_experts and not can_overlap_experts(self):
             raise LayoutError(
                 f"{spelled('overlapped_experts')} needs {spelled('stack')} megatron, {spelled('expert_parallel')} "
                 "above 1, at "
                 "least two micro-batches, no full recomputation, and in a pipeline "
                 f"{spelled('virtual_stages')} above 1: set these, or leave it out"
+            )
+
+    def _check_native(self) -> None:
+        asked = Combination(
+            planned=True,
+            engine="trainer",
+            trl=self.task != "text",
+            task=self.task,
+            expert_parallel=self.expert_parallel,
+            zero=self.zero,
+            tp=self.layout.tp,
+            pp=self.layout.pp,
+            cp=self.layout.cp,
+            method=self.method,
+            offload=self.offload,
+        )
+        check_support(asked, "expert_parallel", speaker=speaker())
+        shards = self.layout.dp_shard
+        if shards % self.expert_parallel:
+            experts = self.shape.moe.experts if self.shape.moe else 1
+            near = _divisor(math.gcd(shards, experts), self.expert_parallel)
+            raise LayoutError(
+                f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide the {shards} ranks "
+                f"that share one replica ({spelled('dp_shard')}): use {near}"
             )
 
     def _check_task(self) -> None:
@@ -321,11 +359,34 @@ def _divisor(number: int, near: int) -> int:
     return max(d for d in range(1, min(number, near) + 1) if number % d == 0)
 
 
+def layout_summary(layout: ParallelLayout, expert_parallel: int) -> str:
+    """Return the axes of more than one rank, and the ranks that share experts, such as `shard 16 ep 8`.
+
+    Args:
+        layout (`ParallelLayout`): ranks along each axis.
+        expert_parallel (`int`): the data-parallel ranks that share the experts of a layer, which are no axis of their
+            own.
+    """
+    return f"{layout.summary} ep {expert_parallel}" if expert_parallel > 1 else layout.summary
+
+
+def layout_sizes(layout: ParallelLayout, expert_parallel: int) -> dict[str, int]:
+    """Return the sizes of a layout's axes, and of expert parallelism as `ep`, for JSON.
+
+    Args:
+        layout (`ParallelLayout`): ranks along each axis.
+        expert_parallel (`int`): ranks that share the experts of a layer.
+    """
+    return {**asdict(layout), "ep": expert_parallel}
+
+
 def strategy_of(job: Job) -> str:
     """Return the name of a job's strategy, as it is used in checkpoints and configs."""
     layout = job.layout
     if job.offload != "none":
         return f"zero{max(1, job.zero)}"
+    if job.is_native:
+        return "native"
     if layout.world_size == 1:
         return "single"
     if layout.tp > 1 or layout.pp > 1:

@@ -10,6 +10,7 @@ from typing import Protocol
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.facts.model_shape import LayerKind
+from hfscale.planner.experts import imbalance_of
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.option_fields import spelled
@@ -189,7 +190,7 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
         rate = rates.matmul
         if linear.copies > 1:
             copies = linear.copies / job.expert_parallel
-            rows = tokens * job.expert_parallel * linear.used / linear.copies * shared.imbalance
+            rows = tokens * job.expert_parallel * linear.used / linear.copies * imbalance_of(job, shared)
         if linear.outputs == job.shape.hidden:  # the second matrix of a pair, of which tp ranks split the inputs
             k = k // tp
         else:

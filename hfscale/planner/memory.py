@@ -16,7 +16,9 @@ from functools import lru_cache
 
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.activations import (
+    dispatched_bytes,
     end_activations,
+    exchange_bytes,
     kept_and_working,
     layers_in_flight,
     loss_bytes,
@@ -311,11 +313,11 @@ def groups(job: Job) -> int:
     """Count the process groups of a rank, each of which has communication buffers of its own.
 
     There is one of all ranks; with several axes one per axis; with a pipeline one of its first and last rank, which
-    share the embedding.
+    share the embedding; with expert parallelism one of the ranks that share experts.
     """
     layout = job.layout
     axes = sum(size > 1 for size in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp))
-    return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1)
+    return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1) + (job.expert_parallel > 1)
 
 
 @dataclass(frozen=True)
@@ -360,6 +362,8 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
             return _Moment(opening, 0.0, gradients, at_layer, at="backward pass", rank=most)
         last_rank = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
         return _Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
+    if job.is_native:
+        return max(_native_moments(job, framework, gradients), key=lambda moment: moment.total)
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     is_ddp = framework.name == "hf" and job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
@@ -378,6 +382,46 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
         if job.has_reference_pass:
             moments.append(_of_the_reference(job, 0.0, earlier, 0.0))
     return max(moments, key=lambda moment: moment.total)
+
+
+def _native_moments(job: Job, framework: Framework, gradients: float) -> list[_Moment]:
+    """The moments of a step under transformers' expert parallelism and FSDP2.
+
+    The embedding, each layer without its experts, the experts of each layer, and the last norm with the head are
+    units: each is gathered while it runs, and the head from the forward pass to its backward pass. Gradients of a unit
+    are reduced when its backward pass is over, from a copy in the format of the reduction into another one of their
+    shard, where a third divides them if only one rank has these experts; the copy of a unit exists until that of the
+    next (transformers 5.23, distributed/fsdp.py; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    """
+    kept, working = kept_and_working(job, framework)
+    kept_of_all = job.layer_split[0] * kept
+    ends = end_activations(job, framework)
+    dense, experts = layer_parameters(job)
+    experts /= job.shape.moe_share  # of a layer that has any
+    head = job.shape.vocab * job.shape.embedding_width
+    width = 4.0 if job.precision == "fp32" else 2.0
+    reduced = framework.gradient_bytes if job.method == "full" else 0.0
+    gathered = width * (dense + experts * gathered_share(job))
+    in_layer = working + exchange_bytes(job)
+    shards = job.layout.dp_shard
+    copies = gathered_share(job) + kept_share(job, shards) + (shards == job.expert_parallel)
+    moments = [
+        _Moment(kept_of_all + ends, loss_bytes(job, framework), gradients, width * head),
+        _Moment(kept_of_all + in_layer, 0.0, gradients, gathered + reduced * head, at="last layer's backward pass"),
+        _Moment(
+            kept_of_all + working - dispatched_bytes(job),
+            0.0,
+            gradients,
+            width * dense + reduced * experts * copies,
+            at="reduction of the last experts' gradients",
+        ),
+        _Moment(kept + in_layer, 0.0, gradients, gathered + reduced * dense, at="first layer's backward pass"),
+    ]
+    if job.activation_checkpointing == "none":
+        moments.append(
+            _Moment(kept_of_all + ends + in_layer, 0.0, gradients, gathered, at="last layer's forward pass")
+        )
+    return moments
 
 
 def _of_the_reference(job: Job, kept: float, gradients: float, buffers: float) -> _Moment:
@@ -470,7 +514,7 @@ def node_host_gib(job: Job) -> float:
     It is what offload keeps there, and in addition the larger of the weights while they are loaded and the copy of the
     states that a background save keeps. Loading: every rank reads all weights without sharding, with ZeRO-1 and 2, and
     with fp8, for which Accelerate supports nothing else; rank 0 alone with FSDP2, each rank its part with offload
-    (DeepSpeed) and in `ParallelTrainer`. Saving: rank 0
+    (DeepSpeed), in `ParallelTrainer` and where transformers shards the model itself. Saving: rank 0
     copies weights and optimizer states that are not sharded, otherwise each rank its part. What is offloaded is copied
     too.
 
@@ -483,7 +527,7 @@ def node_host_gib(job: Job) -> float:
     trained = trained_parameters(job)
     weights = 4.0 * parameters if job.method == "full" else FROZEN_BYTES[job.method] * parameters + 4.0 * trained
     saved = (4.0 + OPTIMIZERS[job.optimizer]["state_bytes"]) * trained
-    is_split = job.layout.tp * job.layout.pp > 1
+    is_split = job.layout.tp * job.layout.pp > 1 or job.is_native
     readers = 1 if job.zero == 3 and job.precision != "fp8" else local
     loading = weights * (share if job.offload != "none" or is_split else readers)
     saving = saved if job.zero == 0 and not is_split else saved * share

@@ -106,6 +106,12 @@ def interruptions(name: str, value: Any) -> None:
         )
 
 
+def a_factor(name: str, value: Any) -> None:
+    """Check that a ratio of the largest to the average is at least 1 and finite."""
+    if not 1 <= value < math.inf:
+        raise UsageError(f"{name} is {value}: it must be a finite number of at least 1, such as 1.2")
+
+
 def a_count(name: str, value: Any) -> None:
     """Check that there is at least one of something."""
     if value < 1:
@@ -185,6 +191,13 @@ class RunOptions:
         "hf",
         group=MODEL,
         help="Training framework whose constants are used: hf, titan or megatron",
+    )
+    expert_imbalance: float | None = option(
+        None,
+        group=MODEL,
+        check=a_factor,
+        help="Tokens of the fullest of the ranks that share experts, relative to the average",
+        unset="1.1",
     )
     method: Method = option("full", group=METHOD, help="Which parameters train")
     lora_rank: int = option(16, group=METHOD, help="Rank of the adapters")
@@ -363,7 +376,9 @@ class EstimateOptions(LayoutOptions, HardwareOptions):
     """Options of `hfscale.estimate`."""
 
     layout: ParallelLayout | Mapping[str, int] = option(
-        group=LAYOUT, help="Ranks along each axis: dp_replicate, dp_shard, cp, tp and pp", flag_of=()
+        group=LAYOUT,
+        help="Ranks along each axis: dp_replicate, dp_shard, cp, tp and pp; ep is expert_parallel",
+        flag_of=(),
     )
 
 

@@ -18,7 +18,7 @@ from hfscale.planner.cost import Cost, compare, cost, reliability
 from hfscale.planner.estimate import Estimate, spread
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.improvements import Improvement, improvements
-from hfscale.planner.job import strategy_of
+from hfscale.planner.job import layout_sizes, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.option_fields import options_of, python_options, speaker, spelled, with_options
 from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
@@ -61,7 +61,7 @@ class Choice:
         job = self.estimate.job
         return {
             "strategy": strategy_of(job),
-            "layout": asdict(job.layout),
+            "layout": layout_sizes(job.layout, job.expert_parallel),
             "gpus": job.layout.world_size,
             "zero_stage": job.zero,
             "micro_batch": job.micro_batch,
@@ -153,7 +153,7 @@ class Plan:
             **({} if self.request.task == "text" else {"task": task_options(self.request)}),
             "choices": [choice.to_dict() for choice in self.choices],
             "order": self.order,
-            "rejected": [{"layout": asdict(row.layout), "reason": row.reason} for row in self.rejected],
+            "rejected": [row.to_dict() for row in self.rejected],
             "min_gpus": self.min_gpus,
             "improvements": [item.to_dict() for item in self.improvements],
             "advice": [asdict(item) for item in self.advice],

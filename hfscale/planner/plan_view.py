@@ -117,10 +117,7 @@ def _list(console: Console, title: str, lines: Sequence[str]) -> None:
 
 def _layout(choice: Choice) -> str:
     job = choice.estimate.job
-    text = job.layout.summary
-    if job.expert_parallel > 1:  # a part of the data-parallel ranks, not an axis of its own
-        text += f" ep {job.expert_parallel}"
-    return f"{text} overlapped" if job.overlapped_experts else text
+    return f"{job.layout_summary} overlapped" if job.overlapped_experts else job.layout_summary
 
 
 def _strategy(job: Job, request: PlanRequest) -> str:
@@ -269,6 +266,6 @@ def _costs(choice: Choice) -> Table:
 def _reasons(plan: Plan) -> list[str]:
     """Return each reason once, in ascending order of the memory that the layout needs."""
     rows = sorted(plan.rejected, key=lambda row: row.needed_gib or 0.0)
-    lines = list(dict.fromkeys(f"{row.layout.summary}: {row.reason}" for row in rows))
+    lines = list(dict.fromkeys(f"{row.summary}: {row.reason}" for row in rows))
     rest = len(lines) - REJECTED_SHOWN
     return lines[:REJECTED_SHOWN] + ([f"and {rest} more (--json lists them all)"] if rest > 0 else [])

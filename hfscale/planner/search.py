@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 from hfscale.errors import LayoutError
 from hfscale.facts.hardware import Accelerator
@@ -14,7 +14,15 @@ from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
 from hfscale.facts.support import why_not as explain
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.job import Job, can_overlap_experts, is_fine_grained, splits_activations, strategy_of
+from hfscale.planner.job import (
+    Job,
+    can_overlap_experts,
+    is_fine_grained,
+    layout_sizes,
+    layout_summary,
+    splits_activations,
+    strategy_of,
+)
 from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
 from hfscale.planner.option_fields import options_of, speaker, spelled
@@ -93,10 +101,21 @@ class Rejected:
     """The layout, or an example of the kind."""
     strategy: str
     """Its strategy."""
+    expert_parallel: int = 1
+    """Ranks that share the experts of a layer, or an example of them."""
     reason: str
     """Why it does not work."""
     needed_gib: float | None = None
     """Least memory per device that it needs, GiB; None where memory is not the reason."""
+
+    @property
+    def summary(self) -> str:
+        """The layout in short."""
+        return layout_summary(self.layout, self.expert_parallel)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return an element of `rejected` in the JSON of `hfscale plan --json`, as a dictionary."""
+        return {"layout": layout_sizes(self.layout, self.expert_parallel), "reason": self.reason}
 
 
 def usual_batch(request: PlanRequest, gpus: int) -> int:
@@ -160,8 +179,7 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     batch = request.global_batch or usual_batch(request, gpus)
     fitting: list[Estimate] = []
     rejected: list[Rejected] = []
-    for layout, zero, offload in (*layouts(request, gpus), *_offloads(request, gpus)):
-        job = request.job(layout, global_batch=batch, zero=zero, offload=offload)
+    for job in (*_jobs(request, gpus, batch), *_offloaded_jobs(request, gpus, batch)):
         found = _try(request, job)
         if isinstance(found, Estimate):
             fitting.append(found)
@@ -221,7 +239,7 @@ def lower_precision(request: PlanRequest) -> list[PlanRequest]:
 def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[Estimate]:
     """The estimates that fit with the least change of `lower_precision` with which any fits."""
     for changed in lower_precision(request):
-        jobs = (changed.job(layout, global_batch=batch, zero=zero) for layout, zero, _ in layouts(changed, gpus))
+        jobs = _jobs(changed, gpus, batch)
         found = [estimate for job in jobs if isinstance(estimate := _try(changed, job), Estimate)]
         if found:
             return found
@@ -229,6 +247,45 @@ def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[E
 
 
 # -- layouts to try ---------------------------------------------------------------------------------------------------
+
+
+def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
+    """Runs without offload of all layouts, and those of transformers' expert parallelism."""
+    tried = list(layouts(request, gpus))
+    for layout, zero, _ in tried:
+        yield request.job(layout, global_batch=batch, zero=zero)
+    if request.stack != "hf" or _why_no_experts(request) is not None:
+        return
+    for layout, zero, _ in tried:
+        sizes = _native_groups(request.shape, layout)
+        if zero == 3 and layout.ranks_per_replica == 1 and sizes:
+            job = request.job(layout, global_batch=batch, zero=zero)
+            yield replace(job, expert_parallel=sizes[-1])
+
+
+def _offloaded_jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
+    for layout, zero, offload in _offloads(request, gpus):
+        yield request.job(layout, global_batch=batch, zero=zero, offload=offload)
+
+
+def _why_no_experts(request: PlanRequest) -> str | None:
+    """Why no layout of Hugging Face's stack can spread experts over data-parallel ranks; None if one can."""
+    spread = Combination(
+        planned=True,
+        engine=engine_of(request.stack, pp=1),
+        trl=request.task != "text",
+        task=request.task,
+        method=request.method,
+        zero=3,
+        expert_parallel=2,
+    )
+    return explain(spread, "expert_parallel", speaker=speaker())
+
+
+def _native_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """Numbers of ranks above 1 that divide the ranks of a replica and the experts of a layer."""
+    most = math.gcd(layout.dp_shard, shape.moe.experts) if shape.moe is not None else 1
+    return [size for size in range(2, most + 1) if most % size == 0]
 
 
 def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
@@ -337,7 +394,9 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     """The best estimate of a layout, or why it does not work."""
 
     def because(reason: str) -> Rejected:
-        return Rejected(layout=job.layout, strategy=strategy_of(job), reason=reason)
+        return Rejected(
+            layout=job.layout, strategy=strategy_of(job), reason=reason, expert_parallel=job.expert_parallel
+        )
 
     if job.layout.pp > 1 and job.stack == "hf":
         reason = why_not(job, "engine")  # not what only keeps a recipe from running it: it is estimated all the same
@@ -498,7 +557,13 @@ def _interleavings(job: Job) -> list[int]:
 
 
 def _expert_groups(job: Job) -> list[int]:
-    """Numbers of ranks that may share the experts of a layer; Trainer has no expert parallelism."""
+    """Numbers of ranks that may share the experts of a layer, the fewest first.
+
+    Under transformers' expert parallelism there are at least two: without it other software shards the model, which
+    is a run of its own.
+    """
+    if job.is_native:
+        return _native_groups(job.shape, job.layout)
     if job.shape.moe is None or job.stack == "hf":
         return [1]
     ranks = job.data_parallel * job.layout.cp
@@ -510,12 +575,19 @@ def _expert_groups(job: Job) -> list[int]:
 
 def _too_large(job: Job, needed_gib: float) -> Rejected:
     memory = job.gpu.memory_gib
-    name = strategy_of(job) + (" with offload" if job.offload != "none" else "")
+    name = "expert parallelism" if job.is_native else strategy_of(job)
+    name += " with offload" if job.offload != "none" else ""
     reason = (
         f"{name} needs {needed_gib:.0f} GiB per GPU even with full recomputation and micro-batch 1; {job.gpu.name} "
         f"has {memory:.0f}, of which a plan uses {100 * USABLE_MEMORY_FRACTION:.0f}%"
     )
-    return Rejected(layout=job.layout, strategy=name, reason=reason, needed_gib=needed_gib)
+    return Rejected(
+        layout=job.layout,
+        strategy=name,
+        reason=reason,
+        needed_gib=needed_gib,
+        expert_parallel=job.expert_parallel,
+    )
 
 
 def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
@@ -524,8 +596,14 @@ def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
     reason = explain(split, "model_parallel", "ranks_per_replica", speaker=speaker())
     if reason is not None:
         yield Rejected(layout=ParallelLayout(tp=gpus), strategy="parallel", reason=reason)
-    experts = request.shape.moe.experts if request.shape.moe is not None else 1
-    spread = Combination(planned=True, engine=engine_of(request.stack, pp=1), expert_parallel=experts)
-    reason = explain(spread, "expert_parallel", speaker=speaker())
+    if request.shape.moe is None or request.stack != "hf":
+        return
+    everything = ParallelLayout(dp_shard=gpus)
+    reason = _why_no_experts(request)
+    if reason is None and gpus > 1 and not _native_groups(request.shape, everything):
+        reason = (
+            f"expert parallelism: no number of ranks divides both the {gpus} GPUs and the {request.shape.moe.experts} "
+            "experts of a layer"
+        )
     if reason is not None:
-        yield Rejected(layout=ParallelLayout(dp_shard=gpus), strategy="expert parallel", reason=reason)
+        yield Rejected(layout=everything, strategy="native", reason=reason)

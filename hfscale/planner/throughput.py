@@ -203,31 +203,39 @@ def _sharded_traffic(
     # Parameters are sharded over context-parallel ranks too (torchtitan's dp_shard_cp axis).
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
-    dense, experts = layer_parameters(job)
-    local = dense + experts * gathered_share(job)
     weight = _weight_bytes(job)
-    gradient = _gradient_bytes(job, framework)
-    trained = trained_parameters(job) / shape.total_parameters
-
-    def gathered_s(bytes_: float) -> float:
-        """Time to gather or scatter so many bytes per parameter of a layer."""
-        if job.expert_parallel == 1:
-            return network.gather_s(bytes_ * local, shard)
-        owners = Group(size=shard.size // job.expert_parallel, stride=layout.tp * layout.cp * job.expert_parallel)
-        return network.gather_s(bytes_ * dense, shard) + network.gather_s(bytes_ * (local - dense), owners)
-
-    gather = gathered_s(weight)
-    scatter = gathered_s(gradient * trained) if trained else 0.0
+    gradient = _gradient_bytes(job, framework) * trained_parameters(job) / shape.total_parameters
+    dense, experts = layer_parameters(job)
+    gather = _layer_gather_s(job, network, shard, weight)
+    scatter = _layer_gather_s(job, network, shard, gradient)
     share = dense / shard.size + experts * kept_share(job, shard.size)
-    across = network.reduce_s(gradient * trained * share, replicas)
+    across = network.reduce_s(gradient * share, replicas)
     again = gather if job.reshard else 0.0
-    ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp / local
-    root = exposed_s(ends * (gather + scatter + across), head, framework.overlap_dp)
+    ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
+    of_ends = network.gather_s(weight * ends, shard) + network.gather_s(gradient * ends, shard)
+    of_ends += network.reduce_s(gradient * ends / shard.size, replicas)
+    root = exposed_s(of_ends, head, framework.overlap_dp)
     ahead = exposed_s(gather, forward, framework.overlap_dp)
+    if job.is_native:  # gradients are reduced over replicas with the last micro-batch only (`emit.SYNC_EACH_BATCH`)
+        once = exposed_s(across, backward, framework.overlap_dp) * job.layer_split[0]
+        behind = exposed_s(again + scatter, backward, framework.overlap_dp)
+        return _ShardedTraffic(per_layer=ahead + behind, root=root, per_step=once)
     behind = exposed_s(again + scatter + across, backward, framework.overlap_dp)
     if layout.pp > 1:
         return _ShardedTraffic(per_step=job.layer_split[0] * (ahead + behind) + root)
     return _ShardedTraffic(per_layer=ahead + behind, root=root)
+
+
+def _layer_gather_s(job: Job, network: Network, shard: Group, bytes_per_parameter: float) -> float:
+    """Time to gather the parameters of an average layer, or to scatter their gradients."""
+    dense, experts = layer_parameters(job)
+    experts *= gathered_share(job)
+    if job.expert_parallel == 1:
+        return network.gather_s(bytes_per_parameter * (dense + experts), shard)
+    owners = Group(size=shard.size // job.expert_parallel, stride=shard.stride * job.expert_parallel)
+    return network.gather_s(bytes_per_parameter * dense, shard) + network.gather_s(
+        bytes_per_parameter * experts, owners
+    )
 
 
 def _weight_bytes(job: Job) -> float:

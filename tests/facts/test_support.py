@@ -196,7 +196,18 @@ CASES = {
         c.sizes(dp_replicate_size=2),
         c.sizes(ZERO, dp_shard_size=2),
     ],
-    "expert parallelism": lambda c: [planned(expert_parallel=8, zero=3)],
+    "plans of expert parallelism with tensor, pipeline or context parallelism": lambda c: [
+        planned(layout={"tp": 2, "dp_shard": 4}, expert_parallel=4, zero=3),
+        planned(layout={"pp": 2, "dp_shard": 4}, expert_parallel=4, zero=3),
+    ],
+    "plans of expert parallelism without sharded parameters": lambda c: [
+        planned(layout={"dp_replicate": 8}, expert_parallel=8, zero=1)
+    ],
+    "plans of expert parallelism with offload": lambda c: [planned(expert_parallel=8, zero=3, offload="full")],
+    "expert parallelism with 4-bit weights": lambda c: [planned(expert_parallel=8, zero=3, method="qlora")],
+    "plans of expert parallelism for the tasks of TRL": lambda c: [planned(expert_parallel=8, zero=3, task="sft")],
+    "a fused loss with expert parallelism": lambda c: [planned(expert_parallel=8, zero=3, liger=True)],
+    "launching expert parallelism of transformers": lambda c: [planned(expert_parallel=8, zero=3)],
     "AutoTP of DeepSpeed": lambda c: [c.recipe(ZERO, ds={"tensor_parallel": {"autotp_size": 2}})],
     "QLoRA without a CUDA GPU": lambda c: [c.recipe(model=QLORA)],
     "merging the adapters of QLoRA": lambda c: [message_of(ModelArguments, **QLORA, merge_adapters=True)],

@@ -47,7 +47,7 @@ class TestPlan:
             "cost_usd",
         }
         assert promised <= set(choice)
-        assert set(choice["layout"]) == {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
+        assert set(choice["layout"]) == {"dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"}
         assert set(choice["memory_gib"]) == MEMORY
         assert choice["gpu_hours"] > 0
         assert all(set(row) == {"layout", "reason"} for row in found["rejected"])

@@ -9,13 +9,16 @@ from planner_jobs import job
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore  # no public way to make a world that is not there
+from transformers import CONFIG_MAPPING
 
-from hfscale import plan
-from hfscale.errors import LayoutError
+from hfscale import estimate, plan
+from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.families import FAMILIES
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.models import find_model
 from hfscale.planner.activations import kept_and_working, micro_batches_in_flight
 from hfscale.planner.advice import assumptions
+from hfscale.planner.emit import emit
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.experts import (
     EXPERT_OVERLAP,
@@ -26,6 +29,7 @@ from hfscale.planner.experts import (
     nodes_of_a_token,
 )
 from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.job import strategy_of
 from hfscale.planner.memory import state_bytes
 from hfscale.planner.network import Group, Network
 from hfscale.planner.search import PlanRequest, layouts
@@ -201,3 +205,172 @@ def with_experts(experts):
 def mixtral(ranks, **changes):
     options = {"shape": find_model("mixtral-8x7b"), "dp_shard": ranks, "zero": 3, "global_batch": ranks}
     return job(**{**options, **changes})
+
+
+QWEN = find_model("qwen3-30b-a3b")
+
+
+def qwen(**changes):
+    """Qwen3-30B-A3B on two nodes of H100s, whose GPUs share its experts."""
+    options = {"shape": QWEN, "dp_shard": 16, "expert_parallel": 8, "zero": 3}
+    return job(**{**options, **changes})
+
+
+class TestOfTransformers:
+    """Expert parallelism of the stack `hf`, which transformers does itself."""
+
+    def test_states_are_spread_over_all_ranks(self):
+        alone, spread = (state_bytes(qwen(expert_parallel=size), find_framework("hf")) for size in (1, 8))
+        assert spread.parameters == pytest.approx(alone.parameters)
+        assert spread.optimizer == pytest.approx(8 * QWEN.total_parameters / 16)
+
+    def test_fewer_experts_are_gathered(self):
+        experts = 128 * 3 * 2048 * 768
+        assert layer_parameters(qwen())[1] == experts / 8
+        assert layer_parameters(qwen(expert_parallel=1))[1] == experts
+        exact = replace(find_framework("hf"), overlap_dp=0.0)
+        spread = _sharded_traffic(qwen(), exact, NETWORK, 0.0, 0.0, 0.0).per_layer
+        assert spread < _sharded_traffic(qwen(expert_parallel=1), exact, NETWORK, 0.0, 0.0, 0.0).per_layer / 3
+
+    def test_a_layer_exchanges_its_tokens_twice_forward_and_twice_backward(self):
+        """Each of 4096 tokens goes to 8 experts of 2048 numbers of 2 bytes, seven eighths of which are on other ranks
+        of the node; a repeated forward pass exchanges them again."""
+        sent = 4096 * 8 * 2048 * 2 * 7 / 8
+        once = expert_exchange_s(qwen(expert_imbalance=1.0), NETWORK, 0.0)
+        assert once == pytest.approx(4 * sent / 200e9)
+        for kind in ("full", "selective"):
+            again = qwen(expert_imbalance=1.0, activation_checkpointing=kind)
+            assert expert_exchange_s(again, NETWORK, 0.0) == pytest.approx(1.5 * once)
+        assert expert_exchange_s(qwen(expert_imbalance=1.0, precision="fp32"), NETWORK, 0.0) == pytest.approx(2 * once)
+
+    def test_between_nodes_the_exchange_uses_the_network(self):
+        sent = 4096 * 8 * 2048 * 2
+        across = expert_exchange_s(qwen(expert_imbalance=1.0, expert_parallel=16), NETWORK, 0.0)
+        assert across == pytest.approx(4 * sent * 8 / 16 / 50e9)
+
+    def test_the_fullest_rank_sets_pace_and_memory(self):
+        even, uneven = (estimate_job(qwen(expert_imbalance=factor)) for factor in (1.0, 2.0))
+        slow, quick = (expert_exchange_s(run.job, NETWORK, 0.0) for run in (uneven, even))
+        assert slow == pytest.approx(2 * quick)
+        assert uneven.time.compute > 1.2 * even.time.compute
+        # A layer keeps of a received token 2 bytes of each input and 8 of each inner width of an expert.
+        more = 4096 * 8 * (2 * 2048 + 8 * 768) * 48 / 2**30
+        assert uneven.memory.activations - even.memory.activations == pytest.approx(more, rel=1e-6)
+        alone = estimate_job(qwen(expert_parallel=1))
+        assert estimate_job(qwen(expert_parallel=1, expert_imbalance=2.0)).time == alone.time
+
+    def test_gradients_are_reduced_over_replicas_once_per_step(self):
+        once, twice = (estimate_job(qwen(dp_replicate=2, dp_shard=8, global_batch=16 * n)).time for n in (1, 2))
+        apart, both = (
+            estimate_job(qwen(dp_replicate=2, dp_shard=8, global_batch=16 * n, expert_parallel=1)).time for n in (1, 2)
+        )
+        assert twice.communication - once.communication < both.communication - apart.communication
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "reason"),
+        [
+            ({"expert_parallel": 3}, LayoutError, "does not divide 128 experts"),
+            ({"expert_parallel": 32}, LayoutError, "does not divide the 16 ranks that share one replica .*: use 16"),
+            ({"dp_replicate": 16, "dp_shard": 1, "zero": 1}, LayoutError, "expert_parallel 8 with zero 1"),
+            ({"dp_shard": 8, "tp": 2}, LayoutError, "with tensor, pipeline or context parallelism"),
+            ({"offload": "full"}, UsageError, "offload is planned with DeepSpeed"),
+            ({"method": "qlora"}, UsageError, "4-bit experts"),
+            (
+                {"expert_imbalance": 0.5},
+                UsageError,
+                "expert_imbalance is 0.5: it must be a finite number of at least 1",
+            ),
+        ],
+    )
+    def test_what_transformers_or_the_planner_cannot_do_is_refused(self, changes, error, reason):
+        with pytest.raises(error, match=reason):
+            qwen(**changes).check()
+
+    def test_adapters_can_be_estimated(self):
+        run = estimate(QWEN, gpu="H100-80GB", layout={"dp_shard": 8, "ep": 8}, seq_len=4096, zero=3, method="lora")
+        assert run.job.expert_parallel == 8
+        assert run.memory.parameters == pytest.approx(
+            (2 * QWEN.total_parameters + 4 * QWEN.lora_parameters(16)) / 8 / 2**30
+        )
+
+    def test_the_layout_of_a_plan_can_be_estimated(self):
+        found = plan("qwen3-30b-a3b", gpu="H100-80GB", gpus=16, top=50)
+        choice = next(choice for choice in found.choices if choice.estimate.job.is_native).to_dict()
+        assert choice["layout"] == {
+            "dp_replicate": 1,
+            "dp_shard": 16,
+            "cp": 1,
+            "tp": 1,
+            "pp": 1,
+            "ep": choice["expert_parallel"],
+        }
+        again = estimate(
+            "qwen3-30b-a3b",
+            gpu="H100-80GB",
+            layout=choice["layout"],
+            seq_len=4096,
+            zero=choice["zero_stage"],
+            micro_batch=choice["micro_batch"],
+            global_batch=choice["global_batch"],
+            activation_checkpointing=choice["activation_checkpointing"],
+        )
+        assert again.time.total == pytest.approx(choice["step_time_s"])
+        with pytest.raises(LayoutError, match="layout has ep 8, and expert_parallel is 4"):
+            estimate("qwen3-30b-a3b", gpu="H100-80GB", layout={"dp_shard": 8, "ep": 8}, expert_parallel=4, seq_len=64)
+
+
+class TestSearch:
+    def test_expert_parallelism_is_a_choice_beside_fsdp2(self):
+        """With few tokens per GPU, gathering all experts takes longer than sending tokens to them."""
+        found = plan("qwen3-235b-a22b", gpu="H200-141GB", gpus=64, global_batch=64, top=50)
+        runs = {strategy_of(c.estimate.job): c.estimate for c in found.choices if c.estimate.job.layout.dp_shard == 64}
+        assert {"native", "fsdp2"} <= set(runs)
+        assert runs["native"].time.total < runs["fsdp2"].time.total
+        assert runs["native"].job.expert_parallel in (2, 4, 8, 16, 32, 64)
+        assert any(
+            "transformers shards the model itself" in line
+            for line in assumptions(found.request, runs["native"].job, None)
+        )
+
+    def test_every_choice_is_valid(self):
+        found = plan("qwen3-30b-a3b", gpu="B200", gpus=32, global_batch=64, top=1000)
+        jobs = [choice.estimate.job for choice in found.choices]
+        assert {run.layout.dp_replicate for run in jobs if run.is_native} == {1, 4}
+        for run in jobs:
+            run.check()
+
+    def test_one_node_of_several_is_used_for_the_exchange(self):
+        """Over a slow network tokens are exchanged in the node."""
+        found = plan("qwen3-30b-a3b", gpu="B200", gpus=64, network_gb_s=10.0, top=1000)
+        runs = [choice.estimate.job for choice in found.choices if choice.estimate.job.is_native]
+        assert {run.expert_parallel for run in runs} <= {2, 4, 8}
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"gpus": 7, "gpus_per_node": 7}, "no number of ranks divides both the 7 GPUs and the 128 experts"),
+            ({"method": "qlora"}, "4-bit experts"),
+            ({"task": "sft"}, "the recipes for TRL spread no experts"),
+            ({"gpu": "A100-40GB"}, "expert parallelism needs"),
+        ],
+    )
+    def test_what_is_not_tried_or_does_not_fit_has_one_reason(self, options, reason):
+        found = plan("qwen3-30b-a3b", **{"gpu": "H100-80GB", "gpus": 8, "top": 50} | options)
+        assert not any(choice.estimate.job.is_native for choice in found.choices)
+        assert sum(reason in row.reason for row in found.rejected) == 1
+
+    def test_dense_models_are_not_concerned(self):
+        found = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, top=50)
+        assert not any("expert" in row.reason for row in found.rejected)
+
+    def test_no_recipe_launches_it_yet(self, tmp_path):
+        found = plan("qwen3-30b-a3b", gpu="H200-141GB", gpus=8, top=50)
+        number = next(n for n, choice in enumerate(found.choices, 1) if choice.estimate.job.is_native)
+        assert found.choices[number - 1].to_dict()["recipe"] is None
+        with pytest.raises(UsageError, match=r"cannot be launched .*DistributedConfig"):
+            emit(found, tmp_path, number=number)
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.experts is not None])
+    def test_transformers_has_a_plan_for_every_family_of_experts(self, family):
+        assert "ep_dispatch_experts" in CONFIG_MAPPING[family].base_model_ep_plan.values()

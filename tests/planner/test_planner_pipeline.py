@@ -175,10 +175,3 @@ class TestSearch:
     def test_too_few_micro_batches_are_reported(self):
         _, found = self.pipelines(global_batch=8)
         assert any("16 pipeline stages: give --global-batch" in r.reason for r in found.rejected)
-
-    def test_expert_parallelism_is_rejected_with_a_reason(self):
-        found = plan("mixtral-8x7b", gpu="H100", gpus=16)
-        assert all(choice.estimate.job.expert_parallel == 1 for choice in found.choices)
-        assert sum("expert parallelism: no recipe" in row.reason for row in found.rejected) == 1
-        other = plan("mixtral-8x7b", gpu="H100", gpus=16, stack="megatron", top=50)
-        assert any(choice.estimate.job.expert_parallel > 1 for choice in other.choices)
