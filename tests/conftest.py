@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +147,16 @@ def without_imports_in_garbage_collection() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def accelerates_variables() -> Iterator[None]:
+    """Undo what a test changes in the variables of Accelerate: a recipe leaves its flags for compilation in them."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def needs(feature: str) -> pytest.MarkDecorator:

@@ -96,7 +96,7 @@ class TestSearch:
         for estimate in fused:
             same = [e for e in without if (e.job.layout, e.job.offload) == (estimate.job.layout, estimate.job.offload)]
             assert all(estimate.time.total * (1 + TIE_TOLERANCE) < e.time.total for e in same)
-        other = plan("pythia-1.4b", gpu="H100-80GB", gpus=8, top=100)
+        other = plan("pythia-1.4b", gpu="H100-80GB", gpus=8, top=100, seq_len=2048)
         assert not any(choice.estimate.job.liger for choice in other.choices)
 
     def test_lower_precision_is_the_last_resort(self):
