@@ -49,9 +49,10 @@ def test_trainings_in_the_test_process_use_one_of_eight_gpus(tmp_path, monkeypat
     assert tiny_arguments(tmp_path).n_gpu == 0
 
 
-def test_the_fork_server_looks_for_gpus_without_using_cuda(python):
+def test_the_fork_server_looks_for_gpus_without_using_cuda(python, monkeypatch):
     """A fork of a process that has used CUDA cannot use it. The forks have the environment of the test."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    monkeypatch.delenv(name, raising=False)  # DeepSpeed sets it when it is imported
     done = python("-c", f"import os; print(os.environ.get({name!r}))")
     assert done.out.strip() == "None"
     environ = Path(f"/proc/{fork_server()._process.pid}/environ").read_bytes().split(b"\0")

@@ -130,7 +130,19 @@ def test_what_an_installed_package_emits_trains(use, tmp_path):
     """The command that is printed, on one CPU instead of a GPU."""
     use("hfscale", "configs", "copy", "ddp/train.py")
     make_workplace(tmp_path)
-    use("hfscale", "plan", "model/config.json", "--gpu", "A100-80GB", "--gpus", "1", "--emit", "planned")
+    use(
+        "hfscale",
+        "plan",
+        "model/config.json",
+        "--gpu",
+        "A100-80GB",
+        "--gpus",
+        "1",
+        "--seq-len",
+        "64",
+        "--emit",
+        "planned",
+    )
     words = shlex.split((tmp_path / "planned" / "launch.sh").read_text().splitlines()[-1])
     assert words[:2] == ["accelerate", "launch"]
     assert (tmp_path / "train.py").read_bytes() == (tmp_path / "planned" / "train.py").read_bytes()

@@ -36,10 +36,9 @@ fails when a new version moves it.
 
 Replaced for the life of the object
 
-- the class of the head (`__class__` of an `nn.Linear`), `PreTrainedModel.loss_function` and `Trainer.prediction_step`
-  (both public). By: `compute_loss_in_chunks`, `evaluate_without_logits`. Reason: the loss must be computed in the
-  forward pass of the head, where FSDP2 and ZeRO-3 have gathered its weight, and an evaluation says nowhere else
-  whether it needs logits. Test: test_fused_loss.py, test_fused_loss_strategies.py.
+- the class of the head (`__class__` of an `nn.Linear`) and `PreTrainedModel.loss_function` (public). By:
+  `compute_loss_in_chunks`. Reason: the loss must be computed in the forward pass of the head, where FSDP2 and ZeRO-3
+  have gathered its weight. Test: test_fused_loss.py, test_loss_and_gradients_equal_those_from_all_logits.
 
 Read, called, or set once
 

@@ -25,6 +25,7 @@ from transformers.training_args import OptimizerNames
 from hfscale.core.logging import get_logger
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.onebit import OneBitAdam, OneBitLamb, WarmUp, average, leave_or_average
+from hfscale.trainer.hooks import use_optimizer
 from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def _use_one_bit_optimizer(trainer: "Trainer", method: str, warm_up_steps: int) 
     adamw, options = trainer.get_optimizer_cls_and_kwargs(trainer.args)
     assert adamw is AdamW  # the table of what works with what has refused the others
     warm_up = WarmUp(length=warm_up_steps)
-    trainer.optimizer_cls_and_kwargs = (ONE_BIT_OPTIMIZERS[method], {**options, "warm_up": warm_up})
+    use_optimizer(trainer, ONE_BIT_OPTIMIZERS[method], {**options, "warm_up": warm_up})
     _register(trainer, leave_or_average, warm_up)
     logger.info("%s: gradients are averaged in full up to step %d, which is its warm-up", method, warm_up_steps)
 

@@ -9,7 +9,8 @@ It happens inside of the forward of the head (`ChunkedLossHead`), so that FSDP2 
 bf16, which was off by 0.1% to 0.8% in a test on a CPU; Liger's kernel waits for the GPU in each forward pass.
 """
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +23,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from hfscale.core.versions import is_peft_model
+from hfscale.trainer.hooks import wrap_prediction_steps
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -231,17 +233,16 @@ def evaluate_without_logits(trainer: "Trainer", head: ChunkedLossHead) -> None:
         trainer (`Trainer`): its method `prediction_step` is replaced.
         head (`ChunkedLossHead`): the head of its model.
     """
-    step = trainer.prediction_step
 
-    @functools.wraps(step)
-    def step_without_logits(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def loss_is_enough(prediction_loss_only: bool) -> Iterator[None]:
         head.loss_is_enough = prediction_loss_only
         try:
-            return step(model, inputs, prediction_loss_only, *args, **kwargs)
+            yield
         finally:
             head.loss_is_enough = False
 
-    trainer.prediction_step = step_without_logits  # type: ignore[method-assign]
+    wrap_prediction_steps(trainer, loss_is_enough)
 
 
 def reason_not_to_chunk(model: Any) -> str | None:

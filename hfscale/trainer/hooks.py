@@ -1,9 +1,12 @@
-"""What `TrainerAdapter` adds to a Trainer: the keys of the callbacks in its logs, and calls after each batch."""
+"""What `TrainerAdapter` adds to a Trainer (keys in its logs, calls after batches), and what recipes set on theirs."""
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.optim import Optimizer
 from transformers import Trainer, TrainerState
 
 LogSource = Callable[[TrainerState, Mapping[str, float]], dict[str, float]]
@@ -91,3 +94,31 @@ class DataFetchHook:
             for listener in self._listeners:
                 listener()
             yield batch
+
+
+def use_optimizer(trainer: Trainer, kind: type[Optimizer], options: dict[str, Any]) -> None:
+    """Let a Trainer make an optimizer of a class, as its argument `optimizer_cls_and_kwargs` does.
+
+    Args:
+        trainer (`Trainer`): a Trainer that has not made its optimizer.
+        kind (`type`): the class of the optimizer.
+        options (`dict[str, Any]`): its keyword arguments.
+    """
+    trainer.optimizer_cls_and_kwargs = (kind, options)
+
+
+def wrap_prediction_steps(trainer: Trainer, context: Callable[[bool], AbstractContextManager[None]]) -> None:
+    """Let each step of an evaluation or prediction of a Trainer run in a context, as long as the Trainer lives.
+
+    Args:
+        trainer (`Trainer`): its method `prediction_step` is replaced.
+        context (`Callable`): returns the context, given whether the step needs the loss alone.
+    """
+    step = trainer.prediction_step
+
+    @functools.wraps(step)
+    def step_in_context(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        with context(prediction_loss_only):
+            return step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    trainer.prediction_step = step_in_context  # type: ignore[method-assign]
