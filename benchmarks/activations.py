@@ -48,6 +48,9 @@ RECOMPUTE = ("none", "selective", "full")
 TRIES = 80
 """Small models that are drawn per family, of which those are measured whose widths are new."""
 CHECKS = 3
+LAYER_COUNTS = {"gemma2": (2, 3, 4), "gpt_oss": (2, 4)}
+"""Numbers of layers, where they are not 1 to 3: Gemma 2 has layers of two kinds, and gpt-oss an odd number of matrix
+products per layer, of which selective recomputation keeps every second."""
 SEQ_LEN = 32
 LORA_RANK = 16
 ZERO = 0.02
@@ -223,11 +226,13 @@ def sample(family: str, random_: random.Random) -> dict[str, Any]:
     heads = random_.choice((8, 16) if family == "codegen" else (2, 4, 6, 8))
     head_dim = random_.choice((8, 16, 24, 32))
     known = {field.name for field in fields(CONFIG_MAPPING[family])}
-    known |= {"head_dim"} if family == "qwen3_moe" else set()  # its class reads the key without declaring it
+    if family in ("qwen3_moe", "glm4_moe", "dots1"):  # their classes read the key without declaring it
+        known.add("head_dim")
     is_free = ("head_dim" in known or "kv_lora_rank" in known) and family != "helium"
     is_eager = family in ("gemma2", "gpt_oss")  # their attention copies keys and values, but not those of one head
-    layers = random_.choice((2, 3, 4) if family == "gemma2" else (1, 2, 3))  # Gemma 2: layers of both kinds
+    layers = random_.choice(LAYER_COUNTS.get(family, (1, 2, 3)))
     experts = random_.choice((4, 6, 8))
+    dense = random_.randint(0, layers - 1)
     wanted: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 24 * random_.randint(2, 6) if is_free else heads * head_dim,
@@ -247,7 +252,8 @@ def sample(family: str, random_: random.Random) -> dict[str, Any]:
         "n_shared_experts": random_.randint(1, 2),
         "n_group": 1,
         "topk_group": 1,
-        "first_k_dense_replace": random_.randint(0, layers - 1),
+        "first_k_dense_replace": dense,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(random_.randint(0, layers - 1))),
         "sliding_window": random_.choice((8, 64)),

@@ -44,7 +44,8 @@ def test_hub_ids_are_unique_and_case_is_ignored():
 
 
 def test_all_models_but_those_with_alibi_say_how_long_a_sequence_can_be():
-    assert {name for name in catalogue_names() if catalogue_shape(name).max_positions is None} == {"bloom-176b"}
+    unknown = {name for name in catalogue_names() if catalogue_shape(name).max_positions is None}
+    assert unknown == {"bloom-176b", "glm-4.5", "kimi-k2", "minimax-m2"}  # the sources of the last three do not say
 
 
 def test_no_window_if_the_published_config_has_none():

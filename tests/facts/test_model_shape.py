@@ -148,6 +148,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
         LLAMA | GQA | DEEPSEEK | TIED | {"n_shared_experts": 1, "first_k_dense_replace": 1, "max_window_layers": 1},
     ],
     "flex_olmo": [LLAMA, LLAMA | GQA | TIED | ATTENTION_BIAS | {"num_experts": 5, "num_experts_per_tok": 3}],
+    "glm4_moe_lite": [
+        LLAMA | LATENT | DEEPSEEK,
+        LLAMA
+        | LATENT
+        | DEEPSEEK
+        | TIED
+        | ATTENTION_BIAS
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 2},
+    ],
     "glm4_moe": [LLAMA, LLAMA | WIDE_HEADS | DEEPSEEK | TIED | ATTENTION_BIAS | {"use_qk_norm": True}],
     "gpt_oss": [LLAMA, LLAMA | WIDE_HEADS | EXPERTS | TIED | SLIDING | {"attention_bias": False}],
     "granitemoe": [LLAMA, LLAMA | GQA | EXPERTS | TIED | ATTENTION_BIAS],
@@ -474,6 +483,7 @@ LORA_CASES = [
     *((family, 1, "all-linear") for family in ("llama", "gpt2", "phi3", "bloom", "gpt_neox", "stablelm", "arcee")),
     ("opt", 2, "all-linear"),
     *((family, 1, "all-linear") for family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2")),
+    ("glm4_moe_lite", 1, "all-linear"),
     *((family, 1, "all-linear") for family in ("qwen2_moe", "granitemoeshared", "gpt_oss")),
 ]
 
@@ -603,6 +613,11 @@ def test_the_language_model_of_an_image_and_text_model_is_read() -> None:
             "contains linear_attention",
         ),
         ({"model_type": "gpt_neo", **GPT_NEO}, UnsupportedModelError, "attention_types is for 24 layers"),
+        (
+            {"model_type": "glm4_moe_lite", **LLAMA, **LATENT, "mlp_layer_types": ["dense"] * 2},
+            UnsupportedModelError,
+            "mlp_layer_types must have dense or sparse for each of its 3 layers, but has 2",
+        ),
     ],
 )
 def test_configs_that_cannot_be_read_are_refused(config: dict[str, Any], error: type[Exception], message: str) -> None:

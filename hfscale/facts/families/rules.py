@@ -183,6 +183,24 @@ def after_first_dense(config: ModelConfig) -> tuple[bool, ...]:
     return tuple(layer >= dense for layer in range(config.count("num_hidden_layers")))
 
 
+def stated_or_all_but_the_first(config: ModelConfig) -> tuple[bool, ...]:
+    """Make the layers that `mlp_layer_types` calls sparse a mixture of experts; without it, all but the first layer.
+
+    Raises:
+        UnsupportedModelError: the list has an unknown type, or not one entry per layer.
+    """
+    layers = config.count("num_hidden_layers")
+    types = config.items("mlp_layer_types")
+    if types is None:
+        types = ["dense", *["sparse"] * (layers - 1)]
+    if set(types) - {"dense", "sparse"} or len(types) != layers:
+        raise UnsupportedModelError(
+            f"config of model_type {config.model_type!r}: mlp_layer_types must have dense or sparse for each of its "
+            f"{layers} layers, but has {len(types)} entries; correct it in config.json"
+        )
+    return tuple(kind == "sparse" for kind in types)
+
+
 def shared_experts(config: ModelConfig) -> int:
     """Compute the width of DeepSeek's shared experts, one MLP: `n_shared_experts` times a routed expert's width."""
     return (config.optional_count("n_shared_experts") or 0) * config.count("moe_intermediate_size")
