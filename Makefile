@@ -51,7 +51,7 @@ test-trainers: $(VENV)/installed-dev
 	$(PYTEST) $(PARALLEL) -m trainers $(or $(ARGS),tests/trainers)
 
 test-finetuning: $(VENV)/installed-dev
-	$(PYTEST) $(PARALLEL) -m finetuning $(or $(ARGS),tests/finetuning)
+	$(PYTEST) $(PARALLEL) -m finetuning $(or $(ARGS),tests/finetuning tests/recipe)
 
 test-faults: $(VENV)/installed-dev
 	HFSCALE_TEST_LAUNCH=agent $(PYTEST) -m faults $(ARGS)
