@@ -193,7 +193,7 @@ def check_files(plan: EmittedPlan, folder: Path) -> None:
     argv = [str(START_OF_PLAN), str(folder / "real"), *words[2:], *cpu_flags(plan)]
     if plan.recipe == "grpo":
         argv += REWARDS
-    expected = dict(plan.choice["layout"])
+    expected = {axis: plan.choice["layout"][axis] for axis in AXES}
     if has_ring_attention(plan):
         refused = run_forked("script", argv, folder, {})
         assert refused.code == 2, plan.title

@@ -108,6 +108,7 @@ SAMPLERS: Mapping[str, Callable[[Draw], Any]] = {
     "tokens": lambda draw: draw.one_of("500M", "3B", "1T") if draw.has_tokens else None,
     "objective": lambda draw: draw.one_of("time", "time", "cost", "gpus") if draw.has_tokens else "time",
     "top": lambda draw: draw.one_of(1, 3, 20, 100),
+    "expert_imbalance": lambda draw: draw.rarely(draw.one_of(1.0, 1.5)),
     "min_gpus": lambda draw: draw.rarely(True),
     "deadline": lambda draw: draw.rarely(draw.one_of(200, 1e6)) if draw.has_tokens else None,
     "budget": lambda draw: draw.rarely(draw.one_of(1000, 1e8)) if draw.has_tokens else None,

@@ -105,6 +105,7 @@ for _ in range(4):
     model.zero_grad()
     kept.append(len(state.residuals))
 print(json.dumps(kept))
+dist.destroy_process_group()
 """
 
 
