@@ -45,7 +45,15 @@ def test_hub_ids_are_unique_and_case_is_ignored():
 
 def test_all_models_but_those_with_alibi_say_how_long_a_sequence_can_be():
     unknown = {name for name in catalogue_names() if catalogue_shape(name).max_positions is None}
-    assert unknown == {"bloom-176b", "glm-4.5", "kimi-k2", "minimax-m2"}  # the sources of the last three do not say
+    assert unknown == {"bloom-176b", "glm-4.5", "kimi-k2"}  # the sources of the last two do not say
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [("qwen3-8b", 40_960), ("qwen3-32b", 40_960), ("qwen2.5-1.5b", 131_072), ("minimax-m2", 196_608)],
+)
+def test_a_sequence_is_at_most_as_long_as_the_published_config_says(name, positions):
+    assert catalogue_shape(name).max_positions == positions
 
 
 def test_no_window_if_the_published_config_has_none():
