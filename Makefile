@@ -3,6 +3,7 @@
 # make docs             the documentation site -> site/
 # make test             the test suite; ARGS=tests/checkpoint limits it to one folder or file
 # make test-trainers    the Trainers of transformers, TRL and sentence-transformers
+# make test-recipes     the recipes under every strategy, launched as users do
 # make test-finetuning  chat data and the TRL recipes
 # make test-versions    other versions of torch, transformers and Python
 # make test-faults      the long fault-injection suite
@@ -23,7 +24,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check docs test-trainers test-finetuning test-versions test-faults test-gpu bench clean
+.PHONY: train test check docs test-recipes test-trainers test-finetuning test-versions test-faults test-gpu bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -34,7 +35,7 @@ train: $(VENV)/installed
 # Folders and files in ARGS limit what is collected. Few of them have a test that compares wall-clock times, so that the
 # second command may select none, which is pytest's exit code 5.
 test: $(VENV)/installed-dev
-	$(PYTEST) $(PARALLEL) -m "not (gpu or faults or timing or trainers or finetuning)" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "not (gpu or faults or timing or trainers or finetuning or recipes)" $(ARGS)
 	$(PYTEST) -m "timing and not gpu" $(ARGS) || [ $$? -eq 5 ]
 
 check: $(VENV)/installed-dev
@@ -47,11 +48,14 @@ docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "site/index.html"
 
+test-recipes: $(VENV)/installed-dev
+	$(PYTEST) $(PARALLEL) -m recipes $(ARGS)
+
 test-trainers: $(VENV)/installed-dev
 	$(PYTEST) $(PARALLEL) -m trainers $(or $(ARGS),tests/trainers)
 
 test-finetuning: $(VENV)/installed-dev
-	$(PYTEST) $(PARALLEL) -m finetuning $(or $(ARGS),tests/finetuning tests/recipe)
+	$(PYTEST) $(PARALLEL) -m finetuning $(or $(ARGS),tests/finetuning)
 
 test-faults: $(VENV)/installed-dev
 	HFSCALE_TEST_LAUNCH=agent $(PYTEST) -m faults $(ARGS)

@@ -15,6 +15,7 @@ MISSING = ("datasets", "deepspeed", "peft", "trl", "wandb", "liger", "pynvml", "
 PLUGINS_OF_PYTEST = ("pytest_timeout", "pytest_rerunfailures", "pytest_xdist", "xdist")
 
 
+@pytest.mark.recipes
 def test_missing_packages_are_skips_with_their_names(tmp_path):
     """hfscale is not installed either."""
     hidden = (*MISSING, *PLUGINS_OF_PYTEST, "hfscale", "__editable__")

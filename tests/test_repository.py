@@ -80,7 +80,9 @@ def test_the_makefile_describes_every_target():
     assert sorted(described) == sorted(targets())
 
 
-@pytest.mark.parametrize("target", ["test", "test-trainers", "test-finetuning", "test-faults", "test-gpu"])
+@pytest.mark.parametrize(
+    "target", ["test", "test-recipes", "test-trainers", "test-finetuning", "test-faults", "test-gpu"]
+)
 def test_a_path_in_args_limits_what_make_collects(target):
     commands = pytest_commands(target, f"ARGS={ONE_FILE}")
     assert commands

@@ -20,6 +20,7 @@ PLANS = {
 """Strategy -> recipe, model and flags of a plan that has a choice of both."""
 
 
+@pytest.mark.recipes
 @pytest.mark.parametrize("strategy", PLANS)
 def test_an_emitted_plan_starts(tmp_path, strategy):
     recipe, model, *flags = PLANS[strategy]

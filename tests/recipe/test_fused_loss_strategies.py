@@ -30,9 +30,7 @@ def run(workplace: Path, folder: Path, strategy: str, ranks: int, *flags: str) -
     return [logged(folder, key) for key in ("loss", "grad_norm")]
 
 
-FINETUNING = pytest.mark.finetuning
-
-
+@pytest.mark.recipes
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     ("strategy", "model", "flags"),
@@ -40,15 +38,15 @@ FINETUNING = pytest.mark.finetuning
         ("fsdp2", "model", ACCUMULATED),  # its embeddings are tied
         ("fsdp2", "deep", LORA),
         ("zero3", "deep", EVALUATED),
-        pytest.param("ddp", "deep", ACCUMULATED, marks=FINETUNING),
-        pytest.param("ddp", "experts", (), marks=FINETUNING),
-        pytest.param("fsdp2", "experts", (), marks=FINETUNING),
-        pytest.param("fsdp2", "deep", (*RECOMPUTED, *EVALUATED), marks=FINETUNING),
-        pytest.param("zero1", "model", (), marks=FINETUNING),
-        pytest.param("zero2", "deep", ACCUMULATED, marks=FINETUNING),
-        pytest.param("zero3", "model", (), marks=FINETUNING),
-        pytest.param("zero3", "experts", (), marks=FINETUNING),
-        pytest.param("zero3", "deep", LORA, marks=FINETUNING),
+        ("ddp", "deep", ACCUMULATED),
+        ("ddp", "experts", ()),
+        ("fsdp2", "experts", ()),
+        ("fsdp2", "deep", (*RECOMPUTED, *EVALUATED)),
+        ("zero1", "model", ()),
+        ("zero2", "deep", ACCUMULATED),
+        ("zero3", "model", ()),
+        ("zero3", "experts", ()),
+        ("zero3", "deep", LORA),
     ],
 )
 def test_losses_and_gradient_norms_are_those_from_all_logits(

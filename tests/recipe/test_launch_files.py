@@ -803,6 +803,7 @@ def test_a_package_that_no_extra_installs_is_found(extras, recipe, missing):
     assert missing_packages(extras, REPOSITORY / "recipes" / recipe / "train.py") == missing
 
 
+@pytest.mark.recipes
 @pytest.mark.parametrize(("package", "recipe"), [("datasets", "ddp"), ("trl", "sft")])
 def test_a_recipe_without_one_of_its_packages_ends_with_the_code_of_wrong_usage(package, recipe):
     """So that no scheduler starts it again."""
@@ -1047,6 +1048,7 @@ def test_two_nodes_under_torchrun_are_one_world(tmp_path):
         assert (seen["RANK"], seen["WORLD_SIZE"], seen["LOCAL_RANK"]) == (str(rank), "2", "0")
 
 
+@pytest.mark.recipes
 @pytest.mark.world(2)
 def test_the_recipe_trains_in_the_environment_of_torchrun(tmp_path):
     """As above without Accelerate's variables; the ranks are forked, with the environment that torchrun sets."""
@@ -1073,6 +1075,7 @@ def test_deepspeed_too_has_a_launcher_per_node(tmp_path):
     assert {path.name for path in tmp_path.glob("rank-*")} == {"rank-0.json", "rank-1.json"}
 
 
+@pytest.mark.recipes
 @pytest.mark.parametrize(("script", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGUSR1)], ids=label)
 def test_a_signal_reaches_the_workers_and_their_exit_code_comes_back(script, number, tmp_path):
     """The started process is the supervisor of the launcher; Slurm's USR1 reaches the workers as SIGTERM."""
@@ -1109,6 +1112,7 @@ def test_a_signal_during_the_timing_of_a_call_is_still_a_preemption(monkeypatch)
         signal.signal(signal.SIGUSR1, kept)
 
 
+@pytest.mark.recipes
 @pytest.mark.world(2)
 def test_slurm_requeues_a_preempted_run_of_two_nodes(slurm, tmp_path):
     """The exit code of the workers passes through two launchers, srun and the batch script."""
@@ -1125,6 +1129,7 @@ def test_slurm_requeues_a_preempted_run_of_two_nodes(slurm, tmp_path):
     assert (tmp_path / "scontrol").read_text().splitlines()[-1] == f"requeue {port - 20_000}"
 
 
+@pytest.mark.recipes
 def test_only_the_wrapper_passes_exit_codes_on(tmp_path):
     launcher = ["torchrun", "--nproc-per-node", "1", "--master-port", str(free_port())]
     assert run(sys.executable, EXIT_CODE, *launcher, WORKER, ".", "2", env={}, cwd=tmp_path).code == WRONG_USAGE

@@ -335,6 +335,7 @@ def train(folder, method, *, start_step=20, resume=None, **options):
     return trainer
 
 
+@pytest.mark.recipes
 class TestTraining:
     @pytest.mark.parametrize(("world_size", "accumulation"), [(2, 2), (4, 1)])
     def test_the_loss_stays_close_to_that_without_compression(self, tmp_path, world_size, accumulation):

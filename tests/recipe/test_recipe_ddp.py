@@ -81,6 +81,7 @@ def in_time(interrupt, folder):
     raise AssertionError("five runs were interrupted too late")
 
 
+@pytest.mark.recipes
 @pytest.mark.world(2)
 class TestTwoProcesses:
     def test_trains_and_prints_a_summary(self, uninterrupted):

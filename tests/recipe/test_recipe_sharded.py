@@ -14,6 +14,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.parallel.weights import build_model
 
+pytestmark = pytest.mark.recipes
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 FLAGS = [

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hfscale.checkpoint.store import verify
 from hfscale.recipe import corpus
 
+pytestmark = pytest.mark.recipes
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
 CONFIGS = REPOSITORY / "accelerate_configs"
 STEPS = 4
