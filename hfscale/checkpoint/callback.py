@@ -195,6 +195,8 @@ class SpotCheckpointCallback(AdapterCallback):
         """Keep the position in a streamed dataset in the checkpoints, and resume what Trainer itself cannot."""
         if native_layout(adapter.trainer.model) is not None:
             NativeLoading(adapter)
+            if self.cadence.every_steps is not None:
+                adapter.announce_saves()
         if "datasets" in sys.modules:  # Trainer works without it; a stream of it exists only where it is imported
             from hfscale.checkpoint.stream_position import track_stream
 
@@ -214,9 +216,7 @@ class SpotCheckpointCallback(AdapterCallback):
         with TRAINING.agreed("start: load"):
             _finish_load(adapter.trainer)
         self._take_over_saving(adapter)
-        self._saves = args.save_strategy != "no" or (
-            native_layout(adapter.trainer.model) is not None and self.cadence.every_steps is not None
-        )
+        self._saves = args.save_strategy != "no" or adapter.callback_saves
         if not self._saves:
             logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
         with TRAINING.agreed("start: output directory"):  # no rank may begin to write what another is about to archive

@@ -406,7 +406,7 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
 def _check_disk(trainer: Trainer) -> list[Finding]:
     """Check space and time for checkpoints as large as this model's weights and AdamW states."""
     args = trainer.args
-    if args.save_strategy == "no":
+    if args.save_strategy == "no" and not TrainerAdapter.of(trainer).callback_saves:
         return []
     sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in model_of(trainer).parameters()]
     weights = sum(numel * p.element_size() for numel, p in sizes)

@@ -62,6 +62,8 @@ class TrainerAdapter:
         self._eval_listeners: dict[str, Callable[[Any], object]] = {}
         self._wait_for_save: Callable[[], None] | None = None
         self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+        self.callback_saves = False
+        """Whether a callback saves in this training, although `save_strategy` may be `no`."""
         self._wraps_training = False
         self._skips_steps = False
         self._final_error: BaseException | None = None
@@ -267,6 +269,11 @@ class TrainerAdapter:
         for name, method in methods.items():
             self._replace(self.trainer, name, method)
         return original
+
+    def announce_saves(self) -> None:
+        """Set `callback_saves` until the end of the training. Call it before `on_train_begin`, in `before_train`."""
+        self.callback_saves = True
+        self.at_training_end(lambda: setattr(self, "callback_saves", False))
 
     def wait_for_save(self) -> None:
         """Wait for the save that is being written in the background, if there is one. Every rank must call it.

@@ -24,6 +24,7 @@ from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import read_status, verify
 from hfscale.cli import main
 from hfscale.core.torch_internals import StridedShard
+from hfscale.health import node
 
 EXPERTS = Layout(fsdp=2, ep=2)
 SAVED_BY_TRAINER = {"save_strategy": "steps", "save_steps": EVERY, "save_only_model": True}
@@ -127,6 +128,11 @@ class TestSave:
         assert list((tmp_path / "out").glob("checkpoint-*")) == []
         assert "nothing will be saved" in printed
 
+    @pytest.mark.parametrize("every", [1, None])
+    def test_the_space_for_checkpoints_is_checked_if_some_are_saved(self, model, tmp_path, every):
+        printed = launch(Run(layout=EXPERTS, every=every, steps=1, prepare=on_a_full_disk), model, tmp_path)
+        assert ("two checkpoints need" in printed) == (every is not None)
+
     @pytest.mark.parametrize("layout", [EXPERTS, Layout(tp=2)], ids=str)
     def test_a_synchronous_save_has_the_same_content(self, model, trained, tmp_path, layout):
         printed = launch(Run(layout=layout, spot={"asynchronous": False}), model, tmp_path)
@@ -150,6 +156,11 @@ class TestSave:
         shutil.rmtree(tmp_path / "remote" / f"checkpoint-{STEPS}")
         launch(Run(layout=Layout(fsdp=2), spot=remote), model, tmp_path / "run")
         assert_same_end(tmp_path / "run", trained)
+
+
+def on_a_full_disk(model):
+    node.free_bytes = lambda folder: 1000  # in this process, which is a rank
+    return model
 
 
 class WithRows(torch.optim.SGD):
