@@ -263,6 +263,21 @@ def distributed_sizes(model: object) -> dict[str, int] | None:
     return {axis: getattr(config, f"{axis}_size", None) or 1 for axis in ("dp_replicate", "fsdp", "tp", "ep", "pp")}
 
 
+def divides_expert_gradients_twice(device_type: str) -> bool:
+    """Return whether transformers divides the gradients of experts twice where no two ranks hold the same ones.
+
+    There FSDP2 divides by the factor that transformers has set, and once more if sums are forced too. transformers
+    forces them on every device in 5.21 and 5.22, in 5.19 and 5.20 where NCCL is not used, and from 5.23 only where
+    several ranks hold the same experts.
+
+    Args:
+        device_type (`str`): the device of the ranks, such as `cuda`.
+    """
+    if is_at_least("transformers", "5.23"):
+        return False
+    return is_at_least("transformers", "5.21" if device_type == "cuda" else "5.19")
+
+
 def context_parallel_size(trainer: "Trainer") -> int:
     """Return the number of ranks that share a sequence by ring attention.
 

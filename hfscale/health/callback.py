@@ -36,9 +36,16 @@ from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
+from hfscale.trainer.native import why_expert_gradients_are_small
 from hfscale.trainer.precision import why_accumulation_is_inexact
 from hfscale.trainer.state import model_of, output_folder
-from hfscale.trainer.strategy import averages_gradients, check_launch, check_strategy, describe_strategy
+from hfscale.trainer.strategy import (
+    averages_gradients,
+    check_distributed_model,
+    check_launch,
+    check_strategy,
+    describe_strategy,
+)
 
 logger = get_logger(__name__)
 
@@ -123,6 +130,7 @@ class CommHealthCallback(AdapterCallback):
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
         check_launch(args)
+        check_distributed_model(TrainerAdapter.current().trainer)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -145,9 +153,12 @@ class CommHealthCallback(AdapterCallback):
                 "logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so that "
                 "it is not found, and each micro-batch waits for the GPU; set logging_nan_inf_filter=False"
             )
-        inexact = why_accumulation_is_inexact(trainer)
-        if inexact is not None:
-            logger.warning(inexact)
+        for inexact in (
+            why_accumulation_is_inexact(trainer),
+            why_expert_gradients_are_small(trainer.model, args.device.type),
+        ):
+            if inexact is not None:
+                logger.warning(inexact)
         self._end()  # an earlier training may have ended by an exception
         self._begin_run()
         self._healthy_step = state.global_step

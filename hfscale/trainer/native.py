@@ -1,8 +1,9 @@
 """How transformers itself has distributed a model while it loaded it: `from_pretrained(distributed_config=...)`."""
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from hfscale.core.versions import distributed_sizes
+from hfscale.core.versions import distributed_sizes, divides_expert_gradients_twice, installed, is_peft_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +52,27 @@ def native_layout(model: object) -> NativeLayout | None:
     """
     sizes = distributed_sizes(model)
     return None if sizes is None else NativeLayout(**sizes)
+
+
+def why_expert_gradients_are_small(model: Any, device_type: str) -> str | None:
+    """Return that transformers divides the gradients of the experts twice, if it does; None if they are right.
+
+    Args:
+        model (`Any`): the model of a Trainer, with or without adapters of PEFT.
+        device_type (`str`): the device of the ranks, such as `cuda`.
+
+    Returns:
+        `str` or `None`: one line with the cause, what it changes and how to avoid it.
+    """
+    layout = native_layout(model)
+    if layout is None or layout.fsdp == 1 or layout.ep == 1 or layout.ep < layout.fsdp * layout.tp:
+        return None
+    base: Any = model.get_base_model() if is_peft_model(model) else model
+    if "ep_dispatch_experts" not in base.ep_plan.values() or not divides_expert_gradients_twice(device_type):
+        return None
+    return (
+        f"transformers {installed('transformers')} divides the gradients of the experts twice by fsdp_size "
+        f"{layout.fsdp} where no two ranks hold the same experts (ep_size {layout.ep}): gradient norms, clipping and "
+        "the updates of optimizers other than Adam's kind are wrong; upgrade (pip install --upgrade "
+        "'transformers>=5.23'), or give a smaller ep_size"
+    )

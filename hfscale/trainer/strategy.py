@@ -176,6 +176,24 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
         )
 
 
+def check_distributed_model(trainer: "Trainer", environ: Mapping[str, str] = os.environ) -> None:
+    """Check that nothing else is asked to distribute a model that transformers has distributed. It needs no training.
+
+    Args:
+        trainer (`Trainer`): it need not be prepared for training.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+
+    Raises:
+        StrategyMismatchError: the launcher or the arguments request FSDP or DeepSpeed too.
+    """
+    asked = requested_family(trainer.args, environ)
+    if native_layout(trainer.model) is not None and asked in ("fsdp", "zero"):
+        raise StrategyMismatchError(
+            f"{asked.upper()} was asked for but NATIVE would run: the model was loaded with distributed_config; "
+            "launch with torchrun, or load it without"
+        )
+
+
 def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) -> str:
     """Compare the strategy and the wrapper of the prepared model with the request.
 
@@ -191,6 +209,7 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         UsageError: the strategy does not support the adapters of the model.
         MissingDependencyError: the installed versions cannot train this model with the strategy.
     """
+    check_distributed_model(trainer, environ)
     asked, runs = requested_family(trainer.args, environ), running_strategy(trainer)
     if runs in ("parallel", "native") and asked in ("single", "ddp", "parallel"):
         asked = runs  # requested by the script, which the launcher does not know
@@ -199,8 +218,6 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
             "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
             "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
         }.get(asked, "check the --config_file given to accelerate launch")
-        if runs == "native":
-            fix = "the model was loaded with distributed_config; launch with torchrun, or load it without"
         raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
     model = unwrap_compiled(model_of(trainer))
     layout = native_layout(model)

@@ -10,7 +10,8 @@ import signal
 
 import pytest
 import torch
-from native_runs import EVERY, STEPS, Layout, Run, attempt, launch, make_model, output, records
+from conftest import REPOSITORY
+from native_runs import EVERY, FILE, STEPS, Layout, Run, attempt, launch, make_model, output, records
 from safetensors.torch import load_file
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -282,10 +283,25 @@ class TestBadInput:
         assert 0 not in attempt(run, model, tmp_path)
         assert "--optim adamw_torch" in errors(tmp_path)[0]
 
-    def test_a_launcher_that_asks_for_another_strategy(self, model, tmp_path):
-        env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        assert 0 not in attempt(Run(layout=EXPERTS, every=1), model, tmp_path, env=env)
-        assert "loaded with distributed_config; launch with torchrun" in errors(tmp_path)[0]
+    @pytest.mark.parametrize("asked", ["FSDP", "ZERO", "ZERO by an argument"])
+    def test_a_launcher_that_asks_for_another_strategy(self, model, tmp_path, asked):
+        """It is refused while the Trainer is made, before anything is prepared for training."""
+        config = str(REPOSITORY / "ds_configs" / "zero2.json")
+        env, arguments = {
+            "FSDP": ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, {}),
+            "ZERO": ({"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": config}, {}),
+            "ZERO by an argument": ({}, {"deepspeed": config}),
+        }[asked]
+        assert 0 not in attempt(Run(layout=EXPERTS, every=1, arguments=arguments), model, tmp_path, env=env)
+        (message, *_) = errors(tmp_path)
+        assert f"{asked.split()[0]} was asked for but NATIVE would run" in message
+        assert "loaded with distributed_config; launch with torchrun" in message
+        assert not (tmp_path / FILE).exists()
+
+    def test_a_trainer_that_would_save_what_it_cannot_resume(self, model, tmp_path):
+        """transformers refuses it itself, and says how to fix it."""
+        assert 0 not in attempt(Run(layout=EXPERTS, arguments={"save_strategy": "steps"}), model, tmp_path)
+        assert "Pass `save_only_model=True` or `save_strategy='no'`" in output(tmp_path)
 
 
 def test_what_a_rank_holds_follows_torchs_placements():

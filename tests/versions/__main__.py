@@ -2,8 +2,8 @@
 
 A corner is a row of `CORNERS`. A layered corner puts its packages in front of those of this Python; the others have an
 environment of their own. Both are kept in `.venv-versions/` and made again when their pins change. Each corner imports
-every module, trains on one process, under DDP and under FSDP2 with two, and passes the contract tests of the
-callbacks (not with `--short`).
+every module, trains on one process and under its strategies with two, and passes the contract tests of the callbacks
+(not with `--short`, and not where a corner is there for one strategy).
 """
 
 import argparse
@@ -60,7 +60,9 @@ class Corner:
     python: str | None = None
     """Interpreter of the corner's own environment; None: layered on this one."""
     strategies: tuple[str, ...] = ("ddp", "fsdp2")
-    """What runs on two processes."""
+    """What runs on two processes; `native`: models that transformers distributes while it loads them."""
+    contract: bool = True
+    """Whether the contract tests run, too."""
     short: bool = False
     """Whether `--short` runs it."""
 
@@ -83,7 +85,16 @@ CORNERS = (
         ),
         short=True,
     ),
-    Corner(name="pinned"),
+    *(
+        Corner(
+            name=f"transformers-{version}",
+            pins=(f"transformers=={version}.0",),
+            strategies=("native",),
+            contract=False,
+        )
+        for version in ("5.19", "5.20", "5.21", "5.22")
+    ),
+    Corner(name="pinned", strategies=("ddp", "fsdp2", "native")),
     # torch 2.6 has no FSDP2 on CPUs: their streams cannot record events.
     Corner(name="oldest", oldest=True, python="python3.11", strategies=("ddp",)),
     Corner(name="newest", pins=NEWEST, python="python3.11"),
@@ -132,10 +143,11 @@ def passes(corner: Corner, *, contract: bool) -> bool:
         good = [run(corner, "imports and one process", [python, TRAINING, "single", folder], environ)]
         for strategy in corner.strategies:
             launch = [python, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-            launch += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", str(free_port())]
+            config = "ddp" if strategy == "native" else strategy
+            launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--main_process_port", str(free_port())]
             argv = [*launch, TRAINING, strategy, f"{folder}/{strategy}"]
             good.append(run(corner, f"{strategy} on two processes", argv, environ))
-    if contract:
+    if contract and corner.contract:
         argv = [python, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", "-m", "not (gpu or faults or timing)"]
         good.append(run(corner, "contract tests", [*argv, *CONTRACT], environ))
     print(f"{corner.name}: {time.monotonic() - start:.0f} s", flush=True)

@@ -1,10 +1,11 @@
-"""What each corner of `make test-versions` must do: training.py single|ddp|fsdp2 FOLDER, on each rank.
+"""What each corner of `make test-versions` must do: training.py single|ddp|fsdp2|native FOLDER, on each rank.
 
 It trains without the callback, with it, and from its half-way checkpoint; the losses must be equal, and the last
-checkpoint complete. `single` also imports every module.
+checkpoint complete. `single` also imports every module; `native` does it in each layout of a mixture of experts.
 """
 
 import importlib
+import os
 import pkgutil
 import sys
 from pathlib import Path
@@ -72,7 +73,85 @@ def train(strategy: str, folder: Path) -> None:
         dist.destroy_process_group()
 
 
+LAYOUTS = (
+    {"fsdp_size": 2},
+    {"tp_size": 2},
+    {"tp_size": 2, "ep_size": 2},
+    {"fsdp_size": 2, "ep_size": 2},
+    {"dp_replicate_size": 2},
+)
+"""Sizes of `DistributedConfig` on two ranks."""
+
+
+def train_native(folder: Path) -> None:
+    """Train in each layout that transformers has, and resume each of them under FSDP2 too."""
+    from accelerate import PartialState
+    from native_runs import make_model
+
+    from hfscale.core.versions import divides_expert_gradients_twice, is_at_least
+
+    source = make_model(folder / f"model-{os.environ['RANK']}")  # with a process group, only rank 0 would save it
+    expected: dict[int, float] = {}
+    state = PartialState(cpu=True)
+    for sizes in LAYOUTS:
+        name = "-".join(f"{axis}{size}" for axis, size in sizes.items())
+        losses = _train_layout(source, folder / name, sizes)
+        if losses is None:
+            is_replicated = "dp_replicate_size" in sizes
+            assert not is_at_least("transformers", "5.23" if is_replicated else "5.21"), sizes
+            continue
+        expected = expected or losses
+        is_exact = sizes != LAYOUTS[3] or not divides_expert_gradients_twice("cpu")
+        for step, loss in losses.items():
+            assert abs(loss - expected[step]) < (1e-5 if is_exact else 1e-2), (sizes, losses, expected)
+        print(f"{name}: losses {losses}")
+    state.wait_for_everyone()
+    state.destroy_process_group()
+
+
+def _train_layout(source: Path, folder: Path, sizes: dict[str, int]) -> dict[int, float] | None:
+    """Return the loss of each step in a layout; None if transformers refuses it."""
+    import torch
+    from tiny import RandomTokens, tiny_arguments
+    from transformers import AutoModelForCausalLM, Trainer
+    from transformers.distributed import DistributedConfig
+
+    from hfscale import ScalingCallback, SpotCheckpointCallback, latest_checkpoint
+    from hfscale.checkpoint.manifest import read_manifest
+    from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+
+    def run(name: str, sizes: dict[str, int], *, saves: bool = True, resume: str | None = None) -> dict[int, float]:
+        config = DistributedConfig(**sizes)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, distributed_config=config)
+        batch = 8 // (sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1))
+        args = tiny_arguments(folder / name, max_steps=4, per_device_train_batch_size=batch)
+        let_fsdp_run_on_cpu()
+        callbacks = [ScalingCallback(spot_checkpoint=SpotCheckpointCallback(every_steps=2))] if saves else []
+        trainer = Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=callbacks)
+        trainer.train(resume_from_checkpoint=resume)
+        return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+
+    try:
+        plain = run("plain", sizes, saves=False)
+    except (TypeError, ValueError) as error:
+        print(f"{sizes}: refused by transformers: {str(error).splitlines()[0]}")
+        return None
+    assert run("ours", sizes) == plain
+    half_way = str(folder / "ours" / "checkpoint-2")
+    assert run("ours", sizes, resume=half_way) == plain
+    newest = latest_checkpoint(folder / "ours")
+    assert newest is not None
+    manifest = read_manifest(newest)
+    assert (manifest.step, manifest.strategy) == (4, "native")
+    resumed = run("ours", {"fsdp_size": 2}, resume=half_way)
+    assert all(abs(loss - plain[step]) < 1e-2 for step, loss in resumed.items()), (resumed, plain)
+    return plain
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "single":
         import_all()
-    train(sys.argv[1], Path(sys.argv[2]))
+    if sys.argv[1] == "native":
+        train_native(Path(sys.argv[2]))
+    else:
+        train(sys.argv[1], Path(sys.argv[2]))
