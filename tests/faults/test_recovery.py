@@ -1,7 +1,7 @@
 """`kill -9` of any rank at any moment under `hfscale run`: the run goes on from memory, with the same losses.
 
 Part of the long suite, `make test-faults`. The environment variable HFSCALE_RECOVERY_RUNS is the number of supervised
-runs, each with several kills, 15 by default, and HFSCALE_SEED selects other random kills. HFSCALE_RECOVERY_DISK=1
+runs, each with several kills, 18 by default, and HFSCALE_SEED selects other random kills. HFSCALE_RECOVERY_DISK=1
 repeats each run with checkpoints on the disk every fifth step and no snapshots. A file that HFSCALE_RECOVERY_RESULTS
 names receives one JSON line per run.
 """
@@ -16,14 +16,16 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY
+from native_runs import make_model
 from preemption_trials import losses
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
 SERVER = REPOSITORY / "tests" / "workers" / "recovery_server.py"
-RUNS, SEED = int(os.environ.get("HFSCALE_RECOVERY_RUNS", "15")), os.environ.get("HFSCALE_SEED", "0")
+RUNS, SEED = int(os.environ.get("HFSCALE_RECOVERY_RUNS", "18")), os.environ.get("HFSCALE_SEED", "0")
 IN_MEMORY = [True, False] if os.environ.get("HFSCALE_RECOVERY_DISK") else [True]
-STRATEGIES = ("ddp", "fsdp2", "zero3", "fsdp2_hsdp", "tp_pp")
+STRATEGIES = ("ddp", "fsdp2", "zero3", "fsdp2_hsdp", "tp_pp", "native")
 PARALLEL = {"tp_pp": {"tp_size": 2, "pp_size": 2}}  # of `ParallelTrainer`
+EXPERTS = {"fsdp_size": 2, "ep_size": 2}  # of a model that transformers distributes
 FOUR_PROCESSES = ("fsdp2_hsdp", "tp_pp")
 NO_SNAPSHOT = 1000  # steps, more than a run has
 DISK_INTERVAL = 5
@@ -59,7 +61,7 @@ def server():
 def supervise(server, folder, env, kills, *, interval=1, save_steps=1000, **more):
     """Run a supervised training in `folder`; return its exit code, its standard error and its log."""
     folder.mkdir()
-    arguments = ARGUMENTS | {"save_steps": save_steps}
+    arguments = ARGUMENTS | {"save_steps": save_steps, "save_only_model": "native" in more}
     spec = {"folder": str(folder), "arguments": arguments, "world": 2, "kills": kills, "env": env, **more}
     (folder / "spec.json").write_text(json.dumps(spec))
     launcher = [sys.executable, str(SERVER), "launch", str(server), str(folder / "spec.json")]
@@ -76,16 +78,28 @@ def supervise(server, folder, env, kills, *, interval=1, save_steps=1000, **more
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(server, launch_environment, tmp_path_factory):
+def settings(launch_environment, tmp_path_factory):
+    """Return a function: the environment of the ranks of a strategy, and what its trials name besides."""
+    moe = make_model(tmp_path_factory.mktemp("moe"), attention_dropout=0.1)
+
+    def of(strategy):
+        if strategy == "native":
+            return {}, {"native": EXPERTS, "moe": str(moe)}
+        return launch_environment(strategy), {"parallel": PARALLEL.get(strategy)}
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server, settings, tmp_path_factory):
     """The losses of a run without a kill, by strategy and number of processes."""
     known = {}
 
     def of(strategy, world=2):
         if (strategy, world) not in known:
             folder = tmp_path_factory.mktemp("whole") / f"{strategy}-{world}"
-            more = {"world": world, "parallel": PARALLEL.get(strategy)}
-            env = launch_environment(strategy)
-            done, _ = supervise(server, folder, env, [], interval=NO_SNAPSHOT, **more)
+            env, more = settings(strategy)
+            done, _ = supervise(server, folder, env, [], interval=NO_SNAPSHOT, world=world, **more)
             assert done.returncode == 0, done.stderr
             known[strategy, world] = losses(folder)
         return known[strategy, world]
@@ -96,11 +110,12 @@ def uninterrupted(server, launch_environment, tmp_path_factory):
 @pytest.mark.parametrize("in_memory", IN_MEMORY)
 @pytest.mark.parametrize("number", range(RUNS))
 def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(
-    server, launch_environment, uninterrupted, tmp_path, number, in_memory
+    server, settings, uninterrupted, tmp_path, number, in_memory
 ):
     chance = random.Random(f"{SEED}-{number}")
     strategy = STRATEGIES[number % len(STRATEGIES)]
     world = 4 if strategy in FOUR_PROCESSES else chance.choice((2, 2, 3, 4))
+    world = 2 if strategy == "native" else world
     kills = [
         {
             "restart": restart,
@@ -112,8 +127,8 @@ def test_a_killed_rank_costs_a_step_at_most_and_changes_no_loss(
         for restart in range(KILLS)
     ]
     tier = {"interval": 1} if in_memory else {"interval": NO_SNAPSHOT, "save_steps": DISK_INTERVAL}
-    more = {"world": world, "parallel": PARALLEL.get(strategy)}
-    done, events = supervise(server, tmp_path / "run", launch_environment(strategy), kills, **tier, **more)
+    env, more = settings(strategy)
+    done, events = supervise(server, tmp_path / "run", env, kills, world=world, **tier, **more)
     assert done.returncode == 0, done.stderr[-3000:]
     assert losses(tmp_path / "run") == uninterrupted(strategy, world)
     restarts = [event for event in events if event["event"] == "restart"]

@@ -2,8 +2,10 @@
 
 import json
 
+import native_runs
 import pytest
 import safetensors.torch
+from native_runs import Layout, Run
 from parallel_world import train
 from test_islands import largest_difference, run_islands
 from transformers import TrainerCallback
@@ -90,6 +92,44 @@ def test_islands_of_shards_end_with_the_weights_of_islands_of_one_rank(tmp_path,
     ranks, job, arguments = LAYOUTS[layout]
     expected = run_all_ways(tmp_path / "one", 1, ONE_RANK, {})
     found = run_all_ways(tmp_path / layout, ranks, job, arguments, HSDP if layout == "hsdp" else None)
+    for name in ROUNDS:
+        assert largest_difference(*expected[name]) == 0.0, name
+        assert largest_difference(*found[name]) == 0.0, name
+        assert largest_difference(expected[name][0], found[name][0]) < 1e-5, name
+
+
+def experts_of_islands(folder, layout, model):
+    """Train two islands of a mixture of experts in all ways of `ROUNDS`; return their weights by way and island."""
+    sgd = {"optim": "sgd", "learning_rate": 0.1, "max_grad_norm": 0}
+
+    def train_island(island, rendezvous):
+        for name, (every, fragments, overlap) in ROUNDS.items():
+            flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+            callback = DiLoCoCallback(**flags, every_steps=every, fragments=fragments, overlap_steps=overlap)
+            out = folder / name / str(island)
+            out.mkdir(parents=True, exist_ok=True)
+            run = Run(
+                layout=layout,
+                steps=7,
+                every=None,
+                arguments=sgd,
+                callbacks=(callback,),
+                after=lambda trainer, out=out: trainer.save_model(out),
+            )
+            native_runs.train(run, model, out)
+
+    codes, logs = run_islands(folder, train_island, ranks=layout.ranks, timeout_s=400.0)
+    assert codes == [0] * 2 * layout.ranks, "\n".join(log[-3000:] for log in logs)
+    return {name: [weights_of(folder / name / str(island)) for island in range(2)] for name in ROUNDS}
+
+
+def test_islands_of_experts_that_transformers_shards_end_with_the_weights_of_islands_of_one_rank(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret of the tests")
+    model = native_runs.make_model(tmp_path / "model")
+    expected = experts_of_islands(tmp_path / "one", Layout(), model)
+    found = experts_of_islands(tmp_path / "experts", Layout(fsdp=2, ep=2), model)
     for name in ROUNDS:
         assert largest_difference(*expected[name]) == 0.0, name
         assert largest_difference(*found[name]) == 0.0, name

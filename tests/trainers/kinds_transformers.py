@@ -1,5 +1,7 @@
 """Kinds of transformers' own Trainers, on tiny models of each modality, and subclasses as people write them."""
 
+import functools
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,27 @@ def builder(
 def llama(**overrides: Any) -> torch.nn.Module:
     """Return a tiny Llama."""
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | overrides)))
+
+
+@functools.cache
+def saved_experts() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with a tiny mixture of experts. With a process group, only rank 0 would save it."""
+    sizes = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    folder = tempfile.TemporaryDirectory()
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**(LLAMA | sizes))).save_pretrained(folder.name)
+    return folder
+
+
+def experts() -> torch.nn.Module:
+    """Return the tiny mixture of experts as transformers has distributed it: two ranks share its experts."""
+    from transformers.distributed import DistributedConfig
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        saved_experts().name,
+        dtype=torch.float32,
+        experts_implementation="eager",  # torch counts the FLOPs of its products
+        distributed_config=DistributedConfig(fsdp_size=2, ep_size=2),
+    )
 
 
 def frozen(model: torch.nn.Module) -> torch.nn.Module:
@@ -467,6 +490,29 @@ KINDS = (
         build=builder(llama, text),
         processes=2,
         strategy="fsdp2",
+    ),
+    Kind(
+        name="experts",
+        trainer="`Trainer`, `distributed_config` (FSDP2, expert parallelism)",
+        model="mixture of experts (Qwen3-MoE)",
+        build=builder(experts, text),
+        arguments={"save_only_model": True, "load_best_model_at_end": False},
+        processes=2,
+        is_distributed=True,
+    ),
+    Kind(
+        name="experts_compiled",
+        trainer="`Trainer`, `distributed_config`, `torch_compile`",
+        model="mixture of experts (Qwen3-MoE)",
+        build=builder(experts, text),
+        arguments={
+            "save_only_model": True,
+            "load_best_model_at_end": False,
+            "torch_compile": True,
+            "torch_compile_backend": "aot_eager",
+        },
+        processes=2,
+        is_distributed=True,
     ),
     Kind(
         name="seq2seq_ddp",

@@ -21,7 +21,7 @@ import paths  # noqa: F401
 import torch
 from ports import free_port
 from tiny import RandomTokens, tiny_arguments, tiny_model
-from transformers import Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from workers.blocked import block_in_c
 
 from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback, SpotCheckpointCallback
@@ -100,6 +100,16 @@ class SavingTrainer(Trainer):
         super()._save_checkpoint(model, trial)
 
 
+def make_model(spec):
+    """The model of a trial: a small Llama, or the mixture of experts in `moe`, distributed by transformers."""
+    if "native" not in spec:
+        return tiny_model(**{"attention_dropout": 0.1} | spec.get("model", {}))
+    from transformers.distributed import DistributedConfig
+
+    sizes = DistributedConfig(**spec["native"])
+    return AutoModelForCausalLM.from_pretrained(spec["moe"], dtype=torch.float32, distributed_config=sizes)
+
+
 def train(spec, phases):
     arguments = tiny_arguments("out", **spec["arguments"])
     parallel = ParallelArguments(**(spec.get("parallel") or {}))
@@ -118,7 +128,7 @@ def train(spec, phases):
         spot_checkpoint=SpotCheckpointCallback(**({"on_preemption": "return"} | spec.get("spot", {}))),
     )
     trainer = trainer_class(
-        model=tiny_model(**{"attention_dropout": 0.1} | spec.get("model", {})),
+        model=make_model(spec),
         args=arguments,
         train_dataset=Tokens(phases, "data", 64),
         eval_dataset=Tokens(phases, "eval_data", 32),
