@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.checkpoint.cadence import DEFAULT_EVERY_MINUTES, SaveCadence
+from hfscale.checkpoint.identity import check_identity, check_words
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
 from hfscale.checkpoint.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
@@ -46,10 +47,10 @@ from hfscale.core.exchanges import OneProcess
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.versions import uses_jit_checkpoint
-from hfscale.errors import CheckpointError, ParameterError, StorageError, UsageError
+from hfscale.errors import CheckpointError, ParameterError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
+from hfscale.trainer.hooks import switch_off_jit_checkpoint
 from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import output_folder, saved_state
 from hfscale.trainer.strategy import check_adapters
@@ -87,6 +88,7 @@ class SpotCheckpointCallback(AdapterCallback):
 
     On a preemption notice (SIGTERM, SIGUSR1, Ctrl-C, one of the cloud provider, the stop file; on any rank) all ranks
     stop at the same step boundary and save that step, if there is time for it; an evaluation under way is cut short.
+    transformers' `enable_jit_checkpoint` is switched off, since this does the same on all ranks at once.
     The training ends as usual, the status is `preempted`, and `preempted` holds the reason. Then `Trainer.train`
     raises on every rank: KeyboardInterrupt after Ctrl-C, else SystemExit with code 75, so that nothing after it runs
     and the scheduler starts the job again. A second Ctrl-C stops at once.
@@ -119,11 +121,15 @@ class SpotCheckpointCallback(AdapterCallback):
         memory_interval_steps (`int`, *optional*): steps between two snapshots in host memory under `hfscale run`
             (docs/recovery.md); by default as many as keep their cost below 1%. The flag of `hfscale run` goes before
             it.
+        resume_with_other (`Sequence[str]`): what may be another one than in the run that wrote the checkpoint from
+            which the training resumes: `trainer`, `model`, `adapter`, `tokenizer`, `data`; each of them is refused
+            otherwise. Strategy, processes, batch sizes, learning rates and paths may always change.
 
     Raises:
-        UsageError: a cadence, `notice_s` or `memory_interval_steps` is not positive, the cloud or `on_preemption`
-            is unknown, `remote` is not a valid URL, the training arguments have `enable_jit_checkpoint`, another run
-            holds the output directory, or the strategy's checkpoints cannot hold the model's adapters.
+        UsageError: a cadence, `notice_s` or `memory_interval_steps` is not positive, the cloud, `on_preemption` or a
+            word of `resume_with_other` is unknown, `remote` is not a valid URL, another run holds the output
+            directory, the strategy's checkpoints cannot hold the model's adapters, or training resumes from a
+            checkpoint of another task, model, adapter, tokenizer or dataset.
         MissingDependencyError: the package for the protocol of `remote` is not installed.
         StorageError: on every rank: a file of a checkpoint could not be written during training; or, when the Trainer
             is made, the remote store cannot be read and there is no local checkpoint, or a download failed.
@@ -144,11 +150,13 @@ class SpotCheckpointCallback(AdapterCallback):
         asynchronous: bool = True,
         remote: str | None = None,
         memory_interval_steps: int | None = None,
+        resume_with_other: Sequence[str] = (),
     ) -> None:
         if memory_interval_steps is not None and memory_interval_steps < 1:
             raise ParameterError("memory_interval_steps", memory_interval_steps, "it must be 1 or greater")
         if on_preemption not in ("exit", "return"):
             raise ParameterError("on_preemption", on_preemption, "use exit or return")
+        self.resume_with_other = check_words(resume_with_other)
         self.on_preemption = on_preemption
         self.cadence = SaveCadence(every_steps=every_steps, every_minutes=every_minutes)
         self.asynchronous = asynchronous
@@ -185,14 +193,15 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
-        _refuse_jit_checkpoint(args)
+        switch_off_jit_checkpoint(TrainerAdapter.current().trainer)
         connect()  # to the supervisor, if there is one
         finish_renames(output_folder(args))  # so that plain `resume_from_checkpoint=True` finds them too
         if self.remote is not None and not _is_from_scratch(args):
             self.remote.fetch(output_folder(args))
 
     def before_train(self, adapter: TrainerAdapter) -> None:
-        """Keep the position in a streamed dataset in the checkpoints, and resume what Trainer itself cannot."""
+        """Check what the training resumes from, keep its position in a stream, and resume what Trainer cannot."""
+        self.check_identity(adapter.trainer, adapter.asked_checkpoint)
         if native_layout(adapter.trainer.model) is not None:
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
@@ -202,13 +211,27 @@ class SpotCheckpointCallback(AdapterCallback):
 
             track_stream(adapter)
 
+    def check_identity(self, trainer: Trainer, checkpoint: str | None) -> None:
+        """Check that a checkpoint is a state of what the Trainer trains. Every rank must call it.
+
+        Args:
+            trainer (`Trainer`): the Trainer that is about to resume.
+            checkpoint (`str`, *optional*): the checkpoint; None: it starts from scratch.
+
+        Raises:
+            UsageError: it is a state of something else that `resume_with_other` does not allow.
+            CheckpointError: its manifest is broken.
+        """
+        check_identity(trainer, checkpoint, self.resume_with_other)
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         adapter = TrainerAdapter.current()
-        _refuse_jit_checkpoint(args)
+        switch_off_jit_checkpoint(adapter.trainer)
         check_adapters(adapter.trainer)
         lock_for_all_ranks(output_folder(args), is_holder=args.should_save)
+        self.check_identity(adapter.trainer, resumed_from())
         self._refuse_to_discard(adapter, state)
         self._wait()  # for a save that a training left in flight when it broke off
         self._begin_run()
@@ -561,19 +584,6 @@ def _temporary_steps(state: TrainerState) -> list[int]:
     """Return the steps of the temporary checkpoints that the state of the Trainer names."""
     steps: list[int] = saved_state(state, _STATE_NAME).get(_TEMPORARY, [])
     return steps
-
-
-def _refuse_jit_checkpoint(args: TrainingArguments) -> None:
-    """Reject `enable_jit_checkpoint`: the SIGTERM handler that transformers installs for it would replace ours.
-
-    Raises:
-        UsageError: the training arguments have `enable_jit_checkpoint`.
-    """
-    if uses_jit_checkpoint(args):
-        raise UsageError(
-            "--enable_jit_checkpoint true: its SIGTERM handler replaces the one of SpotCheckpointCallback, and its "
-            "ranks do not agree on the step; remove the flag: the callback saves on SIGTERM by itself"
-        )
 
 
 def _is_from_scratch(args: TrainingArguments) -> bool:

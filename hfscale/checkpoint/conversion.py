@@ -105,6 +105,7 @@ def convert(
             strategy=strategy,
             world_size=world_size,
             global_batch_size=manifest.global_batch_size,
+            identity=manifest.identity,
         )
         unfinished.chmod(0o755)  # mkdtemp has made it private
         unfinished.rename(target)

@@ -7,13 +7,21 @@ commit. It contains
      "files": {"model.safetensors": {"bytes": 123, "xxh3_128": "…32 hexadecimal digits…"}, …}}
 
 with paths relative to the checkpoint, in POSIX form. Of a natively distributed model it also has the sizes of its
-layout: `"layout": {"dp_replicate": 1, "fsdp": 2, "tp": 1, "ep": 2, "pp": 1}`.
+layout: `"layout": {"dp_replicate": 1, "fsdp": 2, "tp": 1, "ep": 2, "pp": 1}`. `identity` says what is trained, as
+`hfscale.checkpoint.identity` describes it:
+
+    "identity": {"trainer": {"class": "SFTTrainer"}, "model": {"model_type": "llama", "hidden_size": 4096, …},
+     "adapter": {"type": "LORA", "r": 16}, "tokenizer": {"vocab_size": 128000, "content_hash": "…"},
+     "data": {"kind": "rows", "rows": 51760, "content_hash": "…"}}
+
+A reader ignores keys that it does not know; a change that it must not ignore has another `format`.
 """
 
 import heapq
 import json
 import os
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path, PurePosixPath
 
 import xxhash
@@ -23,6 +31,8 @@ from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
 
 FORMAT = 1
+Identity = dict[str, dict[str, str | int]]
+"""What is trained: aspect -> property -> value (`hfscale.checkpoint.identity`)."""
 _CHUNK_BYTES = 8 * 2**20
 _OPENING_BYTES = 2**20
 """Bytes that a reader could read in the time that it takes to open a file; about 1 ms on network storage."""
@@ -65,6 +75,8 @@ class Manifest:
     """Every other file of the checkpoint, by relative POSIX path."""
     layout: dict[str, int] | None = None
     """Sizes with which transformers distributed the model (`native`); None under the other strategies."""
+    identity: Identity | None = None
+    """What is trained; None where it is not known, as in checkpoints of earlier versions and of plain Trainer."""
     format: int = FORMAT
     """Version of this format."""
 
@@ -91,8 +103,9 @@ class Manifest:
     def to_json(self) -> str:
         """Return the manifest as indented JSON."""
         fields = asdict(self)
-        if self.layout is None:
-            del fields["layout"]  # earlier versions of hfscale read manifests without it
+        for name in ("layout", "identity"):  # earlier versions of hfscale read manifests without them
+            if fields[name] is None:
+                del fields[name]
         return json.dumps(fields, indent=1) + "\n"
 
 
@@ -114,12 +127,22 @@ def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
         if fields["format"] != FORMAT:
             raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {FORMAT}")
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
-        manifest = Manifest(files=files, **fields)
+        known = {field.name for field in dataclass_fields(Manifest)}
+        manifest = Manifest(files=files, **{name: value for name, value in fields.items() if name in known})
+        _check_identity(manifest.identity)
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__} {error}") from None
     for name in manifest.files:
         _check_file_name(path, name)
     return manifest
+
+
+def _check_identity(identity: object) -> None:
+    """Raise a TypeError unless it is None or maps names to mappings."""
+    if identity is None:
+        return
+    if not isinstance(identity, dict) or not all(isinstance(properties, dict) for properties in identity.values()):
+        raise TypeError("identity is not a mapping of mappings")
 
 
 def _check_file_name(manifest_path: Path, name: str) -> None:

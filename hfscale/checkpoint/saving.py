@@ -41,6 +41,7 @@ from hfscale.checkpoint.contents import (
 )
 from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.host_copy import HostCopy
+from hfscale.checkpoint.identity import identity_of
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.native import NativeState
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
@@ -114,6 +115,7 @@ class TrainerSaving:
         self._committed = committed
         self._strategy = running_strategy(trainer)
         self._global_batch_size = global_batch_size(trainer)
+        self._identity = identity_of(trainer) if trainer.args.local_process_index == 0 else None
         self._original = adapter.replace_saving(self._save, self.writer.wait)
         self._own_methods = own_methods(trainer)
         self.has_readers = any(map(_reader_of_saves, trainer.callback_handler.callbacks))
@@ -443,6 +445,7 @@ class TrainerSaving:
             strategy=self._strategy,
             global_batch_size=self._global_batch_size,
             layout=layout.to_dict() if layout is not None else None,
+            identity=self._identity,
             commits=args.should_save,
             is_shared=not args.save_on_each_node,
             on_commit=lambda manifest: self._committed(target, manifest, best, time.monotonic() - begun),

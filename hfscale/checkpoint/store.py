@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfscale.checkpoint.manifest import FileRecord, Manifest, checkpoint_files, read_manifest, record_files
+from hfscale.checkpoint.manifest import FileRecord, Identity, Manifest, checkpoint_files, read_manifest, record_files
 from hfscale.checkpoint.untrusted import check_links, check_no_link, read_json
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import flush, flush_folders, write_atomically
@@ -48,7 +48,15 @@ _ARCHIVE_NAME = re.compile(r"checkpoint-(\d+)\.superseded")
 # ---- Committing and verifying
 
 
-def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, global_batch_size: int) -> Manifest:
+def commit(
+    checkpoint: Path,
+    *,
+    step: int,
+    strategy: str,
+    world_size: int,
+    global_batch_size: int,
+    identity: Identity | None = None,
+) -> Manifest:
     """Make the content of `checkpoint` durable and valid: flush its files to the disk, then write the manifest.
 
     Call it on one process, after every process has written its files. The folder that contains it is not flushed.
@@ -59,6 +67,7 @@ def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, globa
         strategy (`str`): strategy under which the files were written.
         world_size (`int`): processes that wrote the files.
         global_batch_size (`int`): sequences per optimizer step.
+        identity (`Identity`, *optional*): what is trained.
 
     Returns:
         `Manifest`: the manifest that was written.
@@ -71,6 +80,7 @@ def commit(checkpoint: Path, *, step: int, strategy: str, world_size: int, globa
         strategy=strategy,
         world_size=world_size,
         global_batch_size=global_batch_size,
+        identity=identity,
         files=record_files(checkpoint),
     )
     for name in manifest.files:

@@ -80,7 +80,7 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.lock import is_locked_by_another_process
-from hfscale.checkpoint.manifest import FileRecord, Manifest, checkpoint_files
+from hfscale.checkpoint.manifest import FileRecord, Identity, Manifest, checkpoint_files
 from hfscale.checkpoint.store import CHECKPOINT_NAME, is_link_to_unfinished
 from hfscale.core import distributed
 from hfscale.core.activity import activity
@@ -120,6 +120,8 @@ class CheckpointJob:
     """Sequences per optimizer step, for the manifest."""
     layout: dict[str, int] | None = None
     """Sizes with which transformers distributed the model, for the manifest; None under the other strategies."""
+    identity: Identity | None = None
+    """What is trained, for the manifest."""
     commits: bool
     """Whether this rank writes the manifest."""
     is_shared: bool = True
@@ -505,6 +507,7 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
         world_size=distributed.world_size(),
         global_batch_size=job.global_batch_size,
         layout=job.layout,
+        identity=job.identity,
         files=dict(sorted(records.items())),
     )
     flush_folders(job.folder)

@@ -207,15 +207,6 @@ def pass_activation_checkpointing(args: Any) -> None:
         args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs
 
 
-def uses_jit_checkpoint(args: "TrainingArguments") -> bool:
-    """Return whether transformers' own checkpoint on SIGTERM is on.
-
-    Args:
-        args (`TrainingArguments`): the training arguments; `enable_jit_checkpoint` exists from transformers 5.0.
-    """
-    return bool(getattr(args, "enable_jit_checkpoint", False))
-
-
 def saves_safetensors(args: "TrainingArguments") -> bool:
     """Return whether weights are saved as safetensors files.
 

@@ -63,7 +63,7 @@ def read_share_of_epoch(loader: Any, *, island: int, epoch: int) -> None:
     """
     dataset = loader.dataset
     if isinstance(dataset, _Share):
-        dataset.indices = dataset.shares[(island + epoch) % len(dataset.shares)]
+        dataset.indices = dataset.hfscale_shares[(island + epoch) % len(dataset.hfscale_shares)]
     elif shares := getattr(dataset, "hfscale_shares", None):
         dataset._indices = shares[(island + epoch) % len(shares)]
     else:
@@ -142,7 +142,7 @@ class _Continued(Sampler[int]):
 class _Share(Subset[Any]):
     def __init__(self, dataset: Any, shares: list[range], island: int) -> None:
         super().__init__(dataset, shares[island])
-        self.shares = shares
+        self.hfscale_shares = shares
 
 
 class _EveryNth(IterableDataset[Any]):

@@ -247,6 +247,13 @@ class ScalingArguments(IslandArguments):
         "Write checkpoints in the background during training, if the result is exact.", default=True
     )
     checkpoint_remote: str | None = flag("Remote copy of the checkpoints: s3://bucket/run, gs://…, file://…")
+    resume_with_other: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What may be another one than in the run that wrote the checkpoint, which is refused otherwise: "
+            "trainer, model, adapter, tokenizer, data."
+        },
+    )
     peak_tflops: float | None = flag(
         "Dense peak of one device in TFLOP/s, for MFU on hardware that is not in the table."
     )
@@ -397,6 +404,8 @@ class RecipeTrainingMixin(_TrainingArguments):
         if self.bf16 is None:  # a launcher's config that asks for fp8 is not overruled
             is_open = not (self.fp16 or self.use_cpu or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8")
             self.bf16 = is_open and torch.cuda.is_bf16_supported(including_emulation=False)
+        if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and not (self.bf16 or self.fp16):
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # that of the config is for scripts without such a flag
         if self.use_cpu:
             self.dataloader_pin_memory = False  # there is no device to copy to
         if self.dataloader_num_workers == 0:

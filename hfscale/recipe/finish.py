@@ -48,12 +48,13 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
         and nothing is left to do.
 
     Raises:
-        UsageError: the trainer lacks the callbacks of `start_run`, or the run cannot compress its gradients or compute
-            its loss as the flags ask.
+        UsageError: the trainer lacks the callbacks of `start_run`, the checkpoint is that of another task, model or
+            dataset, or the run cannot compress its gradients or compute its loss as the flags ask.
         MissingDependencyError: a flag asks for a kernel that is not installed.
         Preempted: the training was stopped before its end; `run` turns it into exit code 75.
     """
     scaling = _scaling_callback(trainer)
+    scaling.spot_checkpoint.check_identity(trainer, checkpoint)
     use_compact_progress(trainer)
     finish_on_cpu(trainer)
     sum_gradients_in_fp32(trainer)

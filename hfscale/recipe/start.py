@@ -174,6 +174,7 @@ def _scaling_callback(
             asynchronous=scaling_args.asynchronous_save,
             remote=scaling_args.checkpoint_remote,
             notice_s=scaling_args.notice_s,
+            resume_with_other=scaling_args.resume_with_other or (),
         ),
         metrics=ScalingMetricsCallback(
             peak_tflops=scaling_args.peak_tflops,

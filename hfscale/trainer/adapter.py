@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.clocks import PhaseClock
@@ -64,6 +65,8 @@ class TrainerAdapter:
         self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
         self.callback_saves = False
         """Whether a callback saves in this training, although `save_strategy` may be `no`."""
+        self.asked_checkpoint: str | None = None
+        """The checkpoint from which `train`, which has been called, is to resume; None to start from scratch."""
         self._wraps_training = False
         self._skips_steps = False
         self._final_error: BaseException | None = None
@@ -133,11 +136,22 @@ class TrainerAdapter:
         Args:
             listener (`Callable`): called without arguments; its result is ignored.
         """
+        self._data_fetch_hook().add(listener)
+
+    def drop_batches(self, count: int) -> None:
+        """Have the training take batches from its data loader, on every rank, before the first one that it trains on.
+
+        Args:
+            count (`int`): number of batches of a rank.
+        """
+        self._data_fetch_hook().to_drop = count
+
+    def _data_fetch_hook(self) -> DataFetchHook:
         if self._fetch_hook is None:
             self._fetch_hook = DataFetchHook(self.trainer.get_batch_samples)
             self._replace(self.trainer, "get_batch_samples", self._fetch_hook)
             self.at_training_end(lambda: setattr(self, "_fetch_hook", None))
-        self._fetch_hook.add(listener)
+        return self._fetch_hook
 
     def collect(self, part: LogPart, judge: Judge | None = None) -> PhaseClock:
         """Add a part to the exchange that the ranks make at each training log; every rank must add it.
@@ -521,6 +535,7 @@ class TrainerAdapter:
             self.restore()  # a training that was not wrapped may have been broken off
             self._wraps_training = True
             skips_steps, self._skips_steps = self._skips_steps, False
+            self.asked_checkpoint = self._find_asked(*args, **kwargs)
             try:
                 for callback in self.trainer.callback_handler.callbacks:
                     if isinstance(callback, AdapterCallback):
@@ -538,6 +553,14 @@ class TrainerAdapter:
                 self._leave_if_unused()
 
         return train_and_restore
+
+    def _find_asked(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> str | None:
+        """Return the checkpoint that the arguments of `train` name; True is the newest one, as in Trainer."""
+        if resume_from_checkpoint is True:
+            output_dir = Path(self.output_dir(None))
+            newest: str | None = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
+            return newest
+        return str(resume_from_checkpoint) if resume_from_checkpoint else None
 
     def _leave_if_unused(self) -> bool:
         """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""

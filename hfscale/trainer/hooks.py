@@ -9,6 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 from transformers import Trainer, TrainerState
 
+from hfscale.core.logging import get_logger
+
+logger = get_logger(__name__)
+
 LogSource = Callable[[TrainerState, Mapping[str, float]], dict[str, float]]
 
 
@@ -76,6 +80,8 @@ class DataFetchHook:
     def __init__(self, fetch: Callable[..., Any]) -> None:
         self._fetch = fetch
         self._listeners: list[Callable[[], object]] = []
+        self.to_drop = 0
+        """Number of batches that are taken from the iterator before the next one is returned."""
 
     def add(self, listener: Callable[[], object]) -> None:
         """Have `listener()` called after each batch.
@@ -87,6 +93,9 @@ class DataFetchHook:
             self._listeners.append(listener)
 
     def __call__(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        while self.to_drop > 0:
+            self.to_drop -= 1
+            next(epoch_iterator, None)
         return self._fetch(self._notify_after_each(epoch_iterator), *args, **kwargs)
 
     def _notify_after_each(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -122,3 +131,25 @@ def wrap_prediction_steps(trainer: Trainer, context: Callable[[bool], AbstractCo
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     trainer.prediction_step = step_in_context  # type: ignore[method-assign]
+
+
+def switch_off_jit_checkpoint(trainer: Trainer) -> None:
+    """Switch off transformers' own checkpoint on SIGTERM (`enable_jit_checkpoint`), and log one line if it was on.
+
+    Its handler of the signal would replace that of `SpotCheckpointCallback`, and its ranks do not agree on a step. The
+    callback stays in the Trainer's list and does nothing any more: the list may be being iterated over.
+
+    Args:
+        trainer (`Trainer`): a Trainer, while it is made or at the beginning of its training.
+    """
+    module = sys.modules.get("transformers.trainer_jit_checkpoint")  # from 5.0; imported where the flag is given
+    if module is None:
+        return
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, module.JITCheckpointCallback) and callback.jit_manager is not None:
+            callback.on_train_end(trainer.args, trainer.state, trainer.control)  # restores the handler of before
+            callback.jit_manager = None
+            logger.info(
+                "enable_jit_checkpoint is switched off: SpotCheckpointCallback saves on SIGTERM, at the same step on "
+                "all ranks"
+            )

@@ -269,7 +269,7 @@ class TestBadInput:
         other = make_model(tmp_path / "other", num_experts=8)
         assert 0 not in attempt(Run(layout=EXPERTS), other, interrupted)
         (message, *_) = errors(interrupted)
-        assert "4 experts instead of 8" in message
+        assert "experts 4 -> 8" in message
 
     def test_a_checkpoint_of_plain_trainer_without_a_manifest(self, model, tmp_path):
         folder = tmp_path / "out" / "checkpoint-3"

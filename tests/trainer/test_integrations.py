@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import logging
 import os
 import re
 import signal
@@ -27,7 +28,7 @@ from hfscale import (
     SpotCheckpointCallback,
 )
 from hfscale.core.versions import has_epoch_methods, is_at_least
-from hfscale.errors import HfScaleError, UsageError
+from hfscale.errors import HfScaleError
 from hfscale.recipe.sequence_parallel import SkippableUlyssesLoader
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import resumed_from, training_frame
@@ -248,15 +249,23 @@ class TestJitCheckpoint:
         yield
         signal.signal(signal.SIGTERM, before)
 
-    def test_is_refused_when_the_trainer_is_made(self, tmp_path):
-        with pytest.raises(UsageError, match="--enable_jit_checkpoint true"):
-            tiny_trainer(tmp_path, ScalingCallback(), enable_jit_checkpoint=True)
-
-    def test_is_refused_when_training_begins(self, tmp_path):
-        trainer = tiny_trainer(tmp_path, enable_jit_checkpoint=True)
-        trainer.add_callback(SpotCheckpointCallback())
-        with pytest.raises(UsageError, match="--enable_jit_checkpoint true"):
+    @pytest.mark.parametrize("is_late", [False, True])
+    def test_is_switched_off_with_one_line(self, tmp_path, caplog, is_late):
+        """Also where our callback is added after the Trainer was made."""
+        before = signal.getsignal(signal.SIGTERM)
+        with caplog.at_level(logging.INFO, logger="hfscale"):
+            spot = SpotCheckpointCallback()
+            trainer = tiny_trainer(tmp_path, *([] if is_late else [spot]), enable_jit_checkpoint=True)
+            if is_late:
+                trainer.add_callback(spot)
+            else:
+                assert signal.getsignal(signal.SIGTERM) is before
             trainer.train()
+        assert trainer.state.global_step == 4
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert len([line for line in caplog.messages if "enable_jit_checkpoint is switched off" in line]) == 1
+        trainer.train()  # the flag is still in the arguments, and nothing comes back
+        assert signal.getsignal(signal.SIGTERM) is before
 
     def test_without_our_callback_transformers_handles_the_signal(self, tmp_path):
         """The control: its handler is not ours."""

@@ -1,0 +1,214 @@
+"""What a checkpoint is a state of: the Trainer's task, the model, its adapters, the tokenizer and the data.
+
+A manifest holds it, and a training that resumes under another one stops, unless the user allows it. Only what cannot
+change within one run is part of it. Strategy, number of processes, batch sizes, learning rates, precision, kernels,
+paths and versions of libraries are not; nor is the size of the vocabulary, which a model may pad or extend. What is
+unknown, on either side, is not compared.
+"""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from torch.utils.data import IterableDataset
+from transformers import PretrainedConfig, Trainer
+
+from hfscale.checkpoint.manifest import Identity, read_manifest
+from hfscale.core.collectives import START
+from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.versions import is_peft_model
+from hfscale.errors import ParameterError, UsageError
+from hfscale.trainer.state import model_of
+from hfscale.trainer.strategy import unwrap_compiled
+
+ASPECTS = ("trainer", "model", "adapter", "tokenizer", "data")
+"""The parts of an identity; each of them is a word of `resume_with_other`."""
+
+_LIBRARIES = ("transformers", "trl", "sentence_transformers")
+"""A subclass of a user has the task of the class of these libraries that it extends."""
+_SAME_TASK = {"Seq2SeqTrainer": "Trainer"}  # it evaluates in another way
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "num_experts",
+    "num_local_experts",
+)
+_SAMPLED_TOKENS = 64
+_HASH = "content_hash"
+_SAMPLED_COLUMNS = ("input_ids", "prompt_ids", "prompt_input_ids", "text", "messages", "prompt", "conversations")
+"""Columns of a dataset in the order in which one is looked for: none of them holds a path."""
+
+
+def identity_of(trainer: Trainer) -> Identity:
+    """Return what a Trainer trains: for each of `ASPECTS` that is known, its properties by name.
+
+    Args:
+        trainer (`Trainer`): any Trainer, before or during its training.
+    """
+    found: Identity = {
+        "trainer": {"class": _task(type(trainer))},
+        "model": _model_properties(trainer),
+        "adapter": _adapter_properties(trainer),
+        "tokenizer": _tokenizer_properties(getattr(trainer, "processing_class", None)),
+        "data": _data_properties(trainer.train_dataset),
+    }
+    return {aspect: properties for aspect, properties in found.items() if properties}
+
+
+def check_words(resume_with_other: Iterable[str]) -> frozenset[str]:
+    """Return the words of `resume_with_other` as a set.
+
+    Args:
+        resume_with_other (`Iterable[str]`): some of `ASPECTS`.
+
+    Raises:
+        ParameterError: one of them is not known.
+    """
+    words = resume_with_other.split() if isinstance(resume_with_other, str) else list(resume_with_other)
+    for word in words:
+        if word not in ASPECTS:
+            raise ParameterError("resume_with_other", word, f"use some of {', '.join(ASPECTS)}")
+    return frozenset(words)
+
+
+def check_identity(trainer: Trainer, checkpoint: str | None, allowed: Iterable[str] = ()) -> None:
+    """Check that a checkpoint is a state of what the Trainer trains. Every rank must call it.
+
+    A checkpoint without a manifest, or with that of an earlier version, is not checked.
+
+    Args:
+        trainer (`Trainer`): the Trainer that is about to resume.
+        checkpoint (`str`, *optional*): the checkpoint; None: it starts from scratch.
+        allowed (`Iterable[str]`): those of `ASPECTS` that may differ.
+
+    Raises:
+        UsageError: it is a state of something else; raised on every rank.
+        CheckpointError: the manifest of the checkpoint is broken; raised on every rank.
+    """
+    if checkpoint is not None:
+        START.on_rank_0("identity", lambda: _check(trainer, Path(checkpoint), frozenset(allowed)))
+
+
+def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
+    if not (checkpoint / MANIFEST_NAME).is_file():
+        return
+    manifest = read_manifest(checkpoint)
+    before = manifest.identity or {}
+    now = identity_of(trainer) if before else {}
+    found = differences(before, now)
+    processes = (manifest.world_size, trainer.args.world_size)
+    is_data_ignored = trainer.args.ignore_data_skip or _are_shares(before, now, processes)
+    for aspect in {*allowed, "data"} if is_data_ignored else allowed:
+        found.pop(aspect, None)
+    if found:
+        raise UsageError(
+            f"{checkpoint} is of another run: {'; '.join(found.values())}: use another `output_dir`, or, to resume "
+            f"from it nevertheless, give `resume_with_other` {' '.join(found)}"
+        )
+
+
+def differences(before: Identity, now: Identity) -> dict[str, str]:
+    """Return how two identities differ, as far as both are known: a clause for each of `ASPECTS` that does.
+
+    Args:
+        before (`Identity`): that of a checkpoint.
+        now (`Identity`): that of the Trainer that resumes from it.
+    """
+    found = {}
+    for aspect in ASPECTS:
+        old, new = before.get(aspect, {}), now.get(aspect, {})
+        changed = [name for name in old if name in new and old[name] != new[name]]
+        if changed:
+            details = ["content" if name == _HASH else f"{name} {old[name]} -> {new[name]}" for name in changed]
+            found[aspect] = f"another {aspect} ({', '.join(details)})"
+    return found
+
+
+def _are_shares(before: Identity, now: Identity, processes: tuple[int, int]) -> bool:
+    """Return whether each process may have a dataset with its own share of the same rows, on other numbers of them."""
+    old, new = before.get("data", {}).get("rows"), now.get("data", {}).get("rows")
+    if not (isinstance(old, int) and isinstance(new, int)) or processes[0] == processes[1]:
+        return False
+    return abs(old * processes[0] - new * processes[1]) <= max(processes)
+
+
+def _task(kind: type) -> str:
+    """Return the name of the class of a library that a class of Trainer is or extends."""
+    known = (base for base in kind.__mro__ if base.__module__.partition(".")[0] in _LIBRARIES)
+    name = next(known, Trainer).__name__
+    return _SAME_TASK.get(name, name)
+
+
+def _model_properties(trainer: Trainer) -> dict[str, str | int]:
+    """Return the family and the sizes of a model that has a config of transformers."""
+    config = getattr(unwrap_compiled(model_of(trainer)), "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return {}
+    text = config.get_text_config()
+    sizes = {name: getattr(text, name, None) for name in _SIZES}
+    if sizes["num_key_value_heads"] is None:
+        del sizes["num_key_value_heads"]
+    return {"model_type": config.model_type} | {name: size for name, size in sizes.items() if type(size) is int}
+
+
+def _adapter_properties(trainer: Trainer) -> dict[str, str | int]:
+    """Return the kind of a model's adapters; of LoRA also the rank."""
+    model: Any = unwrap_compiled(model_of(trainer))
+    # transformers' own `add_adapter` sets the attribute too, on a model of its own.
+    configs = list(model.peft_config.values()) if is_peft_model(model) or vars(model).get("peft_config") else []
+    if not configs:
+        return {"type": "none"}
+    found: dict[str, str | int] = {"type": "+".join(sorted({str(config.peft_type.value) for config in configs}))}
+    rank = getattr(configs[0], "r", None)
+    return found | {"r": rank} if type(rank) is int else found
+
+
+def _tokenizer_properties(tokenizer: Any) -> dict[str, str | int]:
+    """Return the size of a tokenizer's vocabulary without added tokens, and a hash of a sample of it."""
+    size = getattr(tokenizer, "vocab_size", None)
+    if type(size) is not int or size < 1 or not hasattr(tokenizer, "convert_ids_to_tokens"):
+        return {}
+    sampled = sorted({number * (size - 1) // _SAMPLED_TOKENS for number in range(_SAMPLED_TOKENS + 1)})
+    return {"vocab_size": size, _HASH: _hash(tokenizer.convert_ids_to_tokens(sampled))}
+
+
+def _data_properties(dataset: Any) -> dict[str, str | int]:
+    """Return whether training data are a stream, and of others the number of rows and a hash of three of them.
+
+    The share of an island has neither, since it depends on their number.
+    """
+    if dataset is None:
+        return {}
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__")
+    if is_stream:
+        return {"kind": "stream"}
+    if hasattr(dataset, "hfscale_shares"):
+        return {"kind": "rows"}
+    parts = list(dataset.values()) if isinstance(dataset, Mapping) else [dataset]
+    if not all(hasattr(part, "__len__") for part in parts):
+        return {"kind": "stream"}
+    found: dict[str, str | int] = {"kind": "rows", "rows": sum(len(part) for part in parts)}
+    sample = [_sampled_rows(part) for part in parts]
+    return found | {_HASH: _hash(sample)} if all(sample) else found
+
+
+def _sampled_rows(dataset: Any) -> list[Any]:
+    """Return a column of the first, the middle and the last row, without calling functions of users."""
+    library = sys.modules.get("datasets")  # Trainer works without it
+    if library is None or not isinstance(dataset, library.Dataset) or not len(dataset):
+        return []
+    column = next((name for name in _SAMPLED_COLUMNS if name in dataset.column_names), None)
+    if column is None:
+        return []
+    table = dataset.with_format("arrow", columns=[column])
+    return [table[row].column(column).to_pylist() for row in sorted({0, len(dataset) // 2, len(dataset) - 1})]
+
+
+def _hash(content: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(content, default=str).encode())
