@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 from typer.exceptions import TyperException
 
 from hfscale import __version__
+from hfscale.core.logging import print_line
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import HfScaleError
 
@@ -63,16 +64,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _build(arguments[0])(args=arguments, prog_name="hfscale", standalone_mode=False)
     except HfScaleError as error:
-        print(f"hfscale: error: {error}", file=sys.stderr)
+        print_line(f"hfscale: error: {error}")
         return error.exit_code
     except TyperException as error:
-        print(f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)", file=sys.stderr)
+        print_line(f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)")
         return 2
     except ImportError:
         missing = what_is_missing("ScalingCallback")
         if missing is None:
             raise
-        print(f"hfscale: error: {missing} (see hfscale doctor)", file=sys.stderr)
+        print_line(f"hfscale: error: {missing} (see hfscale doctor)")
         return 1
     except (KeyboardInterrupt, typer.Abort):
         return 130

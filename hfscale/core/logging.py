@@ -1,8 +1,10 @@
-"""The logger of the package: short lines on standard error, from the main process only."""
+"""Lines on standard error without secrets: the logger of the package, for the main process only, and `print_line`."""
 
 import logging
 import os
 import sys
+
+from hfscale.core.redaction import redact
 
 _ROOT = "hfscale"
 
@@ -10,6 +12,19 @@ _ROOT = "hfscale"
 def is_main_process() -> bool:
     """Return whether this process has global rank 0, according to the launcher's `RANK`; True without a launcher."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+class _Redacted(logging.Filter):
+    """Removes secrets from each line, whichever handler prints it: errors of other libraries quote URLs."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = redact(record.getMessage()), ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = redact(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+_redacted = _Redacted()
 
 
 class _MainProcessOnly(logging.Filter):
@@ -35,4 +50,17 @@ def get_logger(name: str) -> logging.Logger:
         root.propagate = False
     if root.level == logging.NOTSET:
         root.setLevel(logging.INFO)
-    return logging.getLogger(name)
+    logger = logging.getLogger(name)
+    logger.addFilter(_redacted)  # a second call adds nothing
+    return logger
+
+
+def print_line(text: str) -> None:
+    """Print a line to standard error, without secrets; on every process, unlike a logger.
+
+    Args:
+        text (`str`): the line, without its end.
+    """
+    if sys.stderr is not None:  # it was closed before Python started
+        sys.stderr.write(f"{redact(text)}\n")
+        sys.stderr.flush()

@@ -24,6 +24,7 @@ from typing import Any
 
 from hfscale.core.logging import get_logger
 from hfscale.core.recovery_times import RecoveryTimes
+from hfscale.core.redaction import redact
 from hfscale.core.run_memory import LAUNCHED_VARIABLE, RunMemory
 from hfscale.errors import HealthError, HfScaleError
 
@@ -119,12 +120,13 @@ class RankLink:
         Args:
             code (`int`): its exit code.
             final (`bool`): whether a restart of the same command cannot help.
-            reason (`str`): the error in one line.
+            reason (`str`): the error in one line; secrets in it are redacted.
             hosts (`Sequence[str]`): the hosts that the health checks blame.
         """
         if not self._has_ended:
             self._has_ended = True
-            self.say("ending", code=code, final=final, reason=" ".join(reason.split())[:2000], hosts=list(hosts))
+            shown = redact(" ".join(reason.split()))[:2000]
+            self.say("ending", code=code, final=final, reason=shown, hosts=list(hosts))
 
     def ending_by(self, error: BaseException) -> None:
         """Say that this process is about to end because of an exception.
@@ -181,7 +183,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> RankLink | None:
             _link = RankLink(memory, int(environ.get("RANK", "0")))
         except OSError as error:
             logger.warning(
-                "the supervisor in %s does not answer (%s): this run is not supervised", memory.folder, error
+                "the supervisor in %s cannot be reached (%s): this run is not supervised", memory.folder, error
             )
             return None
     return _link

@@ -19,6 +19,7 @@ from typing import Any
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import write_atomically
+from hfscale.core.redaction import redact_json
 from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
 
 RANKS_PER_LINE_BUDGET = 64
@@ -59,16 +60,17 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
+def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False, verbatim: bool = False) -> None:
     """Append one line to a file.
 
     Args:
         path (`Path`): the file.
         record (`Mapping[str, Any]`): the record; numbers that JSON cannot hold (NaN, infinity) are left out.
         durable (`bool`): whether to wait until the line is on disk.
+        verbatim (`bool`): whether to keep the texts as they are; otherwise secrets in them are redacted.
     """
     known = {k: v for k, v in record.items() if not (isinstance(v, float) and not math.isfinite(v))}
-    line = f"{json.dumps(known)}\n".encode()
+    line = f"{json.dumps(known if verbatim else redact_json(known))}\n".encode()
     with path.open("ab", buffering=0) as file:  # one write call, so that a reader never sees half a line
         while line:
             line = line[file.write(line) :]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from packaging.version import Version
 
+from hfscale.core.logging import print_line
 from hfscale.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ def require_for_import(feature: str, name: str | None = None) -> None:
 
 def _print_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if isinstance(error, MissingDependencyError):
-        sys.stderr.write(f"hfscale: error: {error}\n")
+        print_line(f"hfscale: error: {error}")
         raise SystemExit(error.exit_code)  # Python exits with the code of a `SystemExit` that its excepthook raises
     sys.__excepthook__(kind, error, traceback)
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hfscale.core import distributed
 from hfscale.core.findings import Finding, has_errors
+from hfscale.core.logging import print_line
 from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.rank_store import RankStore, launcher_has_store
 from hfscale.errors import UsageError
@@ -217,11 +218,9 @@ def _ending_without_answers(limit_s: float, environ: Mapping[str, str]) -> Itera
         while not is_done.wait(0.2):
             if time.monotonic() - answered_at > limit_s:
                 holder = "the launcher of the first node" if launcher_has_store(environ) else "rank 0"
-                print(
+                print_line(
                     f"hfscale: error on rank {environ['RANK']}: {holder} at {environ['MASTER_ADDR']} holds the store "
-                    "of all ranks and does not answer: it is stopped, dead or cut off",
-                    file=sys.stderr,
-                    flush=True,
+                    "of all ranks and does not answer: it is stopped, dead or cut off"
                 )
                 os._exit(1)
 
@@ -236,7 +235,7 @@ def _print_errors(report: CheckReport, rank_store: RankStore) -> CheckReport:
     """Print the errors on this rank, and wait until all ranks that are alive have."""
     for finding in report.findings:
         if finding.level == "error":
-            print(f"hfscale: error on rank {report.rank}: {finding}", file=sys.stderr, flush=True)
+            print_line(f"hfscale: error on rank {report.rank}: {finding}")
     absent = {rank for finding in report.findings if finding.check == "presence" for rank in finding.ranks}
     until = time.monotonic() + _REPORT_WAIT_S
     try:

@@ -33,6 +33,7 @@ from hfscale.core.findings import Finding, blamed_hosts, join_findings, limit_fi
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
 from hfscale.core.rank_store import RankStore
+from hfscale.core.redaction import redact, redact_json
 from hfscale.health.diagnosis import (
     Snapshot,
     all_stacks,
@@ -371,9 +372,9 @@ def write_folder(
         {"rank": rank, **{k: v for k, v in snap.to_dict().items() if k != "stacks"}} for rank, snap in answers.items()
     ]
     verdict = {"findings": [finding.to_dict() for finding in found], "ranks": ranks}
-    (folder / "verdict.json").write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
+    (folder / "verdict.json").write_text(json.dumps(redact_json(verdict), indent=1) + "\n", encoding="utf-8")
     blamed = {rank for finding in found for rank in finding.ranks}
     one_of_each = {snap.stacks: rank for rank, snap in reversed(list(answers.items()))}.values()
     chosen = sorted(answers, key=lambda rank: (rank not in blamed, rank not in one_of_each, rank))[:MAX_FILES]
     for rank in chosen:
-        (folder / f"rank-{rank}.txt").write_text(stacks[answers[rank].stacks], encoding="utf-8")
+        (folder / f"rank-{rank}.txt").write_text(redact(stacks[answers[rank].stacks]), encoding="utf-8")

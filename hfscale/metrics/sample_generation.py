@@ -15,10 +15,11 @@ from transformers import (
 )
 
 from hfscale.core import distributed
+from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.phases import COMPUTE, EVALUATE
-from hfscale.core.records import append_record, begin_lines
+from hfscale.core.records import WRITING, append_record, begin_lines
 from hfscale.errors import DataError, HfScaleError, ParameterError, UsageError
 from hfscale.metrics.wandb_run import log_samples
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
@@ -110,7 +111,8 @@ class SampleGenerationCallback(AdapterCallback):
             self._ids.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
         self._config = self._generation_config(kwargs["model"], tokenizer)
         if state.is_world_process_zero:
-            begin_lines(output_folder(args) / SAMPLES_NAME, state.global_step)
+            with best_effort(WRITING, output_folder(args) / SAMPLES_NAME):
+                begin_lines(output_folder(args) / SAMPLES_NAME, state.global_step)
 
     def _generation_config(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -212,7 +214,8 @@ class SampleGenerationCallback(AdapterCallback):
 
     def _write(self, path: Path, state: TrainerState, samples: list[dict[str, Any]]) -> None:
         for number, sample in enumerate(samples, start=1):
-            append_record(path, {"step": state.global_step, "sample": number, **sample})
+            with best_effort(WRITING, path):
+                append_record(path, {"step": state.global_step, "sample": number, **sample}, verbatim=True)
             logger.info(
                 "step %d, sample %d: %s -> %s",
                 state.global_step,

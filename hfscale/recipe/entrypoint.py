@@ -19,7 +19,7 @@ from hfscale.core import distributed
 from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.disk_errors import storage_error
 from hfscale.core.flags import parameters_are_flags
-from hfscale.core.logging import is_main_process
+from hfscale.core.logging import is_main_process, print_line
 from hfscale.core.rank_link import connect
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.arguments import CALLBACK_FLAGS, one_line
@@ -82,7 +82,7 @@ def run(main: Callable[[], None]) -> None:
             link.ending(preempted.code)
         watch.ignore()  # the launcher signals the other ranks as soon as the first one has ended
         if is_main_process():
-            print(f"hfscale: {preempted.message}", file=sys.stderr, flush=True)
+            print_line(f"hfscale: {preempted.message}")
         sys.exit(preempted.code)
 
 
@@ -96,7 +96,7 @@ def _exit_with_line(error: HfScaleError) -> None:
     if not is_main_process():
         time.sleep(_MAIN_PROCESS_GRACE_S)  # if the main process failed too, the launcher ends this one meanwhile
         where = f" on rank {os.environ['RANK']}"
-    print(f"hfscale: error{where}: {message}", file=sys.stderr, flush=True)
+    print_line(f"hfscale: error{where}: {message}")
     sys.exit(error.exit_code)
 
 

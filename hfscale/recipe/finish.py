@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import UsageError
 from hfscale.metrics.progress import use_compact_progress
@@ -149,7 +150,7 @@ def _summary_rows(trainer: "Trainer", scaling: ScalingCallback, metrics: dict[st
     rows.append(("metrics", str(output_dir / JSONL_NAME)))
     rows.append(("model", str(output_dir)))
     longer = _with_flag(_launch_command(), "--max_steps", str(2 * trainer.state.max_steps))
-    rows.append(("continue with", shlex.join(longer)))
+    rows.append(("continue with", shlex.join(redact_argv(longer))))
     return rows
 
 

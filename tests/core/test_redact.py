@@ -3,7 +3,7 @@
 import pytest
 
 from hfscale.checkpoint.store import read_status, write_status
-from hfscale.core.redaction import MASK, is_secret_name, redact, redact_argv
+from hfscale.core.redaction import MASK, is_secret_name, redact, redact_argv, redact_json
 
 NO_ENVIRONMENT: dict[str, str] = {}
 
@@ -16,6 +16,8 @@ NO_ENVIRONMENT: dict[str, str] = {}
         "ghp_" + "a1" * 15,
         "AKIA" + "ABCD1234" * 2,
         "xoxb-123456789012-abc",
+        "glpat-" + "a1" * 10,
+        "AIza" + "a1b2c" * 7,
         "eyJhbGciOiJIUzI1.eyJzdWIiOiIxMjM0.SflKxwRJSMeKKF2QT4",
     ],
 )
@@ -30,6 +32,16 @@ def test_values_assigned_to_a_secret_name_are_removed():
     assert quoted == f"AWS_SECRET_ACCESS_KEY={MASK} X-Amz-Signature={MASK} token: '{MASK}' at bucket"
     assert redact("--hub_token=abc123 password: hunter2 x", NO_ENVIRONMENT) == f"--hub_token={MASK} password: {MASK} x"
     assert redact("https://me:pa55@host/path", NO_ENVIRONMENT) == f"https://{MASK}@host/path"
+    assert (
+        redact("https://0123456789abcdef@host ssh://git@host", NO_ENVIRONMENT) == f"https://{MASK}@host ssh://git@host"
+    )
+    assert redact("Authorization: Bearer abc, then", NO_ENVIRONMENT) == f"Authorization: Bearer {MASK}, then"
+    assert redact("https://a/x?sig=a%2B&se=1", NO_ENVIRONMENT) == f"https://a/x?sig={MASK}&se=1"
+
+
+def test_the_texts_of_a_json_value_are_redacted_and_all_else_is_kept():
+    value = {"a": ["password=hunter2", 3, None], "hub_token": "plain", "num_tokens": 7, "token": "", "b": True}
+    assert redact_json(value, NO_ENVIRONMENT) == value | {"a": [f"password={MASK}", 3, None], "hub_token": MASK}
 
 
 def test_values_of_secret_variables_are_removed_and_of_others_kept():
@@ -45,6 +57,8 @@ def test_values_of_secret_variables_are_removed_and_of_others_kept():
         "scaling/usd_per_million_tokens=3",
         "tokenizer_name=gpt2",
         "12,288 tokens per step",
+        "bytes per token: 4",
+        "eos_token: '</s>'",
         "checkpoint-500 is committed",
     ],
 )

@@ -55,6 +55,13 @@ def test_generations_are_written_and_logged(tmp_path, caplog):
     assert any("step 4, sample 1: w3 w4 -> " in line for line in caplog.messages)
 
 
+def test_a_full_disk_for_the_samples_ends_nothing(tmp_path, caplog):
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    assert train(tmp_path).state.global_step == 4
+    assert "writing measurements failed" in caplog.text
+    assert any("step 4, sample 1: w3 w4 -> " in line for line in caplog.messages)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"activation_checkpointing": True}, {"temperature": 1.0}, {"neftune_noise_alpha": 5.0}],
