@@ -5,16 +5,21 @@ then is a message read. A message is a JSON object and a payload of bytes, both 
 is read. The connection is not encrypted: use a tunnel (WireGuard, ssh) between sites.
 """
 
+import errno
 import hmac
 import json
+import resource
 import secrets
 import selectors
 import socket
 import struct
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
+
+from hfscale.core.best_effort import count_failure
 
 Address = tuple[str, int]
 """Host and port."""
@@ -30,6 +35,10 @@ _PROOF_BYTES = 32
 _LENGTHS = struct.Struct(">IQ")  # of the JSON text, of the payload
 _CHUNK_BYTES = 1 << 20
 _KEEP_ALIVE_PROBES = 3
+_MAX_UNPROVEN = 1024
+_RETRY_S = 0.1
+_CLOSED = (errno.EBADF, errno.EINVAL)  # of a listener
+_IN_SHORT_SUPPLY = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class WrongTokenError(ConnectionError):
@@ -192,6 +201,97 @@ class Connection:
                 raise ConnectionError("the other end has closed the connection")
             view = view[read:]
         return data
+
+
+class Acceptor:
+    """Accepts connections, and serves each one whose other end proves that it knows the token, on a thread of its own.
+
+    Only so many connections without a proof are open at a time, a quarter of the files that this process may open:
+    after that the oldest of them is closed for each new one. So an end without the token can neither exhaust files or
+    threads nor keep others out for long.
+
+    Args:
+        listener (`socket.socket`): a listening socket; with a time-out, `is_over` is asked so often.
+        token (`bytes`): the secret.
+        serve (`Callable`): called with each connection that has the proof. The connection is closed afterwards, and an
+            `OSError` or `ValueError` ends it only: the other end is gone, or breaks the protocol.
+        **limits (`int`): those of `Connection`.
+    """
+
+    def __init__(
+        self, listener: socket.socket, token: bytes, serve: Callable[[Connection], None], **limits: int
+    ) -> None:
+        self._listener = listener
+        self._token = token
+        self._serve = serve
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._unproven: list[socket.socket] = []  # the oldest first
+        self._max_unproven = max(1, min(_MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+
+    def run(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Accept connections until the listener is shut down, or until `is_over()`.
+
+        Args:
+            is_over (`Callable`): asked before each connection.
+        """
+        while not is_over():
+            try:
+                accepted, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError as error:
+                if error.errno in _CLOSED:
+                    return
+                self._make_room(error)
+                continue
+            self._register(accepted)
+            try:
+                threading.Thread(target=self._handle, args=(accepted,), daemon=True).start()
+            except RuntimeError as error:  # there are too many threads
+                self._forget(accepted)
+                accepted.close()
+                self._make_room(error)
+
+    def _register(self, accepted: socket.socket) -> None:
+        with self._lock:
+            self._unproven.append(accepted)
+            surplus = self._unproven[: -self._max_unproven]
+            del self._unproven[: len(surplus)]
+        for one in surplus:
+            _shut_down(one)
+
+    def _forget(self, accepted: socket.socket) -> None:
+        with self._lock, suppress(ValueError):  # it was closed for a newer one
+            self._unproven.remove(accepted)
+
+    def _make_room(self, error: Exception) -> None:
+        """Close the oldest connection without a proof if files or threads are used up, and wait a moment."""
+        if isinstance(error, OSError) and error.errno not in _IN_SHORT_SUPPLY:  # the other end was faster
+            return
+        count_failure("accepting connections", self._listener.getsockname(), error)
+        with self._lock:
+            oldest = self._unproven.pop(0) if self._unproven else None
+        if oldest is not None:
+            _shut_down(oldest)
+        time.sleep(_RETRY_S)
+
+    def _handle(self, accepted: socket.socket) -> None:
+        where = self._listener.getsockname() if self._listener.fileno() >= 0 else "a closed port"
+        try:
+            connection = Connection(accepted, self._token, is_server=True, **self._limits)
+        except OSError as error:
+            count_failure("proving the token of a connection", where, error)
+            return
+        finally:
+            self._forget(accepted)
+        with suppress(OSError, ValueError), connection:
+            self._serve(connection)
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with suppress(OSError):  # the thread that has it has closed it
+        connected.shutdown(socket.SHUT_RDWR)
 
 
 def _set_keep_alive(connected: socket.socket, lost_after_s: int) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfscale.core.connections import Connection
+from hfscale.core.connections import Acceptor, Connection
 from hfscale.core.logging import get_logger
 
 logger = get_logger("hfscale.islands.rendezvous")  # also where it is the main module
@@ -102,12 +102,7 @@ class Rendezvous:
             listener (`socket.socket`): a listening socket.
         """
         listener.settimeout(0.2)
-        while not self._is_over():
-            try:
-                accepted, _ = listener.accept()
-            except TimeoutError:
-                continue
-            threading.Thread(target=self._answer, args=(accepted,), daemon=True).start()
+        Acceptor(listener, self._token, self._answer).run(self._is_over)
         listener.close()
 
     def _is_over(self) -> bool:
@@ -117,13 +112,8 @@ class Rendezvous:
                 return False
             return self._all_left or time.monotonic() - self._idle_since > IDLE_S
 
-    def _answer(self, accepted: socket.socket) -> None:
+    def _answer(self, connection: Connection) -> None:
         """Serve one part of one island until it leaves or its connection is lost."""
-        try:
-            connection = Connection(accepted, self._token, is_server=True)
-        except OSError as error:
-            logger.warning("rendezvous: a connection is refused: %s", error)
-            return
         number: int | None = None
         left = False
         try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from hfscale.core.connections import Address, Connection, WrongTokenError
+from hfscale.core.connections import Acceptor, Address, Connection, WrongTokenError
 from hfscale.errors import UsageError
 
 TOKEN_VARIABLE = "HFSCALE_RUN_TOKEN"  # noqa: S105 - the name of a variable
@@ -49,31 +49,17 @@ class Server:
 
     def __init__(self, address: Address, token: bytes, serve: Callable[[Connection], None]) -> None:
         self._listener = socket.create_server(address, backlog=_BACKLOG)
-        self._token = token
-        self._serve = serve
+        acceptor = Acceptor(self._listener, token, serve, **_LIMITS)
         host, port = self._listener.getsockname()[:2]
         self.address: Address = (str(host), int(port))
         """Where it listens."""
-        threading.Thread(target=self._accept, daemon=True, name="hfscale-accept").start()
+        threading.Thread(target=acceptor.run, daemon=True, name="hfscale-accept").start()
 
     def close(self) -> None:
         """Take no more connections."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread that accepts
         self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                accepted, _ = self._listener.accept()
-            except OSError:  # the listener was closed
-                return
-            threading.Thread(target=self._handle, args=(accepted,), daemon=True).start()
-
-    def _handle(self, accepted: socket.socket) -> None:
-        # An OSError or ValueError: the other end is gone, does not know the token, or breaks the protocol.
-        with suppress(OSError, ValueError), Connection(accepted, self._token, is_server=True, **_LIMITS) as connection:
-            self._serve(connection)
 
 
 def connect(address: Address, token: bytes) -> Connection:

@@ -2,13 +2,15 @@
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from hfscale.core import connections
-from hfscale.core.connections import _GREETING, _RANDOM_BYTES, Connection, WrongTokenError
+from hfscale.core.connections import _GREETING, _PROOF_BYTES, _RANDOM_BYTES, Connection, WrongTokenError
 
 TOKEN = b"a secret of the tests"
 
@@ -70,6 +72,24 @@ def test_nothing_is_read_from_a_connection_without_the_token(listener, servers, 
         Connection(socket.create_connection(listener.getsockname()), clients, is_server=False)
     with pytest.raises(WrongTokenError, match="token"):
         server()
+
+
+def test_what_a_server_proves_is_no_proof_of_the_other_end(listener):
+    """An end without the token sends back the server's random number, and then the server's own proof."""
+    server = accepted(listener)
+    with socket.create_connection(listener.getsockname(), timeout=60) as thief, thief.makefile("rb") as stream:
+        thief.sendall(stream.read(len(_GREETING) + _RANDOM_BYTES))
+        thief.sendall(stream.read(_PROOF_BYTES))
+        with pytest.raises(WrongTokenError):
+            server()
+
+
+def test_an_end_that_sends_another_greeting_is_refused(listener):
+    server = accepted(listener)
+    with socket.create_connection(listener.getsockname(), timeout=60) as other:
+        other.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(_RANDOM_BYTES))
+        with pytest.raises(WrongTokenError, match="no rendezvous"):
+            server()
 
 
 def test_an_end_that_sends_a_byte_now_and_then_is_dropped(listener, monkeypatch):
@@ -151,3 +171,43 @@ def test_a_message_that_was_sent_in_part_is_not_followed_by_another(pair):
         client.send({})
     with pytest.raises(ConnectionError):
         server.receive(1 << 26)
+
+
+SERVE = (  # with 64 files at most
+    "import resource, socket, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)); "
+    "from hfscale.core.connections import Acceptor; listener = socket.socket(fileno=int(sys.argv[1])); "
+    "Acceptor(listener, sys.argv[2].encode(), lambda one: one.send(one.receive(patient=True)[0])).run()"
+)
+
+
+@pytest.fixture
+def server_of_few_files(listener):
+    argv = [sys.executable, "-c", SERVE, str(listener.fileno()), TOKEN.decode()]
+    process = subprocess.Popen(argv, pass_fds=[listener.fileno()], stderr=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_ends_without_the_token_keep_nobody_out(listener, server_of_few_files):
+    address = listener.getsockname()
+    with ExitStack() as held:
+        for _ in range(90):  # more than the files that the server may open
+            held.enter_context(socket.create_connection(address, timeout=60))
+        for number in range(2):
+            with Connection(socket.create_connection(address, timeout=60), TOKEN, is_server=False) as client:
+                client.send({"number": number})
+                assert client.receive() == ({"number": number}, b"")
+    assert server_of_few_files.poll() is None
+
+
+def test_connections_with_the_token_that_use_up_all_files_end_nothing(listener, server_of_few_files):
+    address = listener.getsockname()
+    with ExitStack() as held:
+        for _ in range(40):  # with the threads' and the interpreter's files below 64
+            held.enter_context(Connection(socket.create_connection(address, timeout=60), TOKEN, is_server=False))
+        waiting = [held.enter_context(socket.create_connection(address, timeout=60)) for _ in range(90)]
+        assert waiting[0].recv(1) in (b"h", b"")  # greeted, and then closed for newer ones
+    with Connection(socket.create_connection(address, timeout=60), TOKEN, is_server=False) as client:
+        client.send({})
+        assert client.receive() == ({}, b"")
