@@ -9,6 +9,7 @@ It lies in a file system in memory (`/dev/shm`), so it outlives the processes th
         samples-R                the dataset indices of the step that rank R has begun, if they are known
         failure.json             the failure before this launch, written by the supervisor
         imports.json             what a rank has imported, for the next launcher (`hfscale.recovery.standby`)
+        outlives-PID             a process that is not ended with the launch that has started it
         HASH/                    snapshots of one output directory, in its layout; made when its training begins
 
 The supervisor deletes it when the run ends. If the supervisor was killed, the next one on this machine does.
@@ -20,6 +21,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import struct
 import sys
 import sysconfig
@@ -29,6 +31,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 FOLDER_VARIABLE = "HFSCALE_RUN_MEMORY"
 """Environment variable with the path of the folder, set by the supervisor for the ranks."""
@@ -40,6 +44,13 @@ INTERVAL_VARIABLE = "HFSCALE_MEMORY_INTERVAL_STEPS"
 """Environment variable with the steps between two snapshots; without it the interval follows from their cost."""
 NODES_VARIABLE = "HFSCALE_RUN_NODES"
 """Environment variable with the number of nodes of this launch."""
+NODE_RANK_VARIABLE = "HFSCALE_RUN_NODE_RANK"
+"""Environment variable with the number of this node among them."""
+AGREED_VARIABLES = {INTERVAL_VARIABLE: "--memory-interval-steps", NODES_VARIABLE: "--nodes"}
+"""Variables on which exchanges between ranks depend, with their options of `hfscale run`: they must be equal on all
+ranks, which is checked when a training begins (`hfscale.checkpoint.memory_snapshots`)."""
+OWN_VARIABLES = (FOLDER_VARIABLE, LAUNCHED_VARIABLE, NODE_RANK_VARIABLE, RESTARTS_VARIABLE)
+"""Variables that a node has of its own: no exchange between ranks may depend on them."""
 PARTS = "parts"
 """Folder of this node's parts of the snapshots of a training, in a run on several nodes."""
 REPLICATED = "replicated"
@@ -50,6 +61,8 @@ _PREFIX = "hfscale-run-"
 _OWNER_NAME = "owner"
 _FAILURE_NAME = "failure.json"
 _IMPORTS_NAME = "imports.json"
+_OUTLIVES = "outlives-"
+_CLOCK_S = 2.0  # between two readings of the time at which a process was created (`hfscale.core.processes`)
 _READ_BY_IMPORTS = ("OMP_NUM_THREADS",)  # set by launchers, and read when torch is imported
 
 
@@ -77,8 +90,12 @@ class RunMemory:
             OSError: the folder cannot be made.
         """
         memory = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
-        memory._owner = os.open(memory.folder / _OWNER_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        unlocked = (
+            memory.folder / f".{_OWNER_NAME}"
+        )  # it gets its name with the lock: `remove_abandoned` may be running
+        memory._owner = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(memory._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(memory.folder / _OWNER_NAME)
         return memory
 
     @classmethod
@@ -142,8 +159,27 @@ class RunMemory:
         """Return what `write_imports` has recorded, `{"modules": …, "environ": …}`; None if nothing is recorded."""
         try:
             found: dict[str, Any] = json.loads((self.folder / _IMPORTS_NAME).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (OSError, ValueError):
             return None
+        return found
+
+    def let_outlive(self, process: psutil.Process) -> None:
+        """Have the supervisor spare a process that a rank has started, such as the rendezvous of islands.
+
+        Args:
+            process (`psutil.Process`): the process.
+        """
+        (self.folder / f"{_OUTLIVES}{process.pid}").write_text(str(process.create_time()), encoding="utf-8")
+
+    def outliving(self) -> set[psutil.Process]:
+        """Return the living processes for which `let_outlive` was called."""
+        found = set()
+        for path in self.folder.glob(f"{_OUTLIVES}*"):
+            with suppress(OSError, ValueError, psutil.Error):
+                process = psutil.Process(int(path.name.removeprefix(_OUTLIVES)))
+                started_at = float(path.read_text(encoding="utf-8"))
+                if abs(process.create_time() - started_at) < _CLOCK_S:  # its id was not used again
+                    found.add(process)
         return found
 
     def progress(self, rank: int) -> "Progress":
@@ -182,7 +218,7 @@ class RunMemory:
 
     def furthest(self) -> tuple[int, int]:
         """Return the last step that a rank has begun, and the last that one has completed; 0 if there is none."""
-        found = [Progress(path).read() for path in self.folder.glob("progress-*")]
+        found = [Progress.read(path) for path in self.folder.glob("progress-*")]
         return max((begun for begun, _ in found), default=0), max((done for _, done in found), default=0)
 
 
@@ -191,6 +227,9 @@ class Progress:
 
     Args:
         path (`Path`): the file; it is made if it does not exist.
+
+    Raises:
+        OSError: the memory is full.
     """
 
     _LAYOUT = struct.Struct("=qqd8x")  # last step begun, last step completed, Unix time of the last change in seconds
@@ -198,7 +237,8 @@ class Progress:
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, self._LAYOUT.size)
+            # Reserved, since a process that uses a page for which there is no memory is ended by SIGBUS.
+            os.posix_fallocate(descriptor, 0, self._LAYOUT.size)
             self._memory = mmap.mmap(descriptor, self._LAYOUT.size)
         finally:
             os.close(descriptor)
@@ -212,9 +252,17 @@ class Progress:
         """
         self._LAYOUT.pack_into(self._memory, 0, begun, completed, time.time())
 
-    def read(self) -> tuple[int, int]:
-        """Return the last step begun and the last step completed."""
-        begun, completed, _ = self._LAYOUT.unpack_from(self._memory, 0)
+    @classmethod
+    def read(cls, path: Path) -> tuple[int, int]:
+        """Return the last step begun and the last step completed; 0 for a file that is not complete.
+
+        Args:
+            path (`Path`): the file that a rank has written.
+        """
+        content = path.read_bytes()
+        if len(content) != cls._LAYOUT.size:
+            return 0, 0
+        begun, completed, _ = cls._LAYOUT.unpack(content)
         return begun, completed
 
 
@@ -241,9 +289,11 @@ def remove_abandoned(root: Path = DEFAULT_ROOT) -> list[Path]:
     """
     removed = []
     for folder in root.glob(f"{_PREFIX}*"):
+        if not _is_own_folder(folder):
+            continue
         try:
             owner = os.open(folder / _OWNER_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # of another user, or being made or deleted now
+        except OSError:  # it is being made or deleted now
             continue
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,3 +304,12 @@ def remove_abandoned(root: Path = DEFAULT_ROOT) -> list[Path]:
         finally:
             os.close(owner)
     return removed
+
+
+def _is_own_folder(path: Path) -> bool:
+    """Return whether a path in a folder that all users share is a folder of this user, and no link."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

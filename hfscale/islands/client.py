@@ -11,8 +11,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
+
+from hfscale.core.best_effort import best_effort
 from hfscale.core.connections import Connection, WrongTokenError
 from hfscale.core.logging import get_logger
+from hfscale.core.run_memory import RunMemory
 from hfscale.errors import HealthError, ParameterError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE, listen
 
@@ -237,6 +241,7 @@ def start_rendezvous(address: tuple[str, int]) -> None:
     """Start the rendezvous on this machine if the address is of this machine and nothing listens there.
 
     It is a process of its own session: it continues when this island dies, and ends a minute after the last island.
+    `hfscale run` does not end it either.
 
     Args:
         address (`tuple[str, int]`): host and port.
@@ -249,12 +254,16 @@ def start_rendezvous(address: tuple[str, int]) -> None:
     logger.info("island 0 starts the rendezvous at %s:%d", *address)
     with listener:
         descriptor = listener.fileno()
-        subprocess.Popen(  # noqa: S603 (no argument comes from outside)
+        started = subprocess.Popen(  # noqa: S603 (no argument comes from outside)
             [sys.executable, "-m", "hfscale.islands.rendezvous", "--fd", str(descriptor)],
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+    memory = RunMemory.of_environment()
+    if memory is not None:
+        with best_effort("telling hfscale run of the rendezvous", memory.folder, (OSError, psutil.Error)):
+            memory.let_outlive(psutil.Process(started.pid))
 
 
 def on_thread(exchange: Callable[[], Reply]) -> "Future[Reply]":

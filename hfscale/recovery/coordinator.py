@@ -6,6 +6,7 @@ It keeps no state that a restarted one would need: what the nodes have in memory
 | message of a node | fields | meaning |
 |---|---|---|
 | `ready` | `node`, `nodes`, `address`, `parts`, `folders`, `failure` | it can start; what it has in memory |
+| `assembling` | | it still collects files |
 | `assembled` | `round`, `failed` | it has all files of the chosen snapshots, but for those |
 | `failed` | | a rank of this node has failed, or its launcher has |
 | `replicated` | `launch`, `folder`, `step` | its part of a snapshot lies on its partner |
@@ -25,7 +26,7 @@ It keeps no state that a restarted one would need: what the nodes have in memory
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -37,6 +38,7 @@ from hfscale.recovery.replicas import choose
 from hfscale.recovery.restarts import Failure, RestartPolicy
 
 _LOST = {"event": "lost"}
+_END_S = 180.0  # for the launcher, and for what it has left behind, to end on a node after a failure
 
 
 class Coordinator:
@@ -207,7 +209,11 @@ class Coordinator:
             waiting = set(members)
             failed: set[tuple[str, int]] = set()
             while waiting:
-                node, message = self._next() or (-1, {})
+                found = self._next(time.monotonic() + self._wait_s)
+                if found is None:
+                    self._lose(waiting, f"did not collect its snapshot in {self._wait_s:.0f} s")
+                    continue
+                node, message = found
                 if message["event"] == "lost" and node in members:
                     self._report(f"node {node} was lost")
                     return None
@@ -217,6 +223,12 @@ class Coordinator:
             if not failed:
                 return chosen
             excluded |= failed
+
+    def _lose(self, nodes: Collection[int], what: str) -> None:
+        """Close the connections of nodes that are connected but do nothing, so that they count as lost."""
+        for node in sorted(nodes):
+            self._report(f"node {node} {what}: it counts as lost")
+            self._connections[node].close()
 
     def _start(self, members: list[int], chosen: list[dict[str, Any]], failure: Failure | None) -> None:
         self._launches += 1
@@ -240,9 +252,15 @@ class Coordinator:
         running = set(members)
         endings: list[dict[str, Any]] = []
         is_stopped = False
+        deadline: float | None = None
         replicated: dict[tuple[str, int], set[int]] = {}
         while running:
-            node, message = self._next() or (-1, {})
+            found = self._next(deadline)
+            if found is None:
+                self._lose(running, f"did not end its launch in {_END_S:.0f} s")
+                deadline = None  # their connections end now
+                continue
+            node, message = found
             event = message["event"]
             if event == "replicated" and message["launch"] == self._launches:
                 snapshot = (message["folder"], message["step"])
@@ -263,6 +281,7 @@ class Coordinator:
             has_failed = event in ("failed", "lost") or (event == "ended" and message["code"] not in (0, PREEMPTED))
             if has_failed and node in members and not is_stopped:
                 is_stopped = True
+                deadline = time.monotonic() + _END_S
                 for other in running:
                     if other in self._connections:
                         self._tell(self._connections[other], event="stop")

@@ -11,18 +11,17 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from hfscale.core.connections import Address, Connection
-from hfscale.core.run_memory import NODES_VARIABLE, PARTS, RunMemory
+from hfscale.core.run_memory import NODE_RANK_VARIABLE, NODES_VARIABLE, PARTS, RunMemory
 from hfscale.errors import UsageError
 from hfscale.recovery.connections import connect, receive
 from hfscale.recovery.coordinator import Coordinator
 from hfscale.recovery.replicas import Pace, ReplicaServer, assemble, keep_only, list_parts, send_part
 from hfscale.recovery.restarts import Failure
 
-NODE_RANK_VARIABLE = "HFSCALE_RUN_NODE_RANK"
-"""Environment variable with the number of this node among them."""
 _RETRY_S = 0.5
 _SEND_ATTEMPTS = 3
 _TAKEN_S = 30.0  # until a lost node is noticed by its connection, with some reserve
+_TELL_EVERY_S = 5.0  # while files of a snapshot are collected
 _LAST_WORD_S = 30.0  # for the other nodes to end after a signal
 
 
@@ -99,6 +98,7 @@ class NodeGroup:
         self.connection: Connection | None = None
         """To the coordinator; None: lost."""
         self._lock = threading.Lock()  # of sending
+        self._told_at = 0.0
         self._server: ReplicaServer | None = None
         self._start: Start | None = None
         self._failure: Failure | None = None  # of the last launch, if no coordinator has heard of it
@@ -243,11 +243,23 @@ class NodeGroup:
     def _assemble(self, snapshots: list[dict[str, Any]]) -> list[tuple[str, int]]:
         failed = []
         for snapshot in snapshots:
-            missing = assemble(self._memory.folder, snapshot, self._settings.token)
-            if missing is not None:
-                self._say("nodes", f"no node has {missing} of a snapshot: an older one is used")
+            try:
+                missing = assemble(
+                    self._memory.folder, snapshot, self._settings.token, progressed=self._say_assembling
+                )
+                problem = None if missing is None else f"no node has {missing}"
+            except (OSError, ValueError) as error:
+                problem = f"step {snapshot['step']} cannot be collected: {error}"
+            if problem is not None:
+                self._say("nodes", f"{problem}: an older snapshot is used")
                 failed.append((snapshot["folder"], snapshot["step"]))
         return failed
+
+    def _say_assembling(self) -> None:
+        """Tell the coordinator that this node still collects files, from time to time."""
+        if time.monotonic() - self._told_at > _TELL_EVERY_S:
+            self._told_at = time.monotonic()
+            self._send(event="assembling")
 
     def _begin(self, message: dict[str, Any]) -> Start:
         assert self._server is not None
@@ -345,7 +357,7 @@ class NodeGroup:
                     sent = send_part(connection, self._memory.folder, folder, step, launch=launch, pace=pace)
                     problem = None
                     break
-                except (OSError, UsageError) as error:
+                except (OSError, ValueError, KeyError) as error:  # also of a file that a full memory has cut off
                     problem = error
                     connected = None
                     time.sleep(_RETRY_S)

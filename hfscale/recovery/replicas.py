@@ -18,12 +18,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
 
+from hfscale.core.best_effort import best_effort
 from hfscale.core.connections import Address, Connection
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.run_memory import PARTS, REPLICATED
@@ -51,8 +52,9 @@ def keep_only(folder: Path, step: int) -> None:
             if _step(snapshot) < step:
                 shutil.rmtree(snapshot, ignore_errors=True)
     temporary = folder / f".{REPLICATED}"
-    temporary.write_text(str(step), encoding="utf-8")
-    temporary.replace(folder / REPLICATED)
+    with best_effort("recording a copied snapshot", folder):
+        temporary.write_text(str(step), encoding="utf-8")
+        temporary.replace(folder / REPLICATED)
 
 
 def list_parts(memory: Path, index: int, count: int) -> list[dict[str, Any]]:
@@ -114,16 +116,23 @@ def choose(parts: Iterable[dict[str, Any]], excluded: set[tuple[str, int]]) -> l
     return list(chosen.values())
 
 
-def assemble(memory: Path, snapshot: dict[str, Any], token: bytes) -> str | None:
+def assemble(
+    memory: Path, snapshot: dict[str, Any], token: bytes, *, progressed: Callable[[], None] = lambda: None
+) -> str | None:
     """Collect all files of a snapshot, from this node and the others.
 
     Args:
         memory (`Path`): the memory folder of this node's run.
         snapshot (`dict`): what `choose` returned.
         token (`bytes`): the token of the run.
+        progressed (`Callable`): called after each file.
 
     Returns:
         `str` or `None`: which file no node could give; None if the snapshot is complete.
+
+    Raises:
+        OSError: a file cannot be written or linked.
+        ValueError: a name leads out of the folder.
     """
     folder = memory / snapshot["folder"]
     name = f"checkpoint-{snapshot['step']}"
@@ -132,6 +141,7 @@ def assemble(memory: Path, snapshot: dict[str, Any], token: bytes) -> str | None
     connections: dict[Address, Connection] = {}
     try:
         for file, record in snapshot["manifest"]["files"].items():
+            progressed()
             own = [folder / place / name / file for place in (COMPLETE, PARTS, REPLICAS)]
             path = _inside(target, file)
             if any(_link(source, path, record) for source in own):

@@ -71,6 +71,9 @@ class RestartPolicy:
     def why_give_up(self, failure: Failure) -> str | None:
         """Count a failure, and return why the run is given up; None if it is started again.
 
+        Failures in the same step are given up soon, since the data of that step may be the cause. A start that fails
+        (a file system or hub that is away) is tried again, less and less often, up to the limit of restarts.
+
         Args:
             failure (`Failure`): the failure of the last launch.
         """
@@ -78,7 +81,7 @@ class RestartPolicy:
         now = time.time()
         self._restarted_at = [at for at in self._restarted_at if now - at < _WINDOW_S]
         same = self._failed_steps[-_SAME_STEP_LIMIT:]
-        if len(same) == _SAME_STEP_LIMIT and len(set(same)) == 1:
+        if failure.begun_step and len(same) == _SAME_STEP_LIMIT and len(set(same)) == 1:
             return f"{_SAME_STEP_LIMIT} failures in a row {_where(failure)}: {failure}{_samples(failure)}"
         if len(self._restarted_at) >= self._max_restarts:
             return (
@@ -105,11 +108,20 @@ class RestartPolicy:
             if step != failure.begun_step:
                 break
             without += 1
-        wait_s = 0.0 if made_progress else min(_BACK_OFF_S * 2 ** (without - 1), _MAX_BACK_OFF_S)
+        wait_s = 0.0 if made_progress else back_off_s(without)
         self._restarted_at.append(time.time())
         soon = f"in {wait_s:.0f} s" if wait_s else "now"
         counted = f"restart {len(self._restarted_at)} of {self._max_restarts} in 24 hours"
         return wait_s, f"{failure} ({_where(failure)}); {counted}, {soon}"
+
+
+def back_off_s(attempt: int) -> float:
+    """Return the seconds to wait after an attempt that has failed.
+
+    Args:
+        attempt (`int`): how many have failed in a row, from 1.
+    """
+    return float(min(_BACK_OFF_S * 2 ** (attempt - 1), _MAX_BACK_OFF_S))
 
 
 def _where(failure: Failure) -> str:

@@ -51,6 +51,8 @@ def run(
         raise UsageError(f"--memory-interval-steps is {memory_interval_steps}: it must be 1 or greater")
     if exclude_bad_hosts is not None and not exclude_bad_hosts.absolute().parent.is_dir():
         raise UsageError(f"--exclude-bad-hosts {exclude_bad_hosts}: its folder does not exist: make it first")
+    if log is not None and (log.is_dir() or not log.absolute().parent.is_dir()):
+        raise UsageError(f"--log {log}: give a file in a folder that exists")
     from hfscale.recovery.supervisor import RunSettings, Supervisor
 
     several = {

@@ -19,6 +19,7 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from hfscale.core.logging import print_line
 from hfscale.core.rank_link import PREEMPTED
 from hfscale.core.run_memory import RunMemory
 
@@ -156,6 +157,9 @@ def main(descriptor: int, launcher: list[str]) -> int:
 def _import_silently(modules: Sequence[str]) -> None:
     """Import modules; what they print was already printed by the ranks.
 
+    They are modules of installed packages: the first folder of `sys.path`, which is the working directory here, is not
+    searched, since a folder in it may have the name of a package.
+
     Args:
         modules (`Sequence[str]`): their names, in the order in which a rank has imported them.
     """
@@ -163,9 +167,11 @@ def _import_silently(modules: Sequence[str]) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    first = sys.path.pop(0)
     for name in modules:
         with suppress(Exception):  # it is imported, or fails, when the script imports it
             import_module(name)
+    sys.path.insert(0, first)
     sys.stdout.flush()
     sys.stderr.flush()
     for number, copy in zip((1, 2), kept, strict=True):
@@ -218,7 +224,7 @@ def exit_code_of(run: Callable[[], None]) -> int:
     try:
         run()
     except ChildFailedError as error:
-        sys.stderr.write(f"{error}\n")
+        print_line(str(error))
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:

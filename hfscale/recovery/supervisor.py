@@ -6,7 +6,6 @@ collective, so they are ended too, and the launcher ends by itself. What the ran
 (`hfscale.core.run_memory`) survives, and the next launch resumes from it.
 """
 
-import ctypes
 import fcntl
 import json
 import os
@@ -15,17 +14,16 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from hfscale.core.best_effort import best_effort
 from hfscale.core.rank_link import PREEMPTED
 from hfscale.core.recovery_times import RECOVERY_PARTS, shown_name
 from hfscale.core.run_memory import (
@@ -37,18 +35,20 @@ from hfscale.core.run_memory import (
     remove_abandoned,
 )
 from hfscale.errors import UsageError
+from hfscale.recovery.children import adopt_orphans, describe, die_with_parent, end_descendants, send
 from hfscale.recovery.connections import TOKEN_VARIABLE
+from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
-from hfscale.recovery.restarts import Failure, RestartPolicy
+from hfscale.recovery.restarts import Failure, RestartPolicy, back_off_s
 from hfscale.recovery.standby import Standby, is_wrapped
 
 _OTHERS_GRACE_S = 1.0  # for ranks that fail at the same time to say why
 _LAUNCHER_GRACE_S = 20.0  # for the launcher to notice that its ranks have ended
+_KILLED_S = 60.0  # for killed processes to end: those that use GPUs free much memory
+_START_ATTEMPTS = 10  # to start a command that has run before
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MAX_MESSAGE = 65_536
 _WRONG_USAGE = 2
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2), as the next one
-_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ class Supervisor:
 
     def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
+        self._say = EventLog(settings.log).say
         self._memory: RunMemory
         self._selector = selectors.DefaultSelector()
         self._signalled: int | None = None
@@ -106,14 +107,16 @@ class Supervisor:
         self._policy = RestartPolicy(settings.max_restarts)
         self._group: NodeGroup | None = None
         self._standby: Standby | None = None
+        self._has_started = False
+        self._unkillable: set[psutil.Process] = set()
 
     def run(self) -> int:
         """Run the command.
 
         Returns:
-            `int`: the exit code: 0 when the command is done, 75 when it was preempted, the code of an error that a
-            restart cannot help (2: wrong usage or a missing package, 1: another), 128 plus the signal's number after
-            a signal without a save, and 1 when the supervisor gives up.
+            `int`: the exit code: 0 when the command is done, 75 when it was preempted or stopped by SIGTERM or
+            SIGUSR1, 130 when it was stopped by SIGINT, the code of an error that a restart cannot help (2: wrong
+            usage or a missing package, 1: another), and 1 when the supervisor gives up.
 
         Raises:
             UsageError: the command or the folder in memory cannot be used.
@@ -127,10 +130,10 @@ class Supervisor:
                 f"--memory-dir {self._settings.root} cannot be used: {error.strerror}; name a folder of a file system "
                 "in memory (tmpfs)"
             ) from None
-        _call_prctl(_SET_CHILD_SUBREAPER, 1)  # ranks whose launcher is killed become children of this process
+        adopt_orphans()  # ranks whose launcher is killed
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         if self._settings.standby:
-            self._standby = Standby(self._settings.command, self._memory, _die_with_parent)
+            self._standby = Standby(self._settings.command, self._memory, die_with_parent)
         try:
             self._listen()
             if self._settings.nodes is not None:
@@ -158,24 +161,24 @@ class Supervisor:
             if self._group is not None:
                 met = self._group.wait_for_start()
                 if met is None:
-                    return 128 + (self._signalled or signal.SIGTERM)
+                    return self._code_of_signal()
                 if isinstance(met, int):
                     return met
                 start = met
                 if start.failure is not None:
-                    self._memory.write_failure(asdict(start.failure))
+                    self._record(start.failure)
             launch = self._start(start)
             if self._signalled is not None:  # the signal came before there was a launcher to pass it on to
-                _send(launch.process.pid, signal.SIGTERM)
-            while launch.process.poll() is None:
+                send(launch.process.pid, signal.SIGTERM)
+            while launch.process.poll() is None and not self._is_unkillable(launch):
                 self._handle_events(launch)
-            code = launch.process.returncode
+            code = -signal.SIGKILL if launch.process.returncode is None else launch.process.returncode
             self._launch = None  # a signal must not go to another process with its id
             self._leave_group(launch, code)
             if launch.is_standby and not launch.has_stepped and self._standby is not None and code != 0:
                 self._standby.end()
                 self._standby = None  # if that was the reason, it would come back
-            _end_descendants(None if self._standby is None else self._standby.pid)
+            self._end_descendants()
             ended_at = time.time()
             self._drain(launch)
             final = None if launch.is_stopped else self._final_code(launch, code)
@@ -187,7 +190,7 @@ class Supervisor:
             elif final is not None:
                 return final
             elif failure is not None:
-                self._memory.write_failure(asdict(failure))
+                self._record(failure)
                 why = self._policy.why_give_up(failure)
                 if why is not None:
                     self._say("gave_up", f"gives up: {why}", failure)
@@ -196,7 +199,14 @@ class Supervisor:
                 self._say("restart", text, failure)
                 self._stop.wait(wait_s)
             if self._signalled is not None:
-                return 128 + self._signalled
+                return self._code_of_signal()
+
+    def _code_of_signal(self) -> int:
+        """Return the exit code after a signal: the same command can be started again, unless a person has ended it."""
+        number = signal.Signals(self._signalled or signal.SIGTERM)
+        code = 128 + signal.SIGINT if number == signal.SIGINT else PREEMPTED
+        self._say("stopped", f"stopped by {number.name} (exit code {code})")
+        return code
 
     # --- several nodes ----------------------------------------------------------------------------------------------
 
@@ -222,7 +232,7 @@ class Supervisor:
                 launch.failed_at = time.time()
                 launch.is_stopped = True
                 for pid in launch.ranks:
-                    _send(pid, signal.SIGKILL)
+                    send(pid, signal.SIGKILL)
                 launch.process.kill()
         elif message["event"] == "replicated":
             self._group.replicated(message)
@@ -240,6 +250,7 @@ class Supervisor:
         is_standby = process is not None
         if process is None:
             process = self._start_command(self._environ(start))
+        self._has_started = True
         launch = self._launch = _Launch(process, is_standby=is_standby)
         self._watch_process(launch, process.pid, lambda _: None)
         if self._group is not None and self._group.connection is not None:
@@ -260,12 +271,19 @@ class Supervisor:
         return environ
 
     def _start_command(self, environ: dict[str, str]) -> "subprocess.Popen[bytes]":
-        try:
-            return subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
-                list(self._settings.command), env=environ, start_new_session=True, preexec_fn=_die_with_parent
-            )
-        except OSError as error:
-            raise UsageError(f"command {self._settings.command[0]} cannot be run: {error.strerror}") from None
+        """Start the command. What has run before may be away for a moment, such as a program on a network disk."""
+        attempts = _START_ATTEMPTS if self._has_started else 1
+        for attempt in range(1, attempts + 1):
+            try:
+                return subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
+                    list(self._settings.command), env=environ, start_new_session=True, preexec_fn=die_with_parent
+                )
+            except OSError as error:
+                problem = f"command {self._settings.command[0]} cannot be run: {error.strerror}"
+            if attempt < attempts and not self._stop.is_set():
+                self._say("not_started", f"{problem}; tried again in {back_off_s(attempt):.0f} s")
+                self._stop.wait(back_off_s(attempt))
+        raise UsageError(problem)
 
     def _handle_events(self, launch: _Launch) -> None:
         """Wait for events, and end what is left once a rank has failed."""
@@ -276,7 +294,7 @@ class Supervisor:
                 launch.process.kill()
             elif waited >= _OTHERS_GRACE_S:
                 for pid in launch.ranks:
-                    _send(pid, signal.SIGKILL)
+                    send(pid, signal.SIGKILL)
             timeout = _OTHERS_GRACE_S
         # What a rank has said is read before its end is handled: it may be the reason.
         for key in sorted((key for key, _ in self._selector.select(timeout)), key=self._is_end_of_process):
@@ -299,7 +317,10 @@ class Supervisor:
                 self._forget(key.fileobj)
 
     def _accept(self, launch: _Launch, listener: Any) -> None:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the process has ended meanwhile, or too many files are open
+            return
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, self._read)
 
@@ -308,7 +329,10 @@ class Supervisor:
         pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
         try:
             while text := connection.recv(_MAX_MESSAGE):
-                self._take(launch, pid, json.loads(text))
+                try:
+                    self._take(launch, pid, json.loads(text))
+                except (ValueError, KeyError, TypeError) as error:
+                    self._say("unread", f"a message of process {pid} is ignored: {type(error).__name__}: {error}")
             self._forget(connection)
         except BlockingIOError:
             pass  # nothing more has arrived
@@ -323,7 +347,7 @@ class Supervisor:
         if event == "hello":
             launch.ranks[pid] = int(message["rank"])
             if self._signalled == signal.SIGUSR1 and not is_wrapped(self._settings.command):
-                _send(pid, signal.SIGUSR1)
+                send(pid, signal.SIGUSR1)
         elif event == "ending":
             launch.endings[launch.ranks.get(pid, -1)] = message
             if self._settings.exclude_file is not None and message["hosts"]:
@@ -337,7 +361,8 @@ class Supervisor:
                 self._report_recovery(message["recovery"])
             launch.has_stepped = True
             if self._standby is not None:
-                self._standby.start(self._environ(None))
+                with best_effort("starting a standby process", self._memory.folder):
+                    self._standby.start(self._environ(None))
         elif event == "snapshot" and self._group is not None:
             self._group.committed(message["folder"], int(message["step"]))
 
@@ -383,6 +408,27 @@ class Supervisor:
 
     # --- after a launch ---------------------------------------------------------------------------------------------
 
+    def _is_unkillable(self, launch: _Launch) -> bool:
+        """Return whether the launcher has not ended, although it was killed some time ago."""
+        killed_at = (launch.failed_at or time.time()) + _LAUNCHER_GRACE_S
+        return time.time() - killed_at >= _KILLED_S
+
+    def _end_descendants(self) -> None:
+        """End what the launcher has left behind. What the kernel does not end is named, and no longer waited for."""
+        spared = self._unkillable | self._memory.outliving()
+        if self._standby is not None and self._standby.pid is not None:
+            spared.add(psutil.Process(self._standby.pid))
+        left = end_descendants(spared, limit_s=_KILLED_S)
+        if left:
+            text = f"{describe(left)} did not end {_KILLED_S:.0f} s after SIGKILL: not waited for any longer"
+            self._say("unkillable", text, {"pids": [process.pid for process in left]})
+            self._unkillable.update(left)
+
+    def _record(self, failure: Failure) -> None:
+        """Write a failure for the ranks of the next launch, which report it."""
+        with best_effort("recording a failure", self._memory.folder):
+            self._memory.write_failure(asdict(failure))
+
     def _final_code(self, launch: _Launch, code: int) -> int | None:
         """Return the exit code if the command is not to be started again."""
         endings = launch.endings.values()
@@ -400,9 +446,7 @@ class Supervisor:
             reason = f"the command ended with exit code {code}: wrong usage, or a missing package"
             self._say("failed", f"not started again, since {reason}")
             return code
-        if self._signalled is not None:
-            return 128 + self._signalled
-        return None
+        return None if self._signalled is None else self._code_of_signal()
 
     def _failure(self, launch: _Launch, ended_at: float) -> Failure:
         begun, completed = self._memory.furthest()
@@ -414,10 +458,11 @@ class Supervisor:
         elif launch.first_dead is not None:
             reason = "its process was killed or crashed"
         else:
-            reason = f"the launcher ended with code {launch.process.returncode}"
+            code = launch.process.returncode
+            reason = "the launcher did not end" if code is None else f"the launcher ended with code {code}"
         samples = self._memory.samples_of(begun) if begun > completed else {}
         for path in [*self._memory.folder.glob("progress-*"), *self._memory.folder.glob("samples-*")]:
-            path.unlink()
+            path.unlink(missing_ok=True)
         return Failure(
             failed_at=launch.failed_at or ended_at,
             ended_at=ended_at,
@@ -453,16 +498,7 @@ class Supervisor:
             return
         is_for_ranks = number == signal.SIGUSR1 and not is_wrapped(self._settings.command)
         for pid in self._launch.ranks if is_for_ranks else (self._launch.process.pid,):
-            _send(pid, number)
-
-    def _say(self, event: str, text: str | None, fields: Any = None) -> None:
-        if text is not None:
-            sys.stderr.write(f"hfscale run: {text}\n")
-            sys.stderr.flush()
-        if self._settings.log is not None:
-            known = asdict(fields) if isinstance(fields, Failure) else dict(fields or {})
-            with self._settings.log.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"time": time.time(), "event": event, "text": text, **known}) + "\n")
+            send(pid, number)
 
 
 def _is_preempted(launch: _Launch) -> bool:
@@ -490,37 +526,3 @@ def add_lines(path: Path, lines: Sequence[str]) -> list[str]:
         unended = "\n" if text and not text.endswith("\n") else ""
         file.write(unended + "".join(f"{line}\n" for line in added) if added else "")
     return added
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _end_descendants(standby: int | None) -> None:
-    """Kill what the launcher has left behind; only processes of this run are descendants of the supervisor.
-
-    Args:
-        standby (`int` or `None`): the id of the process that waits for the next launch, which stays.
-    """
-    while children := [child for child in psutil.Process().children(recursive=True) if child.pid != standby]:
-        for child in children:
-            with suppress(psutil.Error):
-                child.kill()
-        psutil.wait_procs(children, timeout=1.0)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-
-
-_libc = ctypes.CDLL(None, use_errno=True)  # before the fork: other threads may be running then
-
-
-def _call_prctl(option: int, value: int) -> None:
-    if _libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl failed")
-
-
-def _die_with_parent() -> None:
-    """Have this process receive SIGTERM when the supervisor ends, so that a killed supervisor leaves no training."""
-    _call_prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)

@@ -17,6 +17,7 @@ from ports import free_port
 
 from hfscale.core import connections as core_connections
 from hfscale.errors import UsageError
+from hfscale.recovery import coordinator as coordinator_module
 from hfscale.recovery.connections import Server, connect, receive
 from hfscale.recovery.coordinator import Coordinator
 
@@ -122,6 +123,85 @@ def test_the_remaining_nodes_resume_from_the_copies_of_a_node_that_is_not_replac
     assert "goes on without node 1" in errors[0]
     assert [[launch["nodes"], launch["from"]] for launch in run.launches()[3:]] == [[2, 3]] * 2
     assert all(launch["files"] == ["state-0", "state-1", "state-2"] for launch in run.launches()[3:])
+
+
+class Client:
+    """What the supervisor of one node says to the coordinator."""
+
+    def __init__(self, address, node):
+        self.node = node
+        self.connection = connect(address, b"secret")
+
+    def send(self, **message):
+        self.connection.send(message)
+
+    def say_ready(self):
+        about = {"address": ["127.0.0.1", 1], "parts": [], "folders": [], "failure": None}
+        self.send(event="ready", node=self.node, nodes=2, **about)
+
+    def receive(self, event):
+        assert wait([self.connection], 60)
+        message = receive(self.connection)
+        assert message["event"] == event
+        return message
+
+    def is_left(self):
+        assert wait([self.connection], 60)
+        with pytest.raises(ConnectionError):
+            receive(self.connection)
+        return True
+
+
+@pytest.fixture
+def two_clients():
+    """A coordinator that waits 0.5 s for nodes, its lines, and two nodes that are ready."""
+    address, lines = ("127.0.0.1", free_port()), []
+    limits = {"nodes": 2, "min_nodes": 1, "wait_s": 0.5, "max_restarts": 3}
+    coordinator = Coordinator(address, b"secret", report=lines.append, **limits)
+    clients = [Client(address, 0), Client(address, 1)]
+    for client in clients:
+        client.say_ready()
+    yield clients, lines
+    for client in clients:
+        client.connection.close()
+    coordinator.close()
+
+
+def test_a_node_that_does_not_collect_its_snapshot_counts_as_lost(two_clients):
+    (working, stuck), lines = two_clients
+    told = working.receive("assemble")
+    stuck.receive("assemble")
+    working.send(event="assembling")  # it may take long, as long as it says so
+    working.send(event="assembled", round=told["round"], failed=[])
+    assert stuck.is_left()
+    assert any("node 1 did not collect" in line for line in lines)
+    told = working.receive("assemble")
+    working.send(event="assembled", round=told["round"], failed=[])
+    assert len(working.receive("start")["addresses"]) == 1
+
+
+def test_a_node_that_does_not_end_its_launch_counts_as_lost(two_clients, monkeypatch):
+    monkeypatch.setattr(coordinator_module, "_END_S", 0.5)
+    (failed, stuck), lines = two_clients
+    for client in (failed, stuck):
+        client.send(event="assembled", round=client.receive("assemble")["round"], failed=[])
+    for client in (failed, stuck):
+        client.receive("start")
+    failed.send(event="failed")
+    stuck.receive("stop")
+    failure = {
+        "failed_at": 1.0,
+        "ended_at": 2.0,
+        "rank": 0,
+        "reason": "bad luck",
+        "begun_step": 5,
+        "completed_step": 4,
+    }
+    failed.receive("stop")
+    failed.send(event="ended", code=None, failure=failure | {"is_consequence": False, "samples": {}})
+    assert "bad luck" in failed.receive("again")["text"]
+    assert stuck.is_left()
+    assert any("node 1 did not end" in line for line in lines)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

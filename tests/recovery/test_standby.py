@@ -62,6 +62,18 @@ def test_a_standby_process_ends_with_its_supervisor(tmp_path):
     memory.delete()
 
 
+def test_a_folder_in_the_working_directory_does_not_take_the_place_of_an_installed_package(tmp_path):
+    (tmp_path / "xxhash").mkdir()
+    (tmp_path / "xxhash" / "__init__.py").write_text("")
+    program = (
+        "import sys; from hfscale.recovery.standby import _import_silently; first = sys.path[0]; "
+        "_import_silently(['xxhash']); assert sys.path[0] == first; print(sys.modules['xxhash'].__file__)"
+    )
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    assert not done.stdout.startswith(str(tmp_path))
+
+
 def supervise(tmp_path, how, *options):
     """Run two ranks under torchrun, one of which is killed; return the process and what the ranks have recorded."""
     options = ["--memory-dir", str(tmp_path), "--log", str(tmp_path / "log"), *options]

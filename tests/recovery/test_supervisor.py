@@ -1,5 +1,6 @@
 """`hfscale run`: it starts a command again where that can help, and leaves nothing in host memory."""
 
+import fcntl
 import json
 import os
 import re
@@ -12,9 +13,14 @@ from contextlib import suppress
 import psutil
 import pytest
 from conftest import REPOSITORY
+from ports import free_port
 
 from hfscale.cli import main
-from hfscale.core.run_memory import Progress, RunMemory, remove_abandoned
+from hfscale.core.run_memory import AGREED_VARIABLES, OWN_VARIABLES, Progress, RunMemory, remove_abandoned
+from hfscale.islands.rendezvous import TOKEN_VARIABLE
+from hfscale.recovery.nodes import NodeSettings, Start
+from hfscale.recovery.restarts import Failure, RestartPolicy
+from hfscale.recovery.supervisor import RunSettings, Supervisor
 
 RANK = REPOSITORY / "tests" / "workers" / "supervised.py"
 LAUNCHER = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]) != 0)"  # ends with 1, as launchers do
@@ -34,6 +40,14 @@ def supervise(tmp_path, how, *options):
 
 def memory_folders(tmp_path):
     return list(tmp_path.glob("hfscale-run-*"))
+
+
+def wait_for(condition, supervisor):
+    until = time.monotonic() + 200
+    while not condition():
+        assert supervisor.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -95,6 +109,129 @@ def test_a_file_of_hosts_that_cannot_be_written_is_reported_and_ends_nothing(tmp
     assert "node-b" in done.stderr
 
 
+def test_a_full_disk_for_the_log_is_reported_once_and_ends_nothing(tmp_path):
+    done, launches = supervise(tmp_path, "kill", "--log", "/dev/full")
+    assert (done.returncode, len(launches)) == (0, 3), done.stderr
+    assert done.stderr.count("/dev/full") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_the_end_of_the_reader_of_standard_error_ends_nothing(tmp_path):
+    read, write = os.pipe()
+    supervisor = subprocess.Popen(command(tmp_path, "kill"), stderr=write)
+    os.close(read)
+    os.close(write)
+    assert supervisor.wait(timeout=280) == 0
+    assert len((tmp_path / "launches").read_text().splitlines()) == 3
+
+
+def test_a_failure_that_cannot_be_recorded_in_memory_ends_nothing(tmp_path):
+    done, launches = supervise(tmp_path, "full-memory")
+    assert (done.returncode, len(launches)) == (0, 3), done.stderr
+    assert "recording a failure" in done.stderr
+
+
+def test_the_memory_of_a_progress_is_reserved_before_it_is_used(tmp_path):
+    Progress(tmp_path / "progress-0")
+    assert (tmp_path / "progress-0").stat().st_blocks > 0  # a page that cannot be had would end its process by SIGBUS
+    (tmp_path / "progress-1").touch()  # of a rank that was killed while it made the file
+    assert Progress.read(tmp_path / "progress-1") == (0, 0)
+
+
+def test_messages_that_cannot_be_read_are_ignored(tmp_path):
+    done, launches = supervise(tmp_path, "garbage")
+    assert (done.returncode, len(launches)) == (0, 3), done.stderr
+    assert done.stderr.count("is ignored") == 6
+
+
+def test_a_process_that_sigkill_does_not_end_is_named_and_left(tmp_path):
+    supervise_it = (  # a process that waits in the kernel cannot be made here: this one is not sent the signal
+        "import sys, psutil; from hfscale.cli import main; from hfscale.recovery import supervisor; "
+        "supervisor._KILLED_S = 0.5; kill = psutil.Process.kill; "
+        "psutil.Process.kill = lambda process: 'left-behind' in process.cmdline() or kill(process); "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    argv = [sys.executable, "-c", supervise_it, *command(tmp_path, "leave")[3:]]
+    done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=280, check=False)
+    named = [int(pid) for pid in re.findall(r"process (\d+) \(.*\) did not end .* after SIGKILL", done.stderr)]
+    for pid in named:
+        psutil.Process(pid).kill()
+    assert done.returncode == 0, done.stderr
+    assert len(named) == len(set(named)) == 3  # one for each launch
+
+
+def test_the_rendezvous_of_islands_outlives_the_launches_and_their_supervisor(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, "a secret of the tests")
+    port = free_port()
+    (tmp_path / "port").write_text(str(port))
+    done = subprocess.run(command(tmp_path, "rendezvous"), stderr=subprocess.DEVNULL, timeout=280, check=False)
+    of_rendezvous = [one for one in psutil.process_iter(["cmdline"]) if is_rendezvous(one, port)]
+    for process in of_rendezvous:
+        process.kill()
+    assert done.returncode == 0
+    assert len((tmp_path / "launches").read_text().splitlines()) == 3
+    assert len(of_rendezvous) == 1
+
+
+def is_rendezvous(process, port):
+    with suppress(psutil.Error):
+        if "hfscale.islands.rendezvous" in (process.info["cmdline"] or []):
+            return any(one.laddr.port == port for one in process.net_connections())
+    return False
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+def test_a_signal_before_there_is_a_rank_ends_it_with_the_code_of_a_preemption(tmp_path, number, code):
+    launcher = [sys.executable, "-c", f"open({str(tmp_path / 'up')!r}, 'w'); import time; time.sleep(600)"]
+    argv = [*command(tmp_path, "")[:6], "--", *launcher]
+    supervisor = subprocess.Popen(argv)
+    wait_for((tmp_path / "up").exists, supervisor)
+    supervisor.send_signal(number)
+    if number == signal.SIGUSR1:  # it is for the ranks; the launcher of this test has none and goes on
+        (launched,) = psutil.Process(supervisor.pid).children()
+        launched.terminate()
+    assert supervisor.wait(timeout=200) == code
+
+
+def test_a_signal_between_two_launches_ends_it_with_the_code_of_a_preemption(tmp_path):
+    log = tmp_path / "run.jsonl"
+    argv = [*command(tmp_path, "")[:6], "--log", str(log), "--", sys.executable, "-c", "import sys; sys.exit(9)"]
+    supervisor = subprocess.Popen(argv)
+    wait_for(lambda: log.exists() and log.read_text().count('"restart"') == 2, supervisor)  # now it waits 2 s
+    supervisor.terminate()
+    assert supervisor.wait(timeout=200) == 75
+    assert log.read_text().count('"restart"') == 2
+
+
+def test_a_command_that_is_away_at_a_restart_is_tried_again(tmp_path):
+    program, log = tmp_path / "program", tmp_path / "run.jsonl"
+
+    def write(text):
+        (tmp_path / "new").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "new").chmod(0o755)
+        (tmp_path / "new").rename(program)
+
+    write('rm "$0"; exit 9')
+    supervisor = subprocess.Popen([*command(tmp_path, "")[:6], "--log", str(log), "--", str(program)])
+    wait_for(lambda: log.exists() and "not_started" in log.read_text(), supervisor)
+    write("exit 0")
+    assert supervisor.wait(timeout=200) == 0
+
+
+def test_starts_that_fail_are_tried_again_less_and_less_often_up_to_the_limit():
+    policy = RestartPolicy(9)
+    at = {"failed_at": 0.0, "ended_at": 0.0, "rank": None, "reason": "the disk is away"}
+    failure = Failure(**at, begun_step=0, completed_step=0)
+    waits = []
+    while (why := policy.why_give_up(failure)) is None:
+        waits.append(policy.next_restart(failure)[0])
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert "--max-restarts" in why
+    late = RestartPolicy(9)
+    same_step = Failure(**at, begun_step=7, completed_step=6)
+    assert [late.why_give_up(same_step) is None for _ in range(3)] == [True, True, False]
+
+
 def test_an_error_that_would_come_back_is_not_tried_again(tmp_path):
     done, launches = supervise(tmp_path, "usage")
     assert (done.returncode, len(launches)) == (2, 1)
@@ -132,7 +269,7 @@ def test_it_gives_up_after_max_restarts(tmp_path):
 def test_sigterm_reaches_the_launcher_and_nothing_is_started_again(tmp_path, waiting):
     supervisor, rank = waiting
     supervisor.terminate()
-    assert supervisor.wait(timeout=200) == 128 + signal.SIGTERM
+    assert supervisor.wait(timeout=200) == 75
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
     assert memory_folders(tmp_path) == []
 
@@ -183,13 +320,53 @@ def test_the_memory_of_a_living_supervisor_is_left_alone(tmp_path):
     assert remove_abandoned(tmp_path) == []
 
 
+def test_a_folder_that_is_being_made_is_left_alone(tmp_path, monkeypatch):
+    removed = []
+    lock = fcntl.flock
+
+    def reclaim_first(file, operation):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        removed.extend(remove_abandoned(tmp_path))  # as another supervisor does, in the worst moment
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", reclaim_first)
+    memory = RunMemory.create(tmp_path)
+    assert (removed, memory.folder.is_dir()) == ([], True)
+    memory.delete()
+
+
+def test_links_and_folders_of_other_users_are_left_alone(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "owner").touch()
+    (tmp_path / "hfscale-run-link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "hfscale-run-other").mkdir()
+    (tmp_path / "hfscale-run-other" / "owner").touch()
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    assert remove_abandoned(tmp_path) == []
+    monkeypatch.undo()
+    assert remove_abandoned(tmp_path) == [tmp_path / "hfscale-run-other"]
+    assert (tmp_path / "elsewhere" / "owner").exists()
+
+
 def test_progress_survives_the_process_that_wrote_it(tmp_path):
     child = os.fork()
     if child == 0:
         Progress(tmp_path / "progress-3").write(8, 7)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert Progress(tmp_path / "progress-3").read() == (8, 7)
+    assert Progress.read(tmp_path / "progress-3") == (8, 7)
+
+
+def test_every_variable_that_ranks_are_given_is_agreed_or_known_to_be_of_one_node(tmp_path):
+    about = {"nodes": 2, "node_rank": 0, "rendezvous": ("127.0.0.1", 1), "token": b"", "min_nodes": 1, "wait_s": 1.0}
+    settings = RunSettings(command=["true"], root=tmp_path, memory_interval_steps=7, nodes=NodeSettings(**about))
+    supervisor = Supervisor(settings)
+    supervisor._memory = RunMemory(tmp_path)
+    start = Start(launch=1, index=0, addresses=[("127.0.0.1", 1)] * 2, restarts=0, failure=None)
+    given = {name for name, value in supervisor._environ(start).items() if os.environ.get(name) != value}
+    assert given == {*AGREED_VARIABLES, *OWN_VARIABLES}
+    assert not set(AGREED_VARIABLES) & set(OWN_VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +377,7 @@ def test_progress_survives_the_process_that_wrote_it(tmp_path):
         (["--", "no-such-program"], "no-such-program"),
         (["--exclude-bad-hosts", "/nowhere/at-all", "--", "true"], "--exclude-bad-hosts"),
         (["--memory-dir", "/nowhere/at-all", "--", "true"], "/nowhere/at-all"),
+        (["--log", "/nowhere/at-all", "--", "true"], "--log"),
     ],
 )
 def test_wrong_use_is_one_line(capsys, arguments, named):

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import psutil
 
 from hfscale.core.rank_link import connect
 from hfscale.errors import HealthError, UsageError
+from hfscale.islands.client import start_rendezvous
 
 how, folder = sys.argv[1], Path(sys.argv[2])
 restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])
@@ -32,6 +34,16 @@ link.progress.write(step, step - 1)
 if how == "same-step":
     link.memory.write_samples(0, step, [*range(7, 50), "a"])
     link.memory.write_samples(1, step - 1, [3])  # of another step
+if how == "full-memory" and restarts == 0:
+    (link.memory.folder / "failure.json").mkdir()  # it cannot be written
+if how == "garbage":
+    link._socket.sendall(b'{"event": "ending"')
+    link.say("stepped")
+if how == "leave":  # a process that the supervisor has to end
+    argv = [sys.executable, "-c", "import time; time.sleep(600)", "left-behind"]
+    subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+if how == "rendezvous" and restarts == 0:
+    start_rendezvous(("127.0.0.1", int((folder / "port").read_text())))
 with (folder / "launches").open("a") as file:
     file.write(f"{link.memory.folder} {os.getpid()}\n")
 if how == "wait":

@@ -1,0 +1,93 @@
+"""The processes that a supervisor starts: what they do when it ends, and how they are ended."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+import psutil
+
+_SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2), as the next one
+_SET_CHILD_SUBREAPER = 36
+_POLL_S = 1.0
+_libc = ctypes.CDLL(None, use_errno=True)  # before a fork: other threads may be running then
+
+
+def _call_prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def adopt_orphans() -> None:
+    """Make descendants whose parent is killed children of this process."""
+    _call_prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent() -> None:
+    """Have this process receive SIGTERM when the supervisor ends, so that a killed supervisor leaves no training."""
+    _call_prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process, if it still exists.
+
+    Args:
+        pid (`int`): its id.
+        number (`int`): the signal.
+    """
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def end_descendants(spared: Collection[psutil.Process], *, limit_s: float) -> list[psutil.Process]:
+    """Kill what a launcher has left behind; only processes of this run are descendants of the supervisor.
+
+    Args:
+        spared (`Collection[psutil.Process]`): descendants that stay.
+        limit_s (`float`): seconds to wait for their end. A process that waits for a device or a file system in the
+            kernel ends only when that answers.
+
+    Returns:
+        `list[psutil.Process]`: those that have not ended in this time.
+    """
+    until = time.monotonic() + limit_s
+    while (left := _living(spared)) and time.monotonic() < until:
+        for child in left:
+            with suppress(psutil.Error):
+                child.kill()
+        psutil.wait_procs(left, timeout=_POLL_S)
+        _reap()
+    return left
+
+
+def _living(spared: Collection[psutil.Process]) -> list[psutil.Process]:
+    """Return the descendants that have not ended; one whose parent does not take its exit code has."""
+    living = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if child not in spared and child.status() != psutil.STATUS_ZOMBIE:
+                living.append(child)
+    return living
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def describe(processes: Collection[psutil.Process]) -> str:
+    """Return the ids of processes, with what is known of them.
+
+    Args:
+        processes (`Collection[psutil.Process]`): at least one.
+    """
+    shown = []
+    for process in processes:
+        try:
+            shown.append(f"{process.pid} ({process.name()}, {process.status()})")
+        except psutil.Error:
+            shown.append(str(process.pid))
+    return f"process{'es' if len(shown) > 1 else ''} {', '.join(shown)}"
