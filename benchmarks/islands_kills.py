@@ -189,7 +189,8 @@ def _island(address: tuple[str, int], number: int, kill: tuple[str, int] | None,
         if reply.kind == "round":
             log.rounds[reply.anchor] = reply.contributors
             log.came_back = log.came_back or time.monotonic()
-            outer.step([(reply.payloads or {}).get(island) for island in reply.contributors])
+            payloads = reply.payloads or {}
+            outer.step(outer.decode([payloads.get(island) for island in reply.contributors]))
             anchor = reply.anchor
             if reply.send_state:
                 client.send_state(anchor, outer.shared_state())

@@ -155,7 +155,7 @@ class _Exchange:
         pairs = zip(self._outer, parameters, strict=True)
         sent = [outer.pseudo_gradient(parameters_to_vector(own), fragment) for outer, own in pairs]
         for outer, own in zip(self._outer, parameters, strict=True):
-            outer.step([bytearray(payload.numpy()) for payload in sent])
+            outer.step(outer.decode([bytearray(payload.numpy()) for payload in sent]))
             # A copy: the parameters become views of the vector, and training must not change the anchor.
             vector_to_parameters(outer.anchor_of(fragment).clone(), own)
 

@@ -1,7 +1,5 @@
 """Training on several islands of GPUs that are joined by slow links: DiLoCo for any Trainer."""
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -11,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
-from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hfscale import __version__
 from hfscale.checkpoint.contents import outer_state_name
 from hfscale.core import distributed
 from hfscale.core.activity import activity
@@ -24,9 +21,11 @@ from hfscale.errors import CheckpointError, HealthError, ParameterError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.client import IslandClient, Reply, on_thread, own_token, parse_address
+from hfscale.islands.contributions import finite_contributors
 from hfscale.islands.data import continue_data_at, island_share, read_share_of_epoch
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.islands.parameters import PartOfParameters
+from hfscale.islands.terms import digest_of, terms_of_model
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import global_batch_size, jump_to, model_of, saved_state, steps_per_epoch
@@ -78,6 +77,7 @@ class DiLoCoCallback(AdapterCallback):
     | `islands/drift` | ratio | RMS distance of the islands from their mean before averaging / norm of the parameters |
     | `islands/contributors` | count | islands whose pseudo-gradients the last round has averaged |
     | `islands/dropped_samples` | count | samples so far whose gradients no round has averaged, of all islands |
+    | `islands/dropped_contributions` | count | contributions so far that had NaN or infinity, and were dropped |
 
     Args:
         islands (`int`): number of islands; with 1 the callback does nothing.
@@ -100,7 +100,7 @@ class DiLoCoCallback(AdapterCallback):
 
     Raises:
         UsageError: a number is out of range, the token is not set, or, when training begins, the islands differ in
-            model, tokenizer, shapes of the shards, flags or version.
+            model, weights that are not trained, tokenizer, shapes of the shards, flags or version.
         HealthError: the rendezvous cannot be reached when training begins.
     """
 
@@ -214,6 +214,8 @@ class DiLoCoCallback(AdapterCallback):
         layout = self._part.describe()
         self._replicas = Replicas(ISLANDS, "islands: parts", layout)
         values = self._part.read()
+        digests = ISLANDS.gather("islands: frozen", self._replicas.is_leader and self._part.digest_of_frozen())
+        frozen = digest_of([one for one in digests if one])
         self._anchor = state.global_step
         self._epoch = state.global_step // max(steps_per_epoch(adapter.trainer), 1)
         if self._replicas.is_leader:
@@ -232,7 +234,7 @@ class DiLoCoCallback(AdapterCallback):
         if self._outer is not None:
             self._client = IslandClient(
                 parse_address(self.rendezvous or ""),
-                self._hello(layout, parameters, state),
+                self._hello(layout, parameters, frozen, state),
                 starts_rendezvous=self.island_rank == 0 and distributed.rank() == 0,
             )
         reply = self._join(_CONNECT_S)
@@ -333,27 +335,10 @@ class DiLoCoCallback(AdapterCallback):
         read_share_of_epoch(kwargs["train_dataloader"], island=self.island_rank, epoch=self._epoch)
         self._epoch += 1
 
-    def _hello(self, layout: str, parameters: int, state: TrainerState) -> dict[str, Any]:
+    def _hello(self, layout: str, parameters: int, frozen: str, state: TrainerState) -> dict[str, Any]:
         assert self._adapter is not None
         assert self._outer is not None
         assert self._replicas is not None
-        trainer = self._adapter.trainer
-        tokenizer = trainer.processing_class
-        vocabulary = tokenizer.get_vocab() if isinstance(tokenizer, PreTrainedTokenizerBase) else {}
-        terms = {
-            "version": __version__,
-            "model": f"{type(trainer.model).__name__} of {parameters}",
-            "tokenizer": _digest(sorted(vocabulary.items())),
-            "islands": self.islands,
-            "steps between rounds": self.every_steps,
-            "overlap steps": self.overlap_steps,
-            "fragments": self.fragments,
-            "last step": state.max_steps,
-            "outer learning rate": self.outer_lr,
-            "outer momentum": self.outer_momentum,
-            "compression": str(self.compression),
-            "parts": self._replicas.parts,
-        }
         return {
             "island": self.island_rank,
             "part": self._replicas.part,
@@ -361,8 +346,19 @@ class DiLoCoCallback(AdapterCallback):
             "islands": self.islands,
             "quorum": self.quorum,
             "deadline_s": self.deadline_s,
-            "terms": terms,
-            "layout": _digest(layout),
+            "terms": {
+                **terms_of_model(self._adapter.trainer, parameters, frozen),
+                "islands": self.islands,
+                "steps between rounds": self.every_steps,
+                "overlap steps": self.overlap_steps,
+                "fragments": self.fragments,
+                "last step": state.max_steps,
+                "outer learning rate": self.outer_lr,
+                "outer momentum": self.outer_momentum,
+                "compression": str(self.compression),
+                "parts": self._replicas.parts,
+            },
+            "layout": digest_of(layout),
             "max_bytes": max(self._outer.state_bytes, self.compression.bytes_of(self._outer.anchor.numel())),
         }
 
@@ -458,27 +454,36 @@ class DiLoCoCallback(AdapterCallback):
         self._end_round(state)
 
     def _average(self, reply: Reply, state: TrainerState, pending: _Pending) -> None:
-        """Take the outer step of a round that has closed."""
+        """Take the outer step of a round that has closed, with the contributions that are finite."""
         assert self._adapter is not None
-        missing = self.islands - len(reply.contributors)
+        received = []
+        if self._outer is not None:
+            payloads = reply.payloads or {}
+            received = self._outer.decode([payloads.get(island) for island in reply.contributors])
+        counted = finite_contributors(reply, received)
         saved = saved_state(state, _NAME)
         steps = reply.anchor - self._anchor
+        missing = self.islands - len(counted)
         saved["dropped_samples"] += missing * steps * global_batch_size(self._adapter.trainer)
+        saved["dropped_contributions"] = saved.get("dropped_contributions", 0) + len(reply.contributors) - len(counted)
         if self.island_rank not in reply.contributors:
             logger.warning("round %d: this island was late; its last %d steps are dropped", reply.anchor, steps)
         elif missing:
-            logger.info("round %d: %d of %d islands", reply.anchor, len(reply.contributors), self.islands)
+            logger.info("round %d: %d of %d islands", reply.anchor, len(counted), self.islands)
+        is_dropped = self.island_rank in reply.contributors and self.island_rank not in counted
         spread = size = 0.0
         if self._outer is not None:
-            payloads = reply.payloads or {}
-            spread, size = self._outer.step([payloads.get(island) for island in reply.contributors])
+            if is_dropped:
+                self._outer.drop()
+            values = zip(reply.contributors, received, strict=True)
+            spread, size = self._outer.step([value for island, value in values if island in counted])
         spread, size = ISLANDS.gather_numbers("islands: drift", [spread, size]).sum(dim=0).tolist()
         self._keys_of_round = {
-            "islands/contributors": float(len(reply.contributors)),
+            "islands/contributors": float(len(counted)),
             **({"islands/drift": (spread / size) ** 0.5} if size > 0 else {}),
         }
         self._anchor = saved["anchor"] = reply.anchor
-        self._continue_from_anchor(pending.fragment, keeps_steps=state.global_step > pending.step)
+        self._continue_from_anchor(pending.fragment, keeps_steps=state.global_step > pending.step and not is_dropped)
         self._send_state(reply)
 
     def _take_state(self, reply: Reply, state: TrainerState) -> None:
@@ -576,7 +581,7 @@ class DiLoCoCallback(AdapterCallback):
         if self._part is not None:
             dropped = saved_state(state, _NAME)["dropped_samples"]
             if dropped:
-                logger.warning("%d samples were dropped: their islands were away or late", dropped)
+                logger.warning("%d samples were dropped: their islands were away or late, or not finite", dropped)
         self._is_joined = False
 
     # --- metrics ----------------------------------------------------------------------------------------------------
@@ -588,6 +593,7 @@ class DiLoCoCallback(AdapterCallback):
             "islands/bytes": float(sent - self._logged_bytes),
             "islands/stall_fraction": self._stall_s / max(now - self._logged_at, 1e-9),
             "islands/dropped_samples": float(saved_state(state, _NAME)["dropped_samples"]),
+            "islands/dropped_contributions": float(saved_state(state, _NAME).get("dropped_contributions", 0)),
             **self._keys_of_round,
         }
         self._logged_at = now
@@ -595,8 +601,3 @@ class DiLoCoCallback(AdapterCallback):
         self._stall_s = 0.0
         self._keys_of_round = {}
         return keys
-
-
-def _digest(value: Any) -> str:
-    """Return a hash of a JSON value."""
-    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()

@@ -102,6 +102,8 @@ class OuterOptimizer:
         if not self.compression.lossless:
             residual = self._residual_of(self._sent_fragment)
             residual.copy_(self._withdrawn() if anchor_stays else residual + self._decoded(None))
+            if not residual.isfinite().all():  # it would spoil all that is sent from now on
+                residual.zero_()
         self._sent = None
 
     def _withdrawn(self) -> Tensor:
@@ -117,28 +119,43 @@ class OuterOptimizer:
         """
         return self.anchor_of(self._sent_fragment) + (values - self._values)
 
-    def step(self, payloads: list[bytearray | None]) -> tuple[float, float]:
+    def decode(self, payloads: Sequence[bytearray | None]) -> list[Tensor]:
+        """Return the pseudo-gradients of a round, flat fp32.
+
+        Args:
+            payloads (`Sequence`): those of the contributors; None is this island's own.
+        """
+        return [self._decoded(payload) for payload in payloads]
+
+    def step(self, values: Sequence[Tensor]) -> tuple[float, float]:
         """Step the fragment of the last pseudo-gradient with the mean of the contributors'.
 
         Args:
-            payloads (`list`): those of all contributors, in the same order on all islands; None is this island's own.
+            values (`Sequence[Tensor]`): what `decode` returned, in the same order on all islands. Without any the
+                anchor stays.
 
         Returns:
             `tuple[float, float]`: sum over this part of the fragment of the squared distance of each contributor from
             their mean, divided by their number; sum of squares of the anchor.
         """
-        values = [self._decoded(payload) for payload in payloads]
-        mean = torch.stack(values).mean(dim=0) if len(values) > 1 else values[0]
-        spread = sum(float((value - mean).square().sum(dtype=torch.float64)) for value in values) / len(values)
         anchor = self.anchor_of(self._sent_fragment)
         size = float(anchor.square().sum(dtype=torch.float64))
+        self._sent = None
+        if not values:
+            return 0.0, size
+        mean = torch.stack(list(values)).mean(dim=0) if len(values) > 1 else values[0]
+        spread = sum(float((value - mean).square().sum(dtype=torch.float64)) for value in values) / len(values)
         stepped = self._fragments if self._sent_fragment is None else [anchor]
         for fragment, gradient in zip(stepped, torch.split(mean, [one.numel() for one in stepped]), strict=True):
             fragment.grad = gradient
         self._optimizer.step()  # only those that have a gradient
         self._optimizer.zero_grad()
-        self._sent = None
         return spread, size
+
+    def drop(self) -> None:
+        """Drop the last pseudo-gradient and its error feedback: it is not finite."""
+        if not self.compression.lossless:
+            self._residual_of(self._sent_fragment).zero_()
 
     def _decoded(self, payload: bytearray | None) -> Tensor:
         if payload is None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -14,6 +15,9 @@ from transformers import Trainer
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategy import running_strategy
+
+_HASHED_VALUES = 1 << 24
+"""Values that are copied to the host at a time."""
 
 
 class PartOfParameters:
@@ -61,6 +65,22 @@ class PartOfParameters:
         if self._strategy == "zero3":
             rows.append(self._trainer.args.process_index)
         return json.dumps(rows)
+
+    @torch.no_grad()
+    def digest_of_frozen(self) -> str:
+        """Return a hash of the parameters that this rank holds and does not train, and of their names.
+
+        With adapters these are the weights of the base model, which islands never exchange.
+        """
+        self._reshard()
+        digest = xxhash.xxh3_128()
+        for name, parameter in model_of(self._trainer).named_parameters():
+            if not parameter.requires_grad:
+                digest.update(name.encode())
+                flat = self._local(parameter).detach().reshape(-1)
+                for piece in flat.split(_HASHED_VALUES):
+                    digest.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     @torch.no_grad()
     def read(self, fragment: int | None = None) -> torch.Tensor:

@@ -170,6 +170,38 @@ def test_islands_of_two_ranks_end_with_the_weights_of_islands_of_one(tmp_path, s
     assert largest_difference(parameters_of(tmp_path / "1-0"), parameters_of(tmp_path / "2-0")) < 1e-5
 
 
+class BecomesNan(TrainerCallback):
+    """Spoils one parameter of this island at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        if state.global_step == self.step:
+            next(model.parameters()).data.view(-1)[5] = float("nan")
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_a_contribution_that_is_not_finite_is_dropped_by_all_islands_and_counted(tmp_path, bits):
+    def train(island, rendezvous):
+        flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
+        callback = DiLoCoCallback(**flags, every_steps=2, compression=Compression(bits=bits))
+        spoils = [BecomesNan(4)] if island == 1 else []  # before the second of three rounds
+        trained(tmp_path / str(island), *spoils, callback, logging_steps=1)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], "\n".join(logs)
+    ends = [parameters_of(tmp_path / name) for name in ("0", "1")]
+    assert all(value.isfinite().all() for value in ends[0].values())
+    assert largest_difference(*ends) == 0.0
+    for island in ("0", "1"):
+        log = {row["step"]: row for row in json.loads((tmp_path / island / "log.json").read_text()) if "loss" in row}
+        assert [log[step]["islands/contributors"] for step in (2, 4, 6)] == [2, 1, 2]
+        assert [log[step]["islands/dropped_contributions"] for step in (2, 4, 6)] == [0, 1, 1]
+        assert log[6]["islands/dropped_samples"] == 4
+        assert "round 4: the contribution of island 1 has NaN or infinity" in logs[int(island)]
+
+
 class KilledAt(TrainerCallback):
     """Ends this process without a word at a step."""
 
@@ -552,6 +584,21 @@ def test_islands_of_different_models_are_told_in_one_line_each(tmp_path):
         with pytest.raises(UsageError, match=r"differs from the others in: model .*use the same model") as raised:
             tiny_trainer(tmp_path / str(island), callback, model=model).train()
         assert "\n" not in str(raised.value)
+
+    codes, logs = run_islands(tmp_path, train)
+    assert codes == [0, 0], "\n".join(logs)
+
+
+def test_islands_that_do_not_train_the_same_weights_are_refused(tmp_path):
+    """Of adapters only the trained weights are exchanged: those of the base model must be the same already."""
+
+    def train(island, rendezvous):
+        model = tiny_model()
+        frozen = model.get_input_embeddings().requires_grad_(False)
+        frozen.weight.data[0, 0] += 0.5 * island
+        callback = DiLoCoCallback(islands=2, island_rank=island, rendezvous=rendezvous)
+        with pytest.raises(UsageError, match=r"differs from the others in: weights that are not trained"):
+            tiny_trainer(tmp_path / str(island), callback, model=model).train()
 
     codes, logs = run_islands(tmp_path, train)
     assert codes == [0, 0], "\n".join(logs)
