@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ their lease ends, 90 s by default, and then for a grace period of the same lengt
 _POLL_S = 1.0
 _NOT_SUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
+_FLOCK = struct.Struct("@hhqqi4x")  # `struct flock` of fcntl(2): type, whence, start, length, process
 _held: dict[Path, int] = {}
 """Lock files that this process holds, with their open descriptors."""
 
@@ -32,8 +34,8 @@ _held: dict[Path, int] = {}
 def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     """Keep other runs out of `output_dir` until this process ends or calls `unlock_output_dir`.
 
-    Call it on one process of the run; calling it again in that process has no effect. The lock is a POSIX record lock:
-    the system releases it however the process ends, forked children do not inherit it, and on NFS it also holds for
+    Call it on one process of the run; calling it again in that process has no effect. The lock is one of fcntl(2):
+    the system releases it however the process ends, forked children do not keep it, and on NFS it also holds for
     other machines. If another machine holds it, which may be lost, the lock is waited for. On a file system without
     locks it only logs a warning.
 
@@ -49,7 +51,7 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     descriptor = _open(path)
     while True:
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
             break
         except OSError as error:
             holder = os.pread(descriptor, 1024, 0)
@@ -74,6 +76,32 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
     _held[path] = descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """Lock an open file, or raise an OSError.
+
+    The lock belongs to the open file (Linux), so that it stays when another part of the process, such as a backup,
+    opens and closes it. It excludes the lock of the process that other systems have, and earlier versions of hfscale.
+    """
+    if hasattr(fcntl, "F_OFD_SETLK"):
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # the file system does not know such locks
+                raise
+    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _close_in_child() -> None:
+    """Close the files in a forked child, such as a worker of a DataLoader, which would keep the locks."""
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _open(path: Path) -> int:
@@ -108,7 +136,7 @@ def is_locked_by_another_process(output_dir: str | os.PathLike[str]) -> bool:
         return False
     descriptor = _open(path)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
     except OSError as error:
         return error.errno in _LOCKED_BY_ANOTHER
     finally:

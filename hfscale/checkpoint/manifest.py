@@ -20,6 +20,7 @@ A reader ignores keys that it does not know; a change that it must not ignore ha
 import heapq
 import json
 import os
+import re
 from dataclasses import asdict, dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path, PurePosixPath
@@ -34,6 +35,7 @@ FORMAT = 1
 Identity = dict[str, dict[str, str | int]]
 """What is trained: aspect -> property -> value (`hfscale.checkpoint.identity`)."""
 _CHUNK_BYTES = 8 * 2**20
+_PLAIN = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _OPENING_BYTES = 2**20
 """Bytes that a reader could read in the time that it takes to open a file; about 1 ms on network storage."""
 
@@ -132,6 +134,7 @@ def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
         _check_identity(manifest.identity)
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__} {error}") from None
+    _check_types(path, manifest)
     for name in manifest.files:
         _check_file_name(path, name)
     return manifest
@@ -143,6 +146,26 @@ def _check_identity(identity: object) -> None:
         return
     if not isinstance(identity, dict) or not all(isinstance(properties, dict) for properties in identity.values()):
         raise TypeError("identity is not a mapping of mappings")
+
+
+def _check_types(path: Path, manifest: Manifest) -> None:
+    """Reject values of another type: the manifest may come from an untrusted source, and reports show what it says."""
+    counts = {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "global_batch_size": manifest.global_batch_size,
+    }
+    if manifest.layout is not None and not isinstance(manifest.layout, dict):
+        raise CheckpointError(f"{path} is not a manifest: layout is {manifest.layout!r}, and not an object")
+    counts |= {f"layout of {axis}": size for axis, size in (manifest.layout or {}).items()}
+    counts |= {f"bytes of {name}": record.bytes for name, record in manifest.files.items()}
+    for what, value in counts.items():
+        if type(value) is not int or value < 0:
+            raise CheckpointError(f"{path} is not a manifest: {what} is {value!r}, and not a number from 0")
+    texts = {"strategy": manifest.strategy, **{f"hash of {n}": r.xxh3_128 for n, r in manifest.files.items()}}
+    for what, text in texts.items():
+        if not isinstance(text, str) or not _PLAIN.fullmatch(text):
+            raise CheckpointError(f"{path} is not a manifest: {what} is {text!r}, and not a plain word")
 
 
 def _check_file_name(manifest_path: Path, name: str) -> None:

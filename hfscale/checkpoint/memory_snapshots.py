@@ -26,8 +26,9 @@ from hfscale.core.rank_link import RankLink, connect
 from hfscale.core.records import WRITING, append_record
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.run_files import TIMELINE_NAME
-from hfscale.core.run_memory import INTERVAL_VARIABLE, NODES_VARIABLE, PARTS, replicated_step
+from hfscale.core.run_memory import AGREED_VARIABLES, INTERVAL_VARIABLE, NODES_VARIABLE, PARTS, replicated_step
 from hfscale.core.run_state import ResetOnCopy
+from hfscale.errors import UsageError
 from hfscale.trainer.adapter import TrainerAdapter
 
 logger = get_logger(__name__)
@@ -123,13 +124,25 @@ class MemorySnapshots(ResetOnCopy):
         if why_not is not None:
             logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
             return
-        forced = os.environ.get(INTERVAL_VARIABLE)
-        self._interval = int(forced) if forced else self._asked_interval
+        self._interval = self._forced_interval()
         self._next_step = state.global_step + (self._interval or _FIRST_AFTER_STEPS)
         self._saving = saving
         if self._commits:
             clear_unfinished(self._own_folder)
         adapter.after_reports(lambda: self._after_reports(state))
+
+    def _forced_interval(self) -> int | None:
+        """Return the interval that the user has forced; None: it follows from the cost.
+
+        Raises:
+            UsageError: the environment has something else.
+        """
+        forced = os.environ.get(INTERVAL_VARIABLE)
+        if not forced:
+            return self._asked_interval
+        if not forced.isdigit() or int(forced) < 1:
+            raise UsageError(f"{INTERVAL_VARIABLE} is {forced!r}: it must be 1 or greater")
+        return int(forced)
 
     @property
     def _own_folder(self) -> Path:
@@ -137,8 +150,14 @@ class MemorySnapshots(ResetOnCopy):
         return self._folder / PARTS if self._nodes > 1 else self._folder
 
     def _agree_why_not(self, saving: TrainerSaving, run_dir: Path) -> str | None:
-        """Return why there are no snapshots, the same on all ranks; None if there are."""
+        """Return why there are no snapshots, the same on all ranks; None if there are.
+
+        Raises:
+            UsageError: what decides when ranks meet for a snapshot differs between them; raised on every rank.
+        """
         own: dict[str, Any] = {"why_not": self._why_not(saving), "bytes": 0, "held": 0, "free": 0}
+        options = {option: os.environ.get(name) for name, option in AGREED_VARIABLES.items()}
+        own["options"] = options | {"memory_interval_steps": self._asked_interval}
         if self._link is not None and own["why_not"] is None:
             folder = self._link.memory.snapshots(run_dir)
             own["bytes"] = saving.expected_bytes()
@@ -182,7 +201,8 @@ class MemorySnapshots(ResetOnCopy):
         steps.append(time.monotonic() - self._step_began_at)
         if state.global_step == self._started_from + 1:
             if _leads_node():
-                self._link.memory.write_imports()
+                with best_effort("recording imports for the standby process", self._link.memory.folder):
+                    self._link.memory.write_imports()
             recovery = self._link.stepped(state.global_step)
             if recovery is not None and state.is_world_process_zero:
                 self._report_recovery(recovery, state.global_step, output_dir)
@@ -298,12 +318,25 @@ def _leads_node() -> bool:
 
 
 def _first_reason(ranks: list[dict[str, Any]]) -> str | None:
-    """Return the first rank's reason against snapshots, or that two of them do not fit into the host's memory."""
+    """Return the first rank's reason against snapshots, or that two of them do not fit into the host's memory.
+
+    Raises:
+        UsageError: an option differs between the ranks: they would take snapshots at different steps.
+    """
     reason: str | None = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
     if reason is not None:
         return reason
+    for option, value in ranks[0]["options"].items():
+        for number, rank in enumerate(ranks):
+            if rank["options"][option] != value:
+                values = f"{_shown(value)} on rank 0, {_shown(rank['options'][option])} on rank {number}"
+                raise UsageError(f"{option} differs: {values}; give the same on all nodes")
     wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
     free = min(rank["free"] for rank in ranks)
     if wanted <= SHARE_OF_FREE_MEMORY * free:
         return None
     return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"
+
+
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)

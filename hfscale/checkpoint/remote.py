@@ -77,15 +77,20 @@ class RemoteStore:
 
         Raises:
             StorageError: all attempts to write to the store failed. An incomplete copy has no manifest and is ignored.
-            CheckpointError: the local manifest is missing or invalid.
+            CheckpointError: the local manifest is missing or invalid, or the checkpoint was saved again meanwhile.
             FileNotFoundError: a local file of the checkpoint no longer exists.
         """
         manifest = read_manifest(checkpoint)
+        content = (checkpoint / MANIFEST_NAME).read_bytes()
+        names = (*manifest.files, MANIFEST_NAME)
+        before = _identities(checkpoint, names)
         folder = f"{self._root}/{checkpoint.name}"
         self._retry("written", partial(self._remove, f"{folder}/{MANIFEST_NAME}"))
         for name, record in manifest.files.items():
             self._retry("written", partial(self._put, checkpoint, name, record.bytes))
-        self._retry("written", partial(self._put, checkpoint, MANIFEST_NAME, None))
+        if _identities(checkpoint, names) != before:
+            raise CheckpointError(f"{checkpoint.name} was saved again while it was copied")
+        self._retry("written", partial(self._fs.pipe_file, f"{folder}/{MANIFEST_NAME}", content))
 
     def download(self, step: int, output_dir: Path, folder: Path) -> Path:
         """Fetch the checkpoint of `step`, compare it with its manifest and move it to `output_dir/checkpoint-N`.
@@ -155,7 +160,7 @@ class RemoteStore:
             StorageError: the store cannot be read, or a manifest could not be renamed in any attempt.
         """
         later = [step for step in self.committed_steps() if step > after_step]
-        for step in later:
+        for step in reversed(later):  # the newest first, as `store.archive`
             folder = f"{self._root}/checkpoint-{step}"
             source = f"{folder}/{MANIFEST_NAME}"
             target = f"{folder}/{SUPERSEDED_MANIFEST_NAME}"
@@ -175,12 +180,12 @@ class RemoteStore:
                 steps.append(int(match[1]))
         return sorted(steps)
 
-    def _put(self, checkpoint: Path, name: str, size: int | None) -> None:
+    def _put(self, checkpoint: Path, name: str, size: int) -> None:
         target = f"{self._root}/{checkpoint.name}/{name}"
         self._fs.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
         self._fs.put_file(str(checkpoint / name), target)
         self._fs.invalidate_cache(target.rsplit("/", 1)[0])
-        if size is not None and (stored := self._fs.size(target)) != size:
+        if (stored := self._fs.size(target)) != size:
             raise OSError(f"{name} has {stored} bytes there, not {size}")
 
     def _get(self, checkpoint: str, name: str, folder: Path) -> None:
@@ -205,6 +210,12 @@ class RemoteStore:
                     raise StorageError(f"{self.url} could not be {what}: {redacted_message(error)}") from None
                 time.sleep(self._first_pause_s * 2**attempt)
         raise AssertionError("unreachable")
+
+
+def _identities(checkpoint: Path, names: Collection[str]) -> list[tuple[int, int, int]]:
+    """Return what changes when a file of a checkpoint is replaced."""
+    found = [(checkpoint / name).stat() for name in names]
+    return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
 
 
 def _open(url: str) -> tuple[Any, str]:
@@ -247,14 +258,16 @@ class Uploader:
     Args:
         store (`RemoteStore`): the store.
         limit (`int`, *optional*): number of checkpoints to keep in the store; None keeps all.
-        links (`Path`): a folder on the run's file system. A checkpoint is hard-linked there before it is copied, so
-            that rotation cannot delete its files while they are being copied.
+        links (`Path`): a folder on the run's file system. Each checkpoint that is offered is hard-linked in a folder
+            of its own there before it is copied, so that neither rotation nor another save of the same step changes
+            its files while they are being copied.
     """
 
     def __init__(self, store: RemoteStore, *, limit: int | None, links: Path) -> None:
         self.store = store
         self.limit = limit
         self._links = links
+        self._offers = 0
         self._next: tuple[Path, str | None, Collection[int]] | None = None
         self._changed = threading.Condition()
         self._busy = False
@@ -271,8 +284,9 @@ class Uploader:
             best (`str`, *optional*): name of the best checkpoint, which rotation leaves in the store.
             temporary (`Collection[int]`): the steps of the temporary checkpoints.
         """
+        self._offers += 1
         try:
-            linked = _link(checkpoint, self._links)
+            linked = _link(checkpoint, self._links / str(self._offers))
         except CheckpointError as error:
             count_failure(COPYING, self.store.url, error)
             return
@@ -282,14 +296,14 @@ class Uploader:
             if not self._busy:
                 self._busy = True
                 threading.Thread(target=self._work, name="hfscale-upload", daemon=True).start()
-        if waiting is not None and waiting[0] != linked:
+        if waiting is not None and waiting[0] != linked:  # equal where files cannot be linked
             logger.info(
                 "%s is not copied to %s: %s is newer and is copied instead",
                 waiting[0].name,
                 self.store.url,
                 checkpoint.name,
             )
-            _unlink(waiting[0], self._links)
+            self._unlink(waiting[0])
 
     @property
     def expected_s(self) -> float:
@@ -333,26 +347,25 @@ class Uploader:
                 logger.warning("%s was not copied because of a defect", checkpoint.name, exc_info=True)
             count_failure(COPYING, self.store.url, StorageError(f"{checkpoint.name}: {redacted_message(error)}"))
         finally:
-            _unlink(checkpoint, self._links)
+            self._unlink(checkpoint)
+
+    def _unlink(self, checkpoint: Path) -> None:
+        if self._links in checkpoint.parents:
+            shutil.rmtree(checkpoint.parent, ignore_errors=True)
 
 
 def _link(checkpoint: Path, links: Path) -> Path:
-    """Hard-link the files of `checkpoint` in `links`; return the new folder, or `checkpoint` if links fail."""
+    """Hard-link the files of `checkpoint` in a new folder in `links`; return it, or `checkpoint` if links fail."""
     target = links / checkpoint.name
     try:
         manifest = read_manifest(checkpoint)
         for name in (*manifest.files, MANIFEST_NAME):
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).unlink(missing_ok=True)
             (target / name).hardlink_to(checkpoint / name)
     except OSError:
+        shutil.rmtree(links, ignore_errors=True)
         return checkpoint
     return target
-
-
-def _unlink(checkpoint: Path, links: Path) -> None:
-    if checkpoint.parent == links:
-        shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None, exchanges: Exchanges) -> Path | None:

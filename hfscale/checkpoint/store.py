@@ -229,15 +229,16 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int |
             this call makes; None: all.
 
     Returns:
-        `list[Path]`: the new paths.
+        `list[Path]`: the new paths, in ascending order of N.
     """
     moved: list[Path] = []
-    for checkpoint in list_checkpoints(output_dir):
+    for checkpoint in reversed(list_checkpoints(output_dir)):  # a crash must not leave the newest, which would be used
         if checkpoint_step(checkpoint) > after_step:
             target = checkpoint.with_name(f"{checkpoint.name}{SUPERSEDED}")
             if target.exists():
                 _delete(target)
             moved.append(checkpoint.rename(target))
+    moved.reverse()
     if moved:
         flush(Path(output_dir))
     archives = list_archives(output_dir)

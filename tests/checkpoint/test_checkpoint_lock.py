@@ -1,7 +1,9 @@
 """The lock that keeps two runs from writing into one output directory."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -12,7 +14,12 @@ from tiny import tiny_trainer
 
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint import lock
-from hfscale.checkpoint.lock import lock_for_all_ranks, lock_output_dir, unlock_output_dir
+from hfscale.checkpoint.lock import (
+    is_locked_by_another_process,
+    lock_for_all_ranks,
+    lock_output_dir,
+    unlock_output_dir,
+)
 from hfscale.checkpoint.writer import finish_renames
 from hfscale.core.run_files import LOCK_NAME, MANIFEST_NAME, UNFINISHED
 from hfscale.errors import OutputDirInUseError, UsageError
@@ -73,6 +80,50 @@ def test_a_run_can_train_twice_in_its_folder_and_then_releases_it(tmp_path):
     for _ in range(2):
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", max_steps=1).train()
     Holder(tmp_path).kill()  # would wait for the pipe forever if the lock were still held
+
+
+def is_locked(folder):
+    """Ask a forked process."""
+    child = os.fork()
+    if child == 0:
+        os._exit(int(is_locked_by_another_process(folder)))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_backup_of_the_folder_in_the_same_process_does_not_release_the_lock(tmp_path):
+    output_dir = tmp_path / "out"
+    output_dir.mkdir()
+    lock_output_dir(output_dir)
+    shutil.copytree(output_dir, tmp_path / "backup")
+    assert is_locked(output_dir)
+    unlock_output_dir(output_dir)
+    assert not is_locked(output_dir)
+
+
+def test_a_child_that_outlives_the_run_does_not_keep_the_lock(tmp_path):
+    end, kept = os.pipe()
+    lock_output_dir(tmp_path)
+    child = os.fork()  # as a worker of a DataLoader
+    if child == 0:
+        os.close(kept)
+        os.read(end, 1)
+        os._exit(0)
+    unlock_output_dir(tmp_path)
+    assert not is_locked(tmp_path)
+    os.close(kept)
+    os.close(end)
+    os.waitpid(child, 0)
+
+
+def test_it_excludes_the_lock_of_the_process_that_earlier_versions_have(tmp_path):
+    lock_output_dir(tmp_path)
+    child = os.fork()
+    if child == 0:
+        with (tmp_path / LOCK_NAME).open("r+") as file, pytest.raises(BlockingIOError):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    unlock_output_dir(tmp_path)
 
 
 @pytest.fixture(params=["lost-node", socket.gethostname()])

@@ -121,17 +121,20 @@ class TestStore:
         put = RemoteStore._put
         order = []
 
-        def failing(self, checkpoint, name, size):
+        def recording(self, checkpoint, name, size):
             order.append(name)
-            if len(order) > 2:
-                raise OSError("connection lost")
             put(self, checkpoint, name, size)
 
-        monkeypatch.setattr(RemoteStore, "_put", failing)
+        def failing(path, content):
+            order.append(path.rpartition("/")[2])
+            raise OSError("connection lost")
+
+        monkeypatch.setattr(RemoteStore, "_put", recording)
+        monkeypatch.setattr(store._fs, "pipe_file", failing)
         checkpoint = make_checkpoint(tmp_path, 3)
         with pytest.raises(StorageError, match="OSError: connection lost"):
             store.upload(checkpoint)
-        assert order[-1] == MANIFEST_NAME
+        assert order == ["model.safetensors", "part/__0_0.distcp", *[MANIFEST_NAME] * 2]
         assert store.committed_steps() == []
         monkeypatch.setattr(RemoteStore, "_put", lambda self, *arguments: self.nothing)
         with pytest.raises(AttributeError, match="nothing"):  # a defect, not a store that cannot be reached
@@ -241,6 +244,43 @@ class TestUploader:
         assert uploader.last_uploaded == "checkpoint-3"
         assert 0 < uploader.expected_s == uploader.last_upload_s
         assert list((tmp_path / "links").iterdir()) == []
+
+    @pytest.mark.parametrize("are_linked", [True, False])
+    def test_a_step_that_is_saved_again_during_its_copy_is_never_corrupt_there(
+        self, tmp_path, monkeypatch, caplog, are_linked
+    ):
+        is_copying, go = threading.Event(), threading.Event()
+        put = RemoteStore._put
+
+        def slow(self, checkpoint, name, size):
+            put(self, checkpoint, name, size)
+            is_copying.set()
+            go.wait(120)
+
+        monkeypatch.setattr(RemoteStore, "_put", slow)
+        store = fast_store(f"file://{tmp_path}/remote")
+        links = tmp_path / "links" if are_linked else tmp_path / "a file" / "links"  # where none can be made
+        (tmp_path / "a file").touch()
+        uploader = Uploader(store, limit=None, links=links)
+        copied = tmp_path / "remote" / "checkpoint-5"
+        committed = []
+
+        def copy(*task):
+            Uploader._copy(uploader, *task)
+            committed.append((copied / MANIFEST_NAME).exists())
+            if committed[-1]:
+                verify(copied)
+
+        monkeypatch.setattr(uploader, "_copy", copy)
+        uploader.offer(make_checkpoint(tmp_path / "out", 5, "first"))
+        is_copying.wait(120)
+        shutil.rmtree(tmp_path / "out" / "checkpoint-5")
+        again = make_checkpoint(tmp_path / "out", 5, "other")
+        uploader.offer(again)
+        go.set()
+        assert uploader.wait(120)
+        assert committed == ([True, True] if are_linked else [False, True]), caplog.text
+        assert verify(copied).files == verify(again).files
 
     def test_a_store_that_refuses_causes_one_warning(self, tmp_path, caplog):
         best_effort.take_counts()

@@ -114,6 +114,31 @@ def test_a_manifest_with_a_path_outside_the_checkpoint_is_rejected(tmp_path, nam
         read_manifest(checkpoint)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("step", "1"),
+        ("step", True),
+        ("world_size", "<meta http-equiv=refresh>"),
+        ("world_size", -1),
+        ("global_batch_size", 1.5),
+        ("global_batch_size", None),
+        ("strategy", "<b>ddp</b>"),
+        ("strategy", ["ddp"]),
+        ("layout", ["tp"]),
+        ("layout", {"tp": "2"}),
+        ("files", {"model.safetensors": {"bytes": "1", "xxh3_128": "0"}}),
+        ("files", {"model.safetensors": {"bytes": 1, "xxh3_128": 0}}),
+    ],
+)
+def test_a_manifest_with_a_value_of_another_type_is_rejected(tmp_path, field, value):
+    checkpoint = make_checkpoint(tmp_path, 1)
+    fields = json.loads((checkpoint / MANIFEST_NAME).read_text()) | {field: value}
+    (checkpoint / MANIFEST_NAME).write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match="is not a manifest"):
+        read_manifest(checkpoint)
+
+
 def test_another_manifest_format_is_rejected(tmp_path):
     checkpoint = make_checkpoint(tmp_path, 1)
     text = (checkpoint / MANIFEST_NAME).read_text().replace('"format": 1', '"format": 2')
@@ -212,6 +237,24 @@ def test_one_archive_of_each_later_step_is_kept(tmp_path):
         "checkpoint-7.superseded",
         "checkpoint-9.superseded",
     ]
+
+
+def test_archiving_that_is_cut_off_leaves_no_newest_checkpoint(tmp_path, monkeypatch):
+    for step in (5, 7, 9):
+        make_checkpoint(tmp_path, step)
+    rename = Path.rename
+
+    def once(path, target):
+        monkeypatch.setattr(Path, "rename", cut_off)
+        return rename(path, target)
+
+    def cut_off(path, target):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", once)
+    with pytest.raises(KeyboardInterrupt):
+        archive(tmp_path, after_step=4)
+    assert [path.name for path in list_archives(tmp_path)] == ["checkpoint-9.superseded"]
 
 
 def test_a_limit_never_deletes_what_has_just_been_archived(tmp_path):

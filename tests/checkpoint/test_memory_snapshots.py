@@ -1,6 +1,7 @@
 """Snapshots in host memory under `hfscale run`: the newest is resumed from; they neither end nor change a run."""
 
 import json
+import os
 import socket
 import threading
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
@@ -18,7 +20,7 @@ from hfscale.checkpoint.writer import finish_renames
 from hfscale.core import rank_link
 from hfscale.core.records import read_events
 from hfscale.core.recovery_times import RECOVERY_PARTS
-from hfscale.core.run_memory import FOLDER_VARIABLE, INTERVAL_VARIABLE, RunMemory
+from hfscale.core.run_memory import FOLDER_VARIABLE, INTERVAL_VARIABLE, NODES_VARIABLE, RunMemory
 from hfscale.errors import UsageError
 from hfscale.recovery.replicas import keep_only
 
@@ -194,6 +196,29 @@ def test_the_interval_of_the_callback_holds_unless_the_supervisor_has_one(memory
     assert len(run(tmp_path / "supervisor")) > 5
     monkeypatch.delenv(INTERVAL_VARIABLE)
     assert run(tmp_path / "callback") == {"checkpoint-4", "checkpoint-8"}
+
+
+def train_supervised(folder, intervals):
+    """Train on one rank of each of two nodes, whose supervisors give them these intervals."""
+    rank = os.environ["RANK"]
+    memory = RunMemory.create(folder)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(memory.socket))
+        listener.listen()
+        os.environ |= {FOLDER_VARIABLE: str(memory.folder), NODES_VARIABLE: "2", "LOCAL_RANK": "0"}
+        os.environ |= {"LOCAL_WORLD_SIZE": "1", INTERVAL_VARIABLE: intervals[int(rank)]}
+        trainer(folder / "out", max_steps=4).train()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("intervals", "is_refused"), [(["2", "2"], False), (["1", "3"], True), (["0", "0"], True)])
+def test_intervals_that_differ_between_nodes_are_refused_on_all_ranks(tmp_path, intervals, is_refused):
+    codes = run_ranks(2, train_supervised, tmp_path, intervals, log=tmp_path / "logs", ends_all=False)
+    logs = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)]
+    assert [code != 0 for code in codes] == [is_refused] * 2, logs
+    if is_refused:
+        named = "--memory-interval-steps differs: 1 on rank 0, 3 on rank 1" if intervals[0] == "1" else "is '0'"
+        assert all(named in log for log in logs), logs
 
 
 def test_an_interval_below_one_step_is_refused():

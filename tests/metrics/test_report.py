@@ -327,6 +327,19 @@ def test_text_from_files_is_escaped_and_secrets_are_redacted(tmp_path, monkeypat
     assert run.status == "unknown"
 
 
+def test_what_a_manifest_says_does_not_become_a_part_of_the_page(tmp_path):
+    write_run(tmp_path, events=[], records=[{"step": 1, "time": BEGIN, "loss": 1}])
+    before = page(load_run(tmp_path)).count("<span class=bad>incomplete")
+    for step, field in enumerate(("world_size", "step", "strategy"), start=1):
+        fields = {"format": 1, "step": step, "strategy": "ddp", "world_size": 1, "global_batch_size": 1, "files": {}}
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        manifest = tmp_path / f"checkpoint-{step}" / "hfscale_manifest.json"
+        manifest.write_text(json.dumps(fields | {field: '<meta http-equiv="refresh" content="0;url=//x">'}))
+    text = page(load_run(tmp_path))
+    assert "refresh" not in text
+    assert text.count("<span class=bad>incomplete") == before + 3
+
+
 @pytest.mark.parametrize(
     "lines",
     [

@@ -290,7 +290,8 @@ def _checkpoints(run: Run) -> str:
         return ""
     rows = "".join(
         f"<tr><td>{escape(one.name)}</td><td>{one.step}</td>"
-        f"<td>{escape(size(one.bytes)) if one.bytes is not None else ''}</td><td>{one.world_size or ''}</td>"
+        f"<td>{escape(size(one.bytes)) if one.bytes is not None else ''}</td>"
+        f"<td>{escape(str(one.world_size or ''))}</td>"
         f"<td>{'committed' if one.is_committed else '<span class=bad>incomplete</span>'}</td></tr>"
         for one in run.checkpoints
     )
@@ -325,9 +326,9 @@ def sweep_page(answer: Mapping[str, Any]) -> str:
     meaning = "equal work per process" if answer["mode"] == "weak" else "equal work in total"
     largest = rows[-1]
     header = (
-        f"<header><h1>Scaling from {rows[0]['gpus']} to {largest['gpus']} GPUs</h1>"
+        f"<header><h1>Scaling from {rows[0]['gpus']:d} to {largest['gpus']:d} GPUs</h1>"
         f"<p>{escape(str(answer['mode']))} scaling ({meaning}), {escape(str(answer.get('strategy') or ''))}: "
-        f"{percent(largest['efficiency'])} efficiency on {largest['gpus']}</p></header>"
+        f"{percent(largest['efficiency'])} efficiency on {largest['gpus']:d}</p></header>"
     )
     per_gpu = rows[0]["tokens_per_s_per_gpu"]
     measured = Series(name="measured", points=[(r["gpus"], r["tokens_per_s"]) for r in rows], colour="blue")
