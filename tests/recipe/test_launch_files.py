@@ -597,7 +597,12 @@ def test_pods_have_shared_memory_a_shared_volume_and_a_signalled_launcher(path):
         shared = volumes[mounts[f"/{output_dir.parts[1]}"]]
         assert shared["persistentVolumeClaim"]["claimName"] in claims
         assert re.search(r":(?!latest)[\w.-]+$", container["image"])
-        assert pod["securityContext"]["fsGroup"] == int(re.search(r"--uid (\d+)", DOCKERFILE.read_text())[1])
+        uid = int(re.search(r"--uid (\d+)", DOCKERFILE.read_text())[1])
+        of_pod = pod["securityContext"]
+        assert (of_pod["fsGroup"], of_pod["runAsUser"], of_pod["runAsNonRoot"]) == (uid, uid, True)
+        for container in pod["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
 
 
 def run_container(container: dict[str, Any], env: dict[str, str]) -> Finished:
