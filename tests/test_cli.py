@@ -1,9 +1,11 @@
 """The command line: help, errors, speed, and `hfscale configs`."""
 
 import json
+import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -48,7 +50,7 @@ def test_version():
         (["configs", "nothing"], ["nothing", "hfscale configs --help"]),
         (["configs"], ["Missing command", "hfscale configs --help"]),
         (["configs", "show"], ["NAME"]),
-        (["configs", "show", "ddpp"], ["'ddpp'", "accelerate_configs/ddp.yaml"]),
+        (["configs", "show", "ddpp"], ["'ddpp'", "did you mean ddp?"]),
         (["configs", "list", "--wide"], ["--wide"]),
         (["--wide"], ["--wide"]),
     ],
@@ -70,8 +72,10 @@ class TestConfigs:
             for folder, pattern in (("accelerate_configs", "*.yaml"), ("ds_configs", "*.json"), ("recipes", "*.yaml"))
             for path in (REPOSITORY / folder).rglob(pattern)
         ] + [f"recipes/{tier}/train.py" for tier in ("ddp", "sharded", "tp_pp", "sft", "dpo", "grpo")]
+        files += [path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "launch").glob("*/*")]
         assert sorted(row["name"] for row in rows) == sorted(files)
-        assert all(row["summary"] or row["kind"] == "deepspeed" for row in rows)
+        assert all(row["summary"] for row in rows)
+        assert all(row["summary"].endswith(".") for row in rows if row["kind"] != "deepspeed"), "cut in mid-sentence"
         assert main(["configs", "list"]) == 0
         assert len(capsys.readouterr().out.splitlines()) == len(files)
 
@@ -87,7 +91,35 @@ class TestConfigs:
     def test_short_names_find_the_recipes_that_do_not_need_trl_first(self, name, folder, capsys):
         assert main(["configs", "show", name]) == 0
         stem = name.rpartition("/")[2].removesuffix(".yaml")
-        assert f"recipes/{folder}/{stem}.yaml" in capsys.readouterr().out.splitlines()[0]
+        printed = capsys.readouterr()
+        assert f"recipes/{folder}/{stem}.yaml" in printed.out.splitlines()[0]
+        others = {f"recipes/{other}/{stem}.yaml" for other in ("sharded", "sft", "dpo")} - {
+            f"recipes/{folder}/{stem}.yaml"
+        }
+        named = {other for other in others if other in printed.err}
+        assert named == (set() if "/" in name else {other for other in others if (REPOSITORY / other).is_file()})
+
+    def test_copy_a_folder_of_launch_files_with_those_that_they_call(self, tmp_path, capsys):
+        assert main(["configs", "copy", "launch/slurm", str(tmp_path)]) == 0
+        copied = [Path(line) for line in capsys.readouterr().out.splitlines()]
+        names = {path.relative_to(tmp_path).as_posix() for path in copied}
+        assert {
+            "launch/slurm/train.sbatch",
+            "launch/multinode/accelerate.sh",
+            "launch/multinode/exit_code.py",
+        } <= names
+        for path in copied:
+            original = REPOSITORY / path.relative_to(tmp_path)
+            assert path.read_bytes() == original.read_bytes()
+            assert path.stat().st_mode == original.stat().st_mode
+        called = re.findall(r"launch/[a-z]+/[\w.]+\w", (tmp_path / "launch/slurm/train.sbatch").read_text())
+        assert called
+        assert all((tmp_path / path).is_file() for path in called)
+        assert main(["configs", "copy", "kubernetes", str(tmp_path)]) == 0  # equal files are no conflict
+        (tmp_path / "launch/slurm/train.sbatch").write_text("mine")
+        assert main(["configs", "copy", "slurm", str(tmp_path)]) == 2
+        assert (tmp_path / "launch/slurm/train.sbatch").read_text() == "mine"
+        assert main(["configs", "copy", "slurm", str(tmp_path), "--force"]) == 0
 
     def test_a_removed_config_names_what_to_use_instead(self, capsys):
         for name in ("ds_configs/onebit_adam.json", "onebit_adam.json"):

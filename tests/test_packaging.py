@@ -18,7 +18,7 @@ from recipe_runs import FLAGS, make_workplace
 from hfscale import __version__
 from hfscale.core.shipped import list_configs
 
-SHIPPED = ("accelerate_configs", "ds_configs", "recipes")
+SHIPPED = ("accelerate_configs", "ds_configs", "recipes", "launch")
 USE_THE_CALLBACK = """
 import hfscale
 from hfscale import ScalingCallback, latest_checkpoint

@@ -124,8 +124,15 @@ def test_parses_and_is_flat(recipe):
     model, data, _, training, *_ = parse_arguments(["--config", str(recipe)], task=task, also=also)
     assert model.model_name_or_path or model.config_name
     assert data.dataset_name or data.train_file
-    assert training.output_dir == f"runs/{recipe.stem}"
+    method = f"{folder}-" if folder in (*TRL_TASKS, "tp_pp") else ""
+    assert training.output_dir == f"runs/{method}{recipe.stem}"
     assert training.max_steps > 0 or not data.streaming  # a streamed text has no known length
+
+
+def test_no_two_recipes_share_an_output_directory():
+    """DPO after SFT of one model is the usual order: neither may find the checkpoints of the other."""
+    folders = [yaml.safe_load(recipe.read_text(encoding="utf-8"))["output_dir"] for recipe in RECIPES]
+    assert len(set(folders)) == len(folders)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
