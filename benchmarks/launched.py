@@ -25,7 +25,8 @@ def launch_benchmark(module: str, *, processes: int, config: str = "ddp", superv
     Raises:
         RuntimeError: The module failed; the message has the end of its standard error.
     """
-    options = ["--config_file", f"accelerate_configs/{config}.yaml", "--num_processes", str(processes)]
+    config_file = f"accelerate_configs/{config}.yaml"
+    options = ["--config_file", config_file, "--num_processes", str(processes), "--mixed_precision", "no"]
     supervisor = [sys.executable, "-m", "hfscale", "run", "--max-restarts", "0", "--"] if supervised else []
     done = subprocess.run(
         [*supervisor, sys.executable, "-m", "accelerate.commands.launch", *options, "-m", module],

@@ -6,7 +6,8 @@ gradient of its input and the gradient of its weights each sleep for the same ti
 its own. The remaining difference between measurement and formula comes from the engine: messages, the order of
 actions, and the clock itself.
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 -m benchmarks.pipeline_bubble
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 --mixed_precision no \
+        -m benchmarks.pipeline_bubble
 
 is what `measure` runs.
 """

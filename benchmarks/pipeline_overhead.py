@@ -5,7 +5,8 @@ processes, with the same layers, stages, micro-batches, optimizer and clipping, 
 two consecutive runs, one of each variant; the order within a pair alternates. The wait is `scaling/bubble_fraction`,
 compared with the schedule's formula.
 
-    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 -m benchmarks.pipeline_overhead
+    accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 --mixed_precision no \
+        -m benchmarks.pipeline_overhead
 
 is what `measure` runs.
 """

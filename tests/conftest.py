@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,14 +67,20 @@ def accelerate_launch(cwd: Path, config: Path, processes: int, *argv: str | Path
     """
     if os.environ.get("HFSCALE_TEST_LAUNCH") == "agent":
         return agent_launch(cwd, config, processes, *argv, **env)
-    command = ["--config_file", str(config), "--num_processes", str(processes), *map(str, argv)]
-    return run_forked("launch", command, cwd, env)
+    return run_forked("launch", _launch_words(config, processes, argv), cwd, env)
 
 
 def agent_launch(cwd: Path, config: Path, processes: int, *argv: str | Path, **env: str) -> Finished:
     """Run the real `accelerate launch` command with torch's elastic agent."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    return run_process([*command, "--num_processes", str(processes), *map(str, argv)], cwd, env)
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    return run_process([*command, *_launch_words(config, processes, argv)], cwd, env)
+
+
+def _launch_words(config: Path, processes: int, argv: Sequence[str | Path]) -> list[str]:
+    """Return the arguments of `accelerate launch`; the scripts of the tests train in fp32, the recipes decide it."""
+    words = ["--config_file", str(config), "--num_processes", str(processes)]
+    decides = any("recipes" in Path(word).parts for word in map(str, argv[:1]))
+    return [*words, *([] if decides else ["--mixed_precision", "no"]), *map(str, argv)]
 
 
 def run_forked(kind: str, argv: list[str], cwd: Path, env: dict[str, str], ranks: int = 1) -> Finished:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.checkpoint.resume import newest_resumable
@@ -37,7 +38,7 @@ from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
 from hfscale.trainer.native import why_expert_gradients_are_small
-from hfscale.trainer.precision import why_accumulation_is_inexact
+from hfscale.trainer.precision import why_accumulation_is_inexact, why_products_are_slow
 from hfscale.trainer.state import model_of, output_folder
 from hfscale.trainer.strategy import (
     averages_gradients,
@@ -153,12 +154,14 @@ class CommHealthCallback(AdapterCallback):
                 "logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so that "
                 "it is not found, and each micro-batch waits for the GPU; set logging_nan_inf_filter=False"
             )
-        for inexact in (
+        has_bf16 = args.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        for doubt in (
             why_accumulation_is_inexact(trainer),
             why_expert_gradients_are_small(trainer.model, args.device.type),
+            why_products_are_slow(trainer, has_bf16=has_bf16),
         ):
-            if inexact is not None:
-                logger.warning(inexact)
+            if doubt is not None:
+                logger.warning(doubt)
         self._end()  # an earlier training may have ended by an exception
         self._begin_run()
         self._healthy_step = state.global_step

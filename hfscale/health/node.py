@@ -348,6 +348,14 @@ def _check_devices(check: _NodeCheck) -> None:
     if node.gpus and processes > len(node.gpus):
         problem = f"{processes} processes on this node and {len(node.gpus)} GPUs"
         check.error("devices", problem, "start one process per GPU")
+    usable = len(node.gpus) if visible is None else min(len(node.gpus), visible.count(",") + 1)
+    if "LOCAL_WORLD_SIZE" in check.environ and processes < usable:
+        check.warn(
+            "devices",
+            f"{processes} processes on this node and {usable} GPUs: {usable - processes} of them stay idle",
+            f"give accelerate launch --num_processes {usable * check.nodes} (torchrun --nproc-per-node {usable}), or "
+            "set CUDA_VISIBLE_DEVICES to those that you mean",
+        )
     threads = check.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) * processes > node.cores:
         problem = f"OMP_NUM_THREADS={threads} in {processes} processes on {node.cores} cores"

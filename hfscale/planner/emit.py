@@ -179,7 +179,7 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     if job.precision == "fp8":
         lines += ["mixed_precision: fp8", "fp8_config:", "  backend: AO # needs torchao"]
     elif not uses_deepspeed(job):  # with a deepspeed_config_file the key is not allowed
-        lines.append('mixed_precision: "no" # recipe.yaml decides; bf16 where the hardware has it')
+        lines.append("mixed_precision: bf16 # for your own script; the recipes decide it themselves (--bf16)")
     return "\n".join(lines) + "\n"
 
 

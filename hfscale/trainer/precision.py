@@ -1,10 +1,12 @@
-"""The precision in which gradients are summed: over the ranks under FSDP2, over micro-batches under DeepSpeed."""
+"""The precision of the products, and that in which gradients are summed: over ranks, and over micro-batches."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -50,4 +52,24 @@ def why_accumulation_is_inexact(trainer: "Trainer") -> str | None:
     return (
         f"DeepSpeed adds up the gradients of {count} micro-batches in {name}, which loses small ones: "
         'add "data_types": {"grad_accum_dtype": "fp32"} to the DeepSpeed config'
+    )
+
+
+def why_products_are_slow(trainer: "Trainer", *, has_bf16: bool) -> str | None:
+    """Return a warning if everything is computed in fp32 on a device that has bf16; None otherwise.
+
+    `TrainingArguments(bf16=False)`, the default, and a launcher's config without `mixed_precision` give that. bf16
+    products have 8 to 16 times the peak of fp32 without tensor cores (hfscale/facts/hardware.toml).
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+        has_bf16 (`bool`): whether the device computes in bf16.
+    """
+    if not has_bf16 or trainer.args.tf32 or trainer.accelerator.mixed_precision != "no":
+        return None
+    if any(parameter.dtype != torch.float32 for parameter in model_of(trainer).parameters()):
+        return None  # a quantized model, or one that was loaded in 16 bits
+    return (
+        "all matrix products are computed in fp32, and this GPU has bf16: give TrainingArguments(bf16=True), or "
+        "tf32=True to keep fp32 with faster products"
     )

@@ -70,6 +70,12 @@ def test_a_lock_left_by_a_killed_build_is_reported():
         ({"ACCELERATE_USE_CPU": "true"}, "warning", "stay idle"),
         ({"CUDA_VISIBLE_DEVICES": "0,1,1"}, "error", "names a GPU twice"),
         ({"LOCAL_WORLD_SIZE": "16"}, "error", "16 processes on this node and 8 GPUs"),
+        (
+            {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"},
+            "warning",
+            "2 processes on this node and 8 GPUs: 6 of them stay idle; give accelerate launch --num_processes 16",
+        ),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "0,1,2"}, "warning", "and 3 GPUs"),
         ({"OMP_NUM_THREADS": "32"}, "warning", "set at most 12"),
     ],
 )
@@ -102,6 +108,7 @@ def test_what_is_right_on_other_machines_is_not_reported():
     geforce = replace(NODE, gpus=("NVIDIA GeForce RTX 4090",) * 8)
     assert findings({"NCCL_P2P_DISABLE": "1"}, geforce) == []
     assert findings({"WORLD_SIZE": "8", "NCCL_IB_DISABLE": "1"}) == []
+    assert findings({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "0,1"}) == []
 
 
 def test_what_concerns_several_nodes_is_not_reported_on_one():

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
 from recipe_runs import environment_of, warm_up
-from tiny import tiny_trainer
+from tiny import tiny_model, tiny_trainer
 
 from benchmarks.gradient_accumulation import accumulated_error
 from hfscale import CommHealthCallback
 from hfscale.errors import UsageError
+from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.compatibility import check_hpz
+from hfscale.trainer.precision import why_products_are_slow
 
 IN_FP32 = 1e-6
 REDUCED_IN_BF16 = 1e-3  # ZeRO-2 and 3 accumulate in fp32 what they have reduced in bf16
@@ -83,6 +86,41 @@ def test_a_config_that_accumulates_in_bf16_is_reported(tmp_path, steps):
     warnings = {line for line in text.splitlines() if "DeepSpeed adds up the gradients" in line}
     assert bool(warnings) == (steps > 1), text[-4000:]
     assert all("in bfloat16, which" in line and '"grad_accum_dtype": "fp32"' in line for line in warnings)
+
+
+def test_fp32_on_a_gpu_with_bf16_is_reported(tmp_path):
+    in_fp32 = tiny_trainer(tmp_path)
+    warning = why_products_are_slow(in_fp32, has_bf16=True)
+    assert "bf16=True" in warning
+    assert why_products_are_slow(in_fp32, has_bf16=False) is None
+    loaded = tiny_trainer(tmp_path, model=tiny_model().to(torch.bfloat16))
+    assert why_products_are_slow(loaded, has_bf16=True) is None
+    assert why_products_are_slow(tiny_trainer(tmp_path, bf16=True), has_bf16=True) is None
+
+
+CONFIGS = sorted((REPOSITORY / "accelerate_configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_plain_trainer_under_a_shipped_config_does_not_compute_in_fp32_unseen(path, tmp_path, monkeypatch):
+    """Beside a DeepSpeed file Accelerate refuses the key, and a comment says what to do."""
+    config = yaml.safe_load(path.read_text())
+    if config["distributed_type"] == "DEEPSPEED":
+        assert "mixed_precision" not in config
+        assert "TrainingArguments(bf16=True)" in path.read_text()
+        return
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", config["mixed_precision"])
+    assert config["mixed_precision"] in ("bf16", "fp8")
+    if config["mixed_precision"] == "bf16":
+        assert tiny_trainer(tmp_path).accelerator.mixed_precision == "bf16"
+
+
+@pytest.mark.parametrize(("flags", "expected"), [({}, "no"), ({"bf16": False}, "no"), ({"bf16": True}, "bf16")])
+def test_the_flag_of_a_recipe_decides_and_not_the_config(tmp_path, monkeypatch, flags, expected):
+    """Without the flag it is bf16 where the hardware has it, which a CPU is not asked for."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    args = RecipeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
+    assert args.mixed_precision == expected
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "ds_configs").glob("zero*.json")), ids=lambda path: path.stem)
