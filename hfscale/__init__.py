@@ -20,6 +20,7 @@ _HOME_OF = {
     "ScalingCallback": "hfscale.scaling",
     "ScalingMetricsCallback": "hfscale.metrics.callback",
     "SpotCheckpointCallback": "hfscale.checkpoint.callback",
+    "TraceCallback": "hfscale.why.callback",
     "estimate": "hfscale.planner.estimate",
     "latest_checkpoint": "hfscale.checkpoint.resume",
     "plan": "hfscale.planner.plan",

@@ -74,7 +74,10 @@ def tiny_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
 
 def make_callback(name: str, **options: Any) -> Any:
     """Return a new callback of hfscale, with the arguments that it cannot do without."""
-    required = {"SampleGenerationCallback": {"prompts": ["w3 w4", "w5"], "every_steps": 1, "max_new_tokens": 3}}
+    required: dict[str, dict[str, Any]] = {
+        "SampleGenerationCallback": {"prompts": ["w3 w4", "w5"], "every_steps": 1, "max_new_tokens": 3},
+        "TraceCallback": {"steps": [2]},
+    }
     return getattr(hfscale, name)(**required.get(name, {}), **options)
 
 

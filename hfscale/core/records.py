@@ -3,8 +3,9 @@
 | file | one line per | holds |
 |---|---|---|
 | `scaling.jsonl` | log | `step`, `time`, metric keys, Trainer's loss, gradient norm, learning rate, epoch |
-| `hfscale_timeline.jsonl` | event | `time`, `event` (`launch`, `workload`, `job`, `save`, `finding`, `end` …) |
+| `hfscale_timeline.jsonl` | event | `time`, `event` (`launch`, `setup`, `job`, `save`, `finding`, `end` …) |
 | `hfscale_ranks.jsonl` | log, thinned for many ranks | `step`, `time` and lists with one number per rank |
+| `hfscale_fingerprints.jsonl` | log | `step`, `time`, hashes of the data and of the random states |
 
 Times are Unix seconds. Only the main process writes. A reader skips a line that a killed process left unfinished.
 """
@@ -20,7 +21,7 @@ from typing import Any
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.redaction import redact_json
-from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
+from hfscale.core.run_files import FINGERPRINTS_NAME, JSONL_NAME, RANKS_NAME, TIMELINE_NAME
 
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
@@ -133,7 +134,7 @@ def begin_records(output_dir: Path, step: int) -> None:
         output_dir (`Path`): the output directory of the run.
         step (`int`): the optimizer step that the training resumes from; 0 if it starts from scratch.
     """
-    for name in (JSONL_NAME, RANKS_NAME):
+    for name in (JSONL_NAME, RANKS_NAME, FINGERPRINTS_NAME):
         begin_lines(output_dir / name, step)
     timeline = output_dir / TIMELINE_NAME
     if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):

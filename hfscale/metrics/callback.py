@@ -15,6 +15,7 @@ from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.errors import ParameterError
 from hfscale.metrics.batches import batch_entries
 from hfscale.metrics.expert_load import ExpertLoad, expert_load_of
+from hfscale.metrics.fingerprint import RunFingerprint
 from hfscale.metrics.meters.communication import CommunicationMeter
 from hfscale.metrics.meters.efficiency import EfficiencyMeter
 from hfscale.metrics.meters.goodput_and_cost import GoodputMeter
@@ -27,6 +28,7 @@ from hfscale.metrics.triage import TriageWatch
 from hfscale.metrics.wandb_run import WandbRun
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Columns
+from hfscale.trainer.setup import run_setup
 from hfscale.trainer.state import saved_state
 
 logger = get_logger(__name__)
@@ -118,6 +120,7 @@ class ScalingMetricsCallback(AdapterCallback):
             self._meters.append(self._noise)
         self._expert_load: ExpertLoad | None = None
         self._recorder = RunRecorder()
+        self._fingerprint = RunFingerprint()
         self._triage = TriageWatch()
         self._wandb_run: WandbRun | None = None
 
@@ -135,9 +138,9 @@ class ScalingMetricsCallback(AdapterCallback):
         adapter = TrainerAdapter.current()
         trainer = adapter.trainer
         self._release()  # of a training loop that `auto_find_batch_size` has restarted
-        wandb_run = self._wandb_run
+        wandb_run, fingerprint = self._wandb_run, self._fingerprint
         self._begin_run()
-        self._wandb_run = wandb_run
+        self._wandb_run, self._fingerprint = wandb_run, fingerprint  # the latter is already a part of the collector
         if wandb_run is not None:
             wandb_run.settle(state, last_logged_step=last_logged_step(adapter.run_dir()))
         adapter.at_training_end(self._release)
@@ -152,7 +155,12 @@ class ScalingMetricsCallback(AdapterCallback):
             adapter.run_dir(), args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
         )
         self._goodput.goodput_tracker = self._goodput_tracker
+        if state.is_world_process_zero:
+            self._recorder.setup(state, run_setup(trainer))
         self._clock = adapter.collect(self)
+        self._fingerprint.begin(trainer, state, adapter.run_dir())
+        self._counter.watcher = self._fingerprint.digest.see
+        adapter.collect(self._fingerprint)
         self._expert_load = expert_load_of(trainer)
         if self._expert_load is not None:
             adapter.collect(self._expert_load, self._expert_load.judge)

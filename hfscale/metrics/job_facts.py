@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.setup import layout_axes
 from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     adapter_method = "qlora" if in_4_bits else "lora"
     return {
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
-        "layout": _layout(trainer, strategy),
+        "layout": layout_axes(trainer, strategy),
         "zero": {"fsdp2": 3, "parallel": 3, "native": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0),
         "micro_batch": args.train_batch_size,
         "method": adapter_method if adapters else "full",
@@ -60,22 +61,6 @@ def _fuses_loss(args: "TrainingArguments") -> bool:
     """Return whether the loss is computed without all logits: the recipes say it, others have Liger's flag only."""
     loss = vars(args).get("fused_loss")
     return bool(args.use_liger_kernel) if loss is None else loss in ("chunked", "liger")
-
-
-def _layout(trainer: "Trainer", strategy: str) -> dict[str, int]:
-    world = trainer.args.world_size
-    if is_parallel_trainer(trainer):
-        return dict(vars(trainer.layout))
-    native = native_layout(trainer.model)
-    if native is not None:
-        sizes = {"dp_replicate": native.dp_replicate, "dp_shard": native.fsdp, "tp": native.tp}
-        return {"cp": 1, "pp": 1, **sizes}
-    axes = trainer.accelerator.parallelism_config
-    cp = max(axes.cp_size, axes.sp_size) if axes is not None else 1
-    if strategy not in ("fsdp1", "fsdp2", "zero3"):
-        return {"dp_replicate": world // cp, "dp_shard": 1, "cp": cp, "tp": 1, "pp": 1}
-    replicate = axes.dp_replicate_size if axes is not None else 1
-    return {"dp_replicate": replicate, "dp_shard": world // replicate // cp, "cp": cp, "tp": 1, "pp": 1}
 
 
 def _offload(trainer: "Trainer") -> str:

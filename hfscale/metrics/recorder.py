@@ -133,6 +133,15 @@ class RunRecorder:
         price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
         self._write("workload", state, **facts, **price)
 
+    def setup(self, state: "TrainerState", facts: Mapping[str, Any]) -> None:
+        """Record what decides the numbers of this launch.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer, for its step.
+            facts (`Mapping[str, Any]`): what `hfscale.trainer.setup.run_setup` returns.
+        """
+        self._write("setup", state, **facts)
+
     def job(self, state: "TrainerState", facts: Mapping[str, Any]) -> None:
         """Record once how the planner describes the run, for the comparison with its estimate in the report.
 

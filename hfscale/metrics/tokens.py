@@ -4,7 +4,7 @@ Sizes are read from the shapes of the inputs on the host. What only their values
 mask, is added up on the device and read at the next log, so nothing waits for a GPU in between.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,6 +74,8 @@ class TokenCounter:
         self._outermost: nn.Module | None = None
         self._is_counted = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.watcher: Callable[[Mapping[str, torch.Tensor]], None] | None = None
+        """Called with the tensors of each batch that is counted."""
 
     def attach(self, entries: Sequence[BatchEntry]) -> None:
         """Count the batches that enter these modules from now on, instead of those of earlier modules.
@@ -128,7 +130,10 @@ class TokenCounter:
             return
         named = {**dict(zip(entry.names, args, strict=False)), **kwargs}
         for batch in nested or [named]:
-            self._count(entry, {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)})
+            tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            self._count(entry, tensors)
+            if self.watcher is not None:
+                self.watcher(tensors)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and self._outermost is module:

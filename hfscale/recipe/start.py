@@ -31,6 +31,7 @@ from hfscale.recipe.resume import resume_point
 from hfscale.scaling import ScalingCallback
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import check_launch
+from hfscale.why.callback import TraceCallback, read_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class RunStart:
     checkpoint: str | None
     """The checkpoint to resume from, in a form that this launch can read; None to start from scratch."""
     callbacks: list[TrainerCallback]
-    """`ScalingCallback`, and the callbacks for `--islands`, `--sample_prompts`, `--profile_steps` and
+    """`ScalingCallback`, and the callbacks for `--islands`, `--sample_prompts`, `--profile_steps`, `--trace_steps` and
     `--early_stopping_patience`."""
 
 
@@ -123,6 +124,9 @@ def _callbacks(
     if data_args.sample_prompts is not None:
         callbacks.append(sample_generation(data_args, layout, can_generate=can_generate))
     callbacks.append(ProfilerCallback(training_args.profile_steps or ()))
+    if scaling_args.trace_steps is not None:
+        with parameters_are_flags(steps="trace_steps"):
+            callbacks.append(TraceCallback(read_steps(scaling_args.trace_steps)))
     if scaling_args.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(scaling_args.early_stopping_patience))
     return callbacks

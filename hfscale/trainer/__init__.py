@@ -44,6 +44,8 @@ Replaced until the end of the training
   test_preemption.py.
 - `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the
   generation that TRL's trainers do before; there is no event between the two. Test: test_flops.py.
+- `Trainer.training_step` (public), in a training with `TraceCallback`. By: `wrap_training_step`. Reason: no event
+  comes right before and right after a micro-batch. Test: test_trace_callback.py.
 - `Trainer.prediction_step` (public), as long as the Trainer lives. By: `wrap_prediction_steps`. Reason: an evaluation
   says nowhere else whether it needs logits. Test: test_fused_loss.py.
 - `Trainer.get_eval_dataloader` (public), as long as `train`. By: `on_eval_dataloader`. Reason: no argument sets the

@@ -455,6 +455,15 @@ class TrainerAdapter:
         """Undo `wrap_compute_loss` before the end of the training."""
         self._undo_one((id(self.trainer), "compute_loss"))
 
+    def wrap_training_step(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `training_step` of the Trainer, because no event comes right before and after a micro-batch.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `training_step`; returns the function to use, which takes the
+                same arguments.
+        """
+        self._replace(self.trainer, "training_step", wrap(self.trainer.training_step))
+
     def set_argument(self, name: str, value: Any) -> None:
         """Give a training argument another value until the end of the training.
 

@@ -32,7 +32,13 @@ SHARES = {"single": 0.6, "ddp": 0.2, "fsdp2": 0.1, "zero2": 0.05, "zero3": 0.05}
 QUICK = {"single": 50, "ddp": 15, "fsdp2": 10}
 
 
-RUN_FILES = {".hfscale_lock", "hfscale_status.json", "hfscale_timeline.jsonl", "scaling.jsonl"}
+RUN_FILES = {
+    ".hfscale_lock",
+    "hfscale_fingerprints.jsonl",
+    "hfscale_status.json",
+    "hfscale_timeline.jsonl",
+    "scaling.jsonl",
+}
 
 
 class Chains:

@@ -96,10 +96,12 @@ def test_goodput_and_cost_of_a_killed_and_relaunched_training(tmp_path):
     events = read_events(tmp_path)
     assert [event["event"] for event in events if event["event"] != "finding"] == [
         "launch",
+        "setup",
         "workload",
         "job",
         "save",
         "launch",
+        "setup",
         "workload",
         "job",
         "save",
