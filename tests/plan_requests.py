@@ -21,6 +21,9 @@ NOT_SAMPLED = {
     "as_json": "always given",
     "calibrate": "measures this machine and plans nothing",
     "plot": "draws the choices and changes no file",
+    "details": "prints more and changes no file",
+    "provider": "chooses prices and changes no file",
+    "spot": "chooses prices and changes no file",
 }
 """Options of `hfscale plan` that no sampler draws, and why."""
 

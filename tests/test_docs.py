@@ -27,6 +27,7 @@ import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
 from hfscale import ParallelArguments
 from hfscale.cli import COMMANDS, main
+from hfscale.planner.plot import labels_of
 from hfscale.recipe.arguments import DataArguments, ModelArguments, ScalingArguments
 from hfscale.recipe.mix import SOURCE_FLAGS
 
@@ -207,6 +208,18 @@ def test_the_readme_is_short():
 def test_the_readme_shows_the_installation_before_any_code():
     first = next(FENCE.finditer(text_of(README)))
     assert "pip install" in first["code"]
+
+
+def test_the_picture_of_a_plan_shows_the_choices_of_today():
+    """`draw` writes their names into the file; the picture is the upper left panel of the drawing."""
+    (words,) = [command for command in shell_commands(text_of(README)) if "--plot" in command]
+    command = list(words)
+    gpu, gpus = command[command.index("--gpu") + 1], int(command[command.index("--gpus") + 1])
+    image = (REPOSITORY / "docs" / "images" / "plan.png").read_bytes()
+    start = image.index(b"tEXtDescription")
+    chunk = image[start + 4 : start + 4 + int.from_bytes(image[start - 4 : start])]
+    shown = chunk.partition(b"\0")[2].decode().split("; ")
+    assert labels_of(hfscale.plan(command[2], gpu=gpu, gpus=gpus)) == shown
 
 
 def test_pictures_are_small():

@@ -9,10 +9,14 @@ WIDTH_WITHOUT_TERMINAL = 120
 """Columns used if the output is not a terminal."""
 
 
-def make_console() -> Console:
-    """Return a console for plain text; if the output is not a terminal, its width is fixed."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=WIDTH_WITHOUT_TERMINAL)
+def make_console(*, width: int = WIDTH_WITHOUT_TERMINAL) -> Console:
+    """Return a console for plain text.
+
+    Args:
+        width (`int`): its columns if the output is not a terminal.
+    """
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=width)
 
 
 def make_table(*columns: str, right: Collection[str] = (), title: str | None = None) -> Table:

@@ -4,7 +4,7 @@ Sizes are read from the shapes of the inputs on the host. What only their values
 mask, is added up on the device and read at the next log, so nothing waits for a GPU in between.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfscale.core.logging import get_logger
+
+logger = get_logger(__name__)
+
 WORK_SIZES = 7
 """Length of `TokenCounter.work`."""
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
+_TOKENS = ("input_ids", "inputs_embeds")
 _IGNORED_LABEL = -100
 
 
@@ -73,6 +78,7 @@ class TokenCounter:
         self._on_device: dict[str, torch.Tensor] = {}
         self._outermost: nn.Module | None = None
         self._is_counted = False
+        self._warned = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self.watcher: Callable[[Mapping[str, torch.Tensor]], None] | None = None
         """Called with the tensors of each batch that is counted."""
@@ -121,19 +127,29 @@ class TokenCounter:
     def _enter(self, entry: BatchEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or self._outermost is not None:
             return
-        nested = list(_dictionaries(args))
+        named = {**dict(zip(entry.names, args, strict=False)), **kwargs}
+        nested = [] if any(name in named for name in _TOKENS) else list(_dictionaries(args, kwargs))
         if nested and not entry.counts_nested:
             return
         self._outermost = module
         self._is_counted = module.training and torch.is_grad_enabled()
         if not self._is_counted:
             return
-        named = {**dict(zip(entry.names, args, strict=False)), **kwargs}
-        for batch in nested or [named]:
-            tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        batches = [
+            {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            for batch in nested or [named]
+        ]
+        for tensors in batches:
             self._count(entry, tensors)
             if self.watcher is not None:
                 self.watcher(tensors)
+        if not any(batches) and not self._warned:
+            self._warned = True
+            logger.warning(
+                "tokens are not counted: %s gets no tensor by name and no dictionary of tensors, so throughput and "
+                "MFU are not known",
+                type(module).__name__,
+            )
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and self._outermost is module:
@@ -228,13 +244,33 @@ class TokenCounter:
         self._on_device[name] = value if total is None else total + value
 
 
-def _dictionaries(args: Sequence[Any]) -> Iterator[Mapping[str, Any]]:
-    """Return the dictionaries in positional arguments, such as the features of sentence-transformers."""
+def _dictionaries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Return the dictionaries that batches are in, such as the features of sentence-transformers, at any depth.
+
+    A positional argument is a batch if it is a dictionary; a keyword only if there are tokens in it, since models pass
+    outputs of an encoder, which are dictionaries too.
+
+    Args:
+        args (`Sequence`): positional arguments of a forward.
+        kwargs (`Mapping`): its keywords.
+    """
     for value in args:
-        if isinstance(value, Mapping):
+        yield from _innermost(value)
+    for value in kwargs.values():
+        yield from (batch for batch in _innermost(value) if any(name in batch for name in _TOKENS))
+
+
+def _innermost(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Return the dictionaries in a value that hold no other ones."""
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = [part for part in value.values() if isinstance(part, Mapping)]
+        if not parts:
             yield value
-        elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, Mapping))
+    elif isinstance(value, list | tuple):
+        parts = [part for part in value if isinstance(part, Mapping)]
+    for part in parts:
+        yield from _innermost(part)
 
 
 def _token_shape(batch: Mapping[str, torch.Tensor], names: Sequence[str]) -> torch.Size | None:

@@ -173,6 +173,7 @@ def compare(
     tokens_per_s: float,
     interruptions_per_node_hour: float | None = None,
     egress: Mapping[str, Egress] | None = None,
+    only_spot: bool = False,
 ) -> list[Cost]:
     """Compute the cost of a run at every provider, on demand and spot, cheapest first.
 
@@ -184,11 +185,12 @@ def compare(
         interruptions_per_node_hour (`float`, *optional*): preemptions of a spot node per hour; by default
             `SPOT_INTERRUPTIONS_PER_NODE_HOUR`.
         egress (`Mapping`, *optional*): egress prices by provider in lower case (`all_egress`).
+        only_spot (`bool`): whether to leave out on-demand prices.
     """
     costs = []
     for row in prices:
         for rate, spot in ((row.on_demand_usd, False), (row.spot_usd, True)):
-            if rate is not None:
+            if rate is not None and (spot or not only_spot):
                 costs.append(
                     cost(
                         job,

@@ -49,7 +49,9 @@ def improvements(request: PlanRequest, best: Estimate | None) -> list[Improvemen
         request (`PlanRequest`): what was planned for.
         best (`Estimate`, *optional*): the first choice; None if nothing fits.
     """
-    return _to_fit(request) if best is None else _faster(best) + _smaller(best)
+    if best is None:
+        return _to_fit(request)
+    return (_without_offload(request, best) if best.job.offload != "none" else []) + _faster(best) + _smaller(best)
 
 
 def _described(change: str, found: Estimate, best: Estimate | None, *, changes_results: bool = False) -> Improvement:
@@ -94,6 +96,34 @@ def _faster(best: Estimate) -> list[Improvement]:
         if estimate is not None and estimate.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu * (1 + MIN_GAIN):
             found.append(_described(change, estimate, best, changes_results=changes_results))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))
+
+
+def _without_offload(request: PlanRequest, best: Estimate) -> list[Improvement]:
+    """Changes of the request with which the model needs no memory of the CPUs: the first choice is too large."""
+    tried: list[tuple[str, Estimate | None, bool]] = []
+    if request.method == "full" and request.task == "text":
+        adapters = replace(request, method="lora", liger=None)
+        tried.append(("adapters: --method lora", _without(adapters, request.gpus), True))
+    gpus = request.gpus
+    for _ in range(MAX_GPU_DOUBLINGS):
+        gpus *= 2
+        if (found := _without(request, gpus)) is not None:
+            tried.append((f"more GPUs: --gpus {gpus}", found, False))
+            break
+    return [
+        _described(change, found, best, changes_results=changes_results)
+        for change, found, changes_results in tried
+        if found is not None
+    ]
+
+
+def _without(request: PlanRequest, gpus: int) -> Estimate | None:
+    """The fastest estimate of a request that needs no offload; None if there is none."""
+    try:
+        found, _ = search(request, gpus)
+    except HfScaleError:
+        return None
+    return next((estimate for estimate in found if estimate.job.offload == "none"), None)
 
 
 def _with_batch(job: Job, factor: int) -> Job:

@@ -356,6 +356,12 @@ class PlanOptions(RunOptions, GpusOption, HardwareOptions):
     usd_per_gpu_hour: float | None = option(
         None, group=SEARCH, unit="USD", check=an_amount, help="Your price, instead of the providers'"
     )
+    provider: str | None = option(
+        None,
+        group=SEARCH,
+        help="The only provider to compute costs at, such as AWS; the beginning of its name is enough",
+    )
+    spot: bool = option(False, group=SEARCH, help="Costs are computed at spot prices only")
     spot_interruptions: float | None = option(
         None,
         group=SEARCH,
@@ -441,6 +447,9 @@ class PlanOutput(JsonOption):
 
     emit: Path | None = option(None, group=OUTPUT, help="Write configs, script and launch command to this folder")
     choice: int = option(1, group=OUTPUT, help="Number of the choice that --emit writes")
+    details: bool = option(
+        False, group=OUTPUT, help="Print how each number is made up, what was rejected, advice and assumptions too"
+    )
     plot: Path | None = option(None, group=OUTPUT, help="Draw memory, time and cost into this file (svg, png or pdf)")
     calibrate: bool = option(
         False, group=INPUT, help="Measure this machine and write the file MODEL, by default that of --hardware"

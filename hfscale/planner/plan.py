@@ -211,7 +211,7 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
     )
     find_framework(request.stack)
     _check_request(request)
-    offers, warnings = _offers(request, all_prices(options.prices))
+    offers, warnings = _offers(request, all_prices(options.prices), options)
     pricing = _Pricing(options=options, offers=offers, egress=all_egress(options.prices))
     objective = options.objective
 
@@ -333,6 +333,7 @@ class _Pricing:
             tokens_per_s=rate,
             interruptions_per_node_hour=self.options.spot_interruptions,
             egress=self.egress,
+            only_spot=self.options.spot,
         )
         hours = costs[0].hours if costs else self.options.tokens / rate / 3600 / reliability(job, spot=False).goodput
         return Choice(estimate=item, hours=hours, costs=tuple(costs))
@@ -380,7 +381,11 @@ def _fewer_gpus(gpus: int, node: int) -> list[int]:
 
 
 def _ranked(choices: Sequence[Choice], objective: Objective, error: float) -> list[Choice]:
-    """Choices with the best first. Of those that the estimate cannot tell from the best, the simplest comes first."""
+    """Choices with the best first.
+
+    Of those that the estimate cannot tell from the best, the simplest comes first that surely fits without offload; if
+    there is none, the simplest.
+    """
 
     if objective == "gpus":
         return sorted(choices, key=lambda choice: (choice.estimate.job.layout.world_size, _time_per_token(choice)))
@@ -388,9 +393,14 @@ def _ranked(choices: Sequence[Choice], objective: Objective, error: float) -> li
     ranked = sorted(choices, key=lambda choice: (measure(choice), _time_per_token(choice)))
     if ranked:
         close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + error)]
-        first = min(close, key=lambda choice: (simplicity(choice.estimate), measure(choice), _time_per_token(choice)))
+        sure = [choice for choice in close if not (_is_uncertain(choice) or choice.estimate.job.offload != "none")]
+        first = min(sure or close, key=lambda choice: (simplicity(choice.estimate), measure(choice)))
         ranked = [first, *(choice for choice in ranked if choice is not first)]
     return ranked
+
+
+def _is_uncertain(choice: Choice) -> bool:
+    return choice.estimate.fits_word != "yes"
 
 
 def _time_per_token(choice: Choice) -> float:
@@ -410,16 +420,24 @@ def _order(choices: Sequence[Choice], objective: Objective, error: float) -> str
     gain = 1 - measure(choices[1]) / measure(choices[0])
     if not gain > 0:
         return None
+    why = "it is simpler (fewer kinds of parallelism, then no sharding, FSDP2, DeepSpeed, offload)"
+    if _is_uncertain(choices[1]) and not _is_uncertain(choices[0]):
+        why = "it fits more surely"
     return (
-        f"choice 1 stands before choice 2, which is {gain:.1%} {better}, because it is simpler (fewer kinds of "
-        "parallelism, then no sharding, FSDP2, DeepSpeed, offload) and the estimate, whose error is about "
-        f"{error:.0%}, cannot tell them apart"
+        f"choice 1 stands before choice 2, which is {gain:.1%} {better}, because {why} and the estimate, whose error "
+        f"is about {error:.0%}, cannot tell their speeds apart"
     )
 
 
-def _offers(request: PlanRequest, prices: tuple[Price, ...]) -> tuple[tuple[Price, ...], list[str]]:
-    """Prices of the GPU for a run of this size, and warnings about them."""
-    rows = prices_of(request.gpu, prices)
+def _offers(
+    request: PlanRequest, prices: tuple[Price, ...], options: PlanOptions
+) -> tuple[tuple[Price, ...], list[str]]:
+    """Prices of the GPU for a run of this size, of the provider and kind asked for, and warnings about them."""
+    rows = _of_provider(prices_of(request.gpu, prices), prices, options.provider)
+    if options.spot:
+        rows = tuple(row for row in rows if row.spot_usd is not None)
+    what = "spot price" if options.spot else "price"
+    where = f" at {options.provider}" if options.provider else ""
     warnings = []
     if request.gpus > request.gpus_per_node:
         of_clusters = tuple(row for row in rows if not row.one_node)
@@ -430,9 +448,24 @@ def _offers(request: PlanRequest, prices: tuple[Price, ...]) -> tuple[tuple[Pric
             )
         rows = of_clusters or rows
     if not rows:
-        warnings.append(f"no price of {request.gpu.name} is known: give --usd-per-gpu-hour")
+        warnings.append(f"no {what} of {request.gpu.name}{where} is known: give {spelled('usd_per_gpu_hour')}")
     today = date.today()
     for row in rows:
         if row.age_days(today) > STALE_DAYS:
             warnings.append(f"price of {row.provider} for {row.gpu} was read {row.age_days(today)} days ago: check it")
     return rows, warnings
+
+
+def _of_provider(rows: tuple[Price, ...], prices: tuple[Price, ...], provider: str | None) -> tuple[Price, ...]:
+    """Select the prices of the providers whose names begin with `provider`; None: of all.
+
+    Raises:
+        UsageError: no provider of the price list is called so.
+    """
+    if provider is None:
+        return rows
+    names = sorted({row.provider for row in prices})
+    wanted = {name for name in names if name.casefold().startswith(provider.casefold())}
+    if not wanted:
+        raise UsageError(f"{spelled('provider')} is {provider!r}: the price list has {', '.join(names)}")
+    return tuple(row for row in rows if row.provider in wanted)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.command_line import make_command
 from hfscale.planner.islands import Islands, judge_islands
 from hfscale.planner.job import check_pure
-from hfscale.planner.option_fields import make_options
+from hfscale.planner.option_fields import default_of, flag_of, make_options, options_of
 from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput
 from hfscale.planner.plan import plan_gpu_types, plan_with
 
@@ -42,6 +43,7 @@ def run(model: str | None, given: dict[str, Any], island_flags: dict[str, Any], 
     if model is None or gpu is None or gpus is None:
         raise UsageError("give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8")
     check_pure(given["pure_bf16"], given["precision"])
+    typed = given
     if given["tokens"] is not None:
         given = given | {"tokens": _parse_tokens(given["tokens"])}
     options = make_options(PlanOptions, "plan", given)
@@ -73,10 +75,28 @@ def run(model: str | None, given: dict[str, Any], island_flags: dict[str, Any], 
         more = {"files": [str(path) for path in written]} if written else {}
         print(json.dumps({**result.to_dict(), **({} if verdict is None else {"islands": verdict.to_dict()}), **more}))
     else:
-        from hfscale.planner.plan_view import show
+        from hfscale.planner.plan_view import show, show_details
 
-        show(result, written, verdict)
+        if output.details:
+            show_details(result, written, verdict)
+        else:
+            show(result, written, verdict, command=_typed(model, {**typed, "choice": output.choice}))
     return 0 if result.choices else 1
+
+
+def _typed(model: str, given: Mapping[str, Any]) -> list[str]:
+    """Return the words of a command that plans the same, without what it prints or writes."""
+    words = ["hfscale", "plan", model]
+    for name, value in given.items():
+        cls = PlanOutput if name == "choice" else PlanOptions
+        if value is None or value == default_of(cls, name, "plan"):
+            continue
+        flag = options_of(cls)[name].flag or flag_of(name)
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        else:
+            words += [flag, str(value)]
+    return words
 
 
 def _islands(flags: IslandOptions) -> Islands | None:

@@ -1,5 +1,6 @@
 """Printing of a plan as tables for a terminal."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from rich.table import Table
 
 from hfscale.core.terminal import make_console, make_table
 from hfscale.planner.estimate import fits_word
+from hfscale.planner.improvements import Improvement
 from hfscale.planner.islands import IslandsVerdict
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.plan import Choice, Plan
@@ -17,10 +19,152 @@ REJECTED_SHOWN = 5
 """Number of rejected layouts that are printed."""
 COSTS_SHOWN = 6
 """Number of offers that are printed."""
+IMPROVEMENTS_SHOWN = 4
+"""Number of changes of the first choice that are printed without `--details`."""
+WIDTH = 80
+"""Columns without `--details` if the output is not a terminal."""
 _COST_TITLE = "Cost of the first choice (goodput: share of the time that is training, without failures and saves)"
 
 
-def show(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = None) -> None:
+def show(
+    plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = None, *, command: Sequence[str] = ()
+) -> None:
+    """Print a plan: the first choice in a sentence, how to start it, the other choices, and where it goes on.
+
+    Args:
+        plan (`Plan`): the plan.
+        written (`Sequence[Path]`): files that were written, to be listed.
+        islands (`IslandsVerdict`, *optional*): whether several islands pay.
+        command (`Sequence[str]`): the command that plans this, which is printed with the flags that write the files.
+    """
+    console = make_console(width=WIDTH)
+    console.print(_heading(plan))
+    if plan.choices:
+        console.print(f"\n{_answer(plan)}")
+        for line in _starting(plan, written, command):
+            console.print(line, soft_wrap=True)
+        console.print()
+        console.print(_short_choices(plan))
+        if plan.order is not None:
+            console.print(f"\nOrder: {plan.order}.")
+    else:
+        console.print("Nothing fits.")
+    if plan.min_gpus is not None:
+        console.print(f"Fewest GPUs that suffice: {plan.min_gpus}")
+    _list(console, "Estimated, but no recipe of hfscale can launch", plan.unlaunchable)
+    if islands is not None:
+        console.print(_islands(islands))
+        console.print(f"It {'pays' if islands.pays else 'does not pay'}: {islands.reason}.")
+    if plan.improvements:
+        has_changes = any(item.changes_results for item in plan.improvements[:IMPROVEMENTS_SHOWN])
+        note = " (*: changes the training's results)" if has_changes else ""
+        lines = [_improvement(item) for item in plan.improvements[:IMPROVEMENTS_SHOWN]]
+        _list(console, ("Changes of choice 1" if plan.choices else "What would make it fit") + note, lines)
+    if not plan.choices:
+        _list(console, "Rejected", _reasons(plan))
+    _list(console, "Warnings", plan.warnings)
+    _list(console, "Files written", [str(path) for path in written])
+    console.print("\n--details: memory, time and cost of each choice, what was rejected, assumptions.")
+
+
+def _heading(plan: Plan) -> str:
+    request = plan.request
+    more = [f"framework {request.stack}"] if request.stack != "hf" else []
+    more += [f"task {request.task}"] if request.task != "text" else []
+    return ", ".join(
+        [
+            f"{plan.model}: {request.shape.total_parameters / 1e9:.2f}B parameters",
+            f"{request.gpus} x {request.gpu.name}",
+            f"sequences of {request.seq_len}",
+            request.method,
+            *more,
+        ]
+    )
+
+
+def _answer(plan: Plan) -> str:
+    """Return the first choice as a sentence, and the batch where it was not given."""
+    choice = plan.choices[0]
+    estimate = choice.estimate
+    job = estimate.job
+    rate = estimate.tokens_per_s_per_gpu * job.layout.world_size
+    batch = f"micro-batch {job.micro_batch} x {job.micro_batches}"
+    recomputed = "" if job.activation_checkpointing == "none" else f", recomputation {job.activation_checkpointing}"
+    parts = [f"{rate:,.0f} tokens/s"]
+    if choice.hours is not None:
+        days = _range([hours / 24 for hours in choice.hours_range], ",.1f")
+        parts.append(f"{choice.hours / 24:,.1f} days ({days})")
+    if choice.usd is not None:
+        cheapest = choice.costs[0]
+        usd = _range(choice.scaled(choice.usd), ",.0f")
+        parts.append(f"{choice.usd:,.0f} USD ({usd}) at {cheapest.provider}, {cheapest.kind}")
+    memory = f"{estimate.memory.total:.0f} of {job.gpu.memory_gib:.0f} GiB per GPU, fits: {estimate.fits_word}"
+    layout = f"{_strategy(job, plan.request)}, {_layout(choice)}, {batch}{recomputed}"
+    answer = f"Choice 1: {layout}: {', '.join(parts)}; {memory}."
+    if plan.request.global_batch is None:
+        unit = {"dpo": "pairs", "grpo": "completions"}.get(plan.request.task, "sequences")
+        answer += (
+            f"\nGlobal batch: {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step, assumed: give "
+            "--global-batch."
+        )
+    return answer
+
+
+def _starting(plan: Plan, written: Sequence[Path], command: Sequence[str]) -> list[str]:
+    """Return lines with the commands that start the first choice that can be started."""
+    launchable = plan.next_launchable
+    if plan.request.stack != "hf" or launchable is None or not command:
+        return []
+    launch = next((path for path in written if path.name == "launch.sh"), None)
+    lines = ["Start it:"]
+    if launch is None:
+        folder = Path("runs/plan")
+        words = [*command, *(["--choice", str(launchable[0])] if launchable[0] > 1 else []), "--emit", str(folder)]
+        lines.append(f"  {shlex.join(words)}")
+        launch = folder / "launch.sh"
+    job = launchable[1].estimate.job
+    nodes = -(-job.layout.world_size // job.gpus_per_node)
+    where = "" if nodes == 1 else f"  # on each of the {nodes} nodes, with its MACHINE_RANK and with MAIN_IP"
+    return [*lines, f"  bash {shlex.quote(str(launch))}{where}"]
+
+
+def _short_choices(plan: Plan) -> Table:
+    """Return the choices as a table that fits 80 columns."""
+    has_hours = plan.tokens is not None
+    has_usd = any(choice.usd is not None for choice in plan.choices)
+    numbers = ["batch", "GiB", "fits", "tokens/s", *(["days"] if has_hours else []), *(["USD"] if has_usd else [])]
+    table = make_table("#", "strategy", "layout", *numbers, right=numbers)
+    for column in table.columns:
+        column.overflow = "fold"
+        column.no_wrap = column.header not in ("strategy", "layout")
+    for number, choice in enumerate(plan.choices, 1):
+        estimate = choice.estimate
+        job = estimate.job
+        recompute = "" if job.activation_checkpointing == "none" else f", recompute {job.activation_checkpointing}"
+        row = [
+            str(number),
+            _strategy(job, plan.request) + recompute,
+            _layout(choice),
+            f"{job.micro_batch} x {job.micro_batches}",
+            f"{estimate.memory.total:.0f}",
+            estimate.fits_word,
+            f"{estimate.tokens_per_s_per_gpu * job.layout.world_size:,.0f}",
+        ]
+        if has_hours:
+            row.append("" if choice.hours is None else f"{choice.hours / 24:,.1f}")
+        if has_usd:
+            row.append("" if choice.usd is None else f"{choice.usd:,.0f}")
+        table.add_row(*row)
+    return table
+
+
+def _improvement(item: Improvement) -> str:
+    speed = "" if item.speedup is None else f", {item.speedup - 1:+.0%} per GPU"
+    mark = "*" if item.changes_results else ""
+    return f"{item.change}{mark}: {item.memory_gib:.0f} GiB, fits: {fits_word(item.fits_probability)}{speed}"
+
+
+def show_details(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = None) -> None:
     """Print a plan: its choices with memory, time and cost, then rejected layouts, advice and warnings.
 
     Args:
@@ -29,13 +173,7 @@ def show(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = N
         islands (`IslandsVerdict`, *optional*): whether several islands pay.
     """
     console = make_console()
-    shape = plan.request.shape
-    request = plan.request
-    console.print(
-        f"{plan.model}: {shape.total_parameters / 1e9:.2f}B parameters, {request.gpus} x {request.gpu.name}, "
-        f"sequences of {request.seq_len}, {request.method}, framework {request.stack}"
-        + ("" if request.task == "text" else f", task {request.task}")
-    )
+    console.print(_heading(plan))
     if plan.choices:
         console.print(_choices(plan))
         if plan.order is not None:

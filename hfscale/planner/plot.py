@@ -36,7 +36,7 @@ def draw(plan: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(15, 7), layout="constrained")
     (memory, time), (cost, pipeline) = figure.subplots(2, 2)
-    labels = [f"{number} {_label(choice)}" for number, choice in enumerate(plan.choices, 1)]
+    labels = labels_of(plan)
     _stacked_bars(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
     limit = plan.request.gpu.memory_gib
     memory.axvline(limit, color="black", linewidth=1)
@@ -47,14 +47,27 @@ def draw(plan: Plan, path: Path) -> None:
     _draw_pipeline(pipeline, plan.choices[0])
     figure.suptitle(f"{plan.model} on {plan.request.gpus} {plan.request.gpu.name}")
     with writing(f"--plot {path}", "give another file"):
-        figure.savefig(path)
+        # What a PNG file shows can be read back, so that a test finds a picture that is out of date.
+        figure.savefig(path, metadata={"Description": "; ".join(labels)} if path.suffix == ".png" else None)
+
+
+def labels_of(plan: Plan) -> list[str]:
+    """Return the names of a plan's choices in the drawing.
+
+    Args:
+        plan (`Plan`): the plan.
+    """
+    return [f"{number} {_label(choice)}" for number, choice in enumerate(plan.choices, 1)]
 
 
 def _label(choice: Choice) -> str:
-    layout = choice.estimate.job.layout
+    job = choice.estimate.job
+    layout = job.layout
     axes = {"dp": layout.dp_replicate * layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
     sizes = " ".join(f"{name}{size}" for name, size in axes.items() if size > 1)
-    return f"{strategy_of(choice.estimate.job)} {sizes}".strip()
+    more = [f"{job.offload} offload"] if job.offload != "none" else []
+    more += ["fused loss"] if job.liger else []
+    return ", ".join([f"{strategy_of(job)} {sizes}".strip(), *more])
 
 
 def _stacked_bars(axes: Any, labels: list[str], rows: list[dict[str, float]], title: str) -> None:

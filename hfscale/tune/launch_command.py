@@ -2,9 +2,10 @@
 
 import contextlib
 import io
+import os
 import re
 import shlex
-from argparse import Namespace
+from argparse import REMAINDER, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from accelerate.commands.config.config_args import default_yaml_config_file
 from accelerate.commands.launch import launch_command_parser
+from transformers import TrainingArguments
 
 from hfscale.core.flags import read_yaml, read_yaml_mapping, split_off_config
 from hfscale.errors import UsageError
@@ -33,6 +35,11 @@ OF_THE_LAYOUT = (
 """Flags of a recipe that a layout decides."""
 SHIPPED_TIERS = ("ddp", "sharded", "tp_pp")
 """Folders of the recipes for text; each runs other layouts."""
+_ACCELERATE = ("accelerate-launch", "accelerate.commands.launch")
+_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+_MEASURING = ("ScalingCallback", "ScalingMetricsCallback")
+"""Callbacks that write the measurements; a script that is no recipe must have one of them."""
+_WITH_DEFAULTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "torch_compile")
 _EXAMPLE = "accelerate launch --num_processes 2 recipes/ddp/train.py"
 
 
@@ -52,10 +59,21 @@ class RecipeCommand:
     """All flags of the recipe, with the defaults."""
     task: Task
     """What a step trains on."""
+    own_model: str | None = None
+    """The model to plan for, of a script that is no recipe; None for recipes, whose flags name it."""
+    own_seq_len: int | None = None
+    """Tokens per sequence of such a script."""
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether the script is a recipe, or a copy of one, and not another script with a Trainer."""
+        return self.own_model is None
 
     @property
     def model(self) -> str | ModelShape:
         """The model to plan for: a name, or the shape of the embedded default model."""
+        if self.own_model is not None:
+            return self.own_model
         name: str | None = self.flags.model_name_or_path or self.flags.config_name
         if name is not None:
             return name
@@ -66,6 +84,8 @@ class RecipeCommand:
     @property
     def seq_len(self) -> int:
         """Tokens per sequence."""
+        if self.own_seq_len is not None:
+            return self.own_seq_len
         length: int = self.flags.block_size if self.task == "text" else self.flags.max_length
         return length
 
@@ -108,6 +128,8 @@ class RecipeCommand:
         """
         if self.flags.fp16:
             return "fp16"
+        if not self.is_recipe:
+            return "bf16" if self.flags.bf16 else "fp32"
         return "bf16" if has_bf16 and self.flags.bf16 is not False else "fp32"
 
     @property
@@ -116,28 +138,28 @@ class RecipeCommand:
         return {name: value for name, value in self.values.items() if name not in OF_THE_LAYOUT}
 
 
-def read_command(words: Sequence[str]) -> RecipeCommand:
-    """Read the launch command of a recipe.
+def read_command(words: Sequence[str], *, model: str | None = None, seq_len: int | None = None) -> RecipeCommand:
+    """Read the launch command of a recipe, or of a script whose flags are those of `TrainingArguments`.
 
     Args:
         words (`Sequence[str]`): the command, one word per element.
+        model (`str`, *optional*): the model to plan for where the script is no recipe.
+        seq_len (`int`, *optional*): tokens per sequence there.
 
     Raises:
-        UsageError: it is not a command of `accelerate launch` on one machine, its script is not a recipe, or a value
-            is wrong.
+        UsageError: it is not a command of `accelerate launch` or `torchrun` on one machine, its script is not a
+            recipe, or a value is wrong.
         ConfigFileError: a config file cannot be read.
     """
-    starts = [words[: len(start)] == start for start in (["accelerate", "launch"], ["accelerate-launch"])]
-    if not any(starts):
-        given = f"it is {shlex.join(words[:4])!r}" if words else "it is missing"
-        raise UsageError(f"give the launch command of a recipe after --, such as {_EXAMPLE}; {given}")
-    launch = _parse_launch(words[2 if starts[0] else 1 :])
+    launch = _parse_launcher(words)
     script = Path(launch.training_script)
     if not script.is_file():
         raise UsageError(f"the recipe {script} is not a file: give its path, as in {_EXAMPLE}")
     text = script.read_text(encoding="utf-8", errors="replace")
     if "hfscale.recipe" not in text or "parse_arguments" not in text:
-        raise UsageError(f"{script} is neither a recipe of hfscale nor a copy of one: give one, as in {_EXAMPLE}")
+        return _of_own_script(launch, text, model, seq_len)
+    if model is not None or seq_len is not None:
+        raise UsageError(f"--model and --seq-len are for other scripts: the flags of the recipe {script} name them")
     rest, config = split_off_config(launch.training_script_args)
     values = (read_yaml_mapping(config, None) if config else {}) | values_of(rest)
     task = _task(text)
@@ -150,6 +172,33 @@ def read_command(words: Sequence[str]) -> RecipeCommand:
         values=values,
         flags=_flags(task, values),
         task=task,
+    )
+
+
+def _of_own_script(launch: Namespace, text: str, model: str | None, seq_len: int | None) -> RecipeCommand:
+    """Return the command of a script that is no recipe; its flags are those of `TrainingArguments`, and its own."""
+    script = Path(launch.training_script)
+    if not any(name in text for name in _MEASURING):
+        raise UsageError(
+            f"{script} is neither a recipe of hfscale nor a script with {_MEASURING[0]}, whose log is read: add the "
+            "callback to its Trainer"
+        )
+    if model is None or seq_len is None:
+        raise UsageError(
+            f"{script} is no recipe of hfscale, so its flags do not tell what to plan for: give --model and --seq-len"
+        )
+    values = values_of(launch.training_script_args)
+    # The defaults of transformers, where a recipe has others.
+    defaults = {field.name: field.default for field in fields(TrainingArguments) if field.name in _WITH_DEFAULTS}
+    return RecipeCommand(
+        script=script,
+        processes=_processes(launch),
+        launcher=_passed_on(launch),
+        values=values,
+        flags=_flags("text", {"config_name": model, **defaults, **values}),
+        task="text",
+        own_model=model,
+        own_seq_len=seq_len,
     )
 
 
@@ -175,6 +224,66 @@ def values_of(argv: Sequence[str]) -> dict[str, Any]:
             earlier = found[name]
             found[name] = word if earlier is True else [*(earlier if isinstance(earlier, list) else [earlier]), word]
     return found
+
+
+def _parse_launcher(words: Sequence[str]) -> Namespace:
+    """Read the launcher's part of a command: `accelerate launch` or `torchrun`, by a path or as a module of Python.
+
+    A command of torchrun is read as one of `accelerate launch` with as many processes, which runs the configurations.
+    """
+    words = list(words)
+    name = Path(words[0]).name if words else ""
+    if re.fullmatch(r"python[\d.]*", name) and words[1:2] == ["-m"] and len(words) > 2:
+        name, rest = words[2], words[3:]
+    else:
+        rest = words[1:]
+    if name in _ACCELERATE or (
+        name in ("accelerate", "accelerate.commands.accelerate_cli") and rest[:1] == ["launch"]
+    ):
+        return _parse_launch(rest if name in _ACCELERATE else rest[1:])
+    if name in _TORCHRUN:
+        return _parse_launch(_as_accelerate(rest))
+    given = f"it is {shlex.join(words[:4])!r}" if words else "it is missing"
+    raise UsageError(
+        f"give the launch command of a recipe after --, by accelerate launch or torchrun, such as {_EXAMPLE}; {given}"
+    )
+
+
+def _as_accelerate(words: Sequence[str]) -> list[str]:
+    """Return the arguments of `accelerate launch` for those of torchrun on one machine."""
+    parser = ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", dest="processes", default="1")
+    parser.add_argument("--nnodes", default="1")
+    parser.add_argument("--standalone", action="store_true")
+    for flag in (
+        "rdzv-backend",
+        "rdzv-endpoint",
+        "rdzv-id",
+        "master-addr",
+        "master-port",
+        "node-rank",
+        "max-restarts",
+    ):
+        parser.add_argument(f"--{flag}", f"--{flag.replace('-', '_')}")
+    parser.add_argument("script", nargs=REMAINDER)
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            found = parser.parse_args(list(words))
+    except (ArgumentError, SystemExit) as error:
+        reason = messages.getvalue().strip().rpartition("error: ")[2] or str(error)
+        raise UsageError(f"hfscale tune cannot read this command of torchrun: {reason}") from None
+    if found.nnodes not in ("1", "1:1"):
+        raise UsageError(f"the launch command is for {found.nnodes} machines: tune on one of them, with --nnodes 1")
+    counts = {
+        "gpu": torch.cuda.device_count(),
+        "auto": torch.cuda.device_count() or os.cpu_count(),
+        "cpu": os.cpu_count(),
+    }
+    processes = counts.get(found.processes, found.processes)
+    if not str(processes).isdigit() or int(str(processes)) < 1:
+        raise UsageError(f"--nproc-per-node is {found.processes}: give the number of processes")
+    return ["--num_processes", str(processes), *found.script]
 
 
 def _parse_launch(words: Sequence[str]) -> Namespace:

@@ -62,6 +62,15 @@ class TuneOptions(JsonOption):
     usd_per_gpu_hour: float | None = same_option(
         PlanOptions, "usd_per_gpu_hour", None, function="tune", help="Your price, for --budget"
     )
+    model: str | None = option(
+        None,
+        group=HARDWARE,
+        flag_of=("tune",),
+        help="Model to plan for, if the script is no recipe: a built-in name, hub id or config.json",
+    )
+    seq_len: int | None = option(
+        None, group=HARDWARE, flag_of=("tune",), check=a_count, help="Tokens per sequence, if the script is no recipe"
+    )
     output_dir: Path = option(
         Path("runs/tune"), group=OUTPUT, flag_of=("tune",), help="Where measurements and configs are kept"
     )
@@ -81,7 +90,7 @@ def run(command: list[str] | None, flags: dict[str, Any]) -> int:
     from hfscale.tune.launch_command import read_command
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a run are ended on the way out
-    asked = read_command(command or [])
+    asked = read_command(command or [], model=options.model, seq_len=options.seq_len)
     seconds = options.deadline * 3600
     if options.budget is not None and options.usd_per_gpu_hour is not None:
         seconds = min(seconds, options.budget / options.usd_per_gpu_hour / asked.processes * 3600)
@@ -127,7 +136,7 @@ def plan_command(asked: "RecipeCommand", row: Accelerator) -> Plan:
         precision=asked.precision(has_bf16=row.bf16_tflops is not None),
         optimizer=asked.optimizer,
         compile=asked.flags.torch_compile,
-        liger=asked.flags.use_liger_kernel if asked.task == "text" else False,
+        liger=_liger(asked),
         task=asked.task,
         top=ALL_CHOICES,
     )
@@ -135,6 +144,13 @@ def plan_command(asked: "RecipeCommand", row: Accelerator) -> Plan:
         reasons = "; ".join(dict.fromkeys(rejected.reason for rejected in found.rejected[:3]))
         raise HfScaleError(f"no layout fits {asked.processes} x {row.name}: {reasons}")
     return found
+
+
+def _liger(asked: "RecipeCommand") -> bool | None:
+    """Whether the loss is fused; None where the planner may choose, since a recipe then has the flag for it."""
+    if not asked.is_recipe:
+        return bool(asked.flags.use_liger_kernel)
+    return asked.flags.use_liger_kernel if asked.task == "text" else False
 
 
 def _measure_machine(processes: int) -> Accelerator:
@@ -237,6 +253,8 @@ class Tuning:
         if (job.optimizer, job.pure_bf16) != (self.command.optimizer, False):
             return False  # they change what is learnt, which the command decides
         layout = job.layout
+        if not self.command.is_recipe and job.activation_checkpointing == "selective":
+            return False  # `--recompute` is a flag of the recipes
         return self._is_shipped or layout.tp * layout.pp * layout.cp == 1
 
     @property
@@ -284,12 +302,12 @@ class Tuning:
         choice = candidate.choice
         job = choice.estimate.job
         flags = layout_flags(job)
-        if job.task == "text":
-            flags["block_size"] = job.seq_len
-        else:
+        if job.task != "text":
             flags |= {key: value for key, value in task_flags(job).items() if key != "packing"}
+        elif self.command.is_recipe:
+            flags["block_size"] = job.seq_len
         values = self.command.kept_values | flags
-        launch = shlex.join(["accelerate", "launch", *self._launch(folder, self._script(job))[3:]])
+        launch = shlex.join(["accelerate", "launch", *self._launch(folder, job)[3:]])
         about = f"# {launch}\n# {candidate.name} of hfscale tune.\n"
         files = {
             "accelerate.yaml": about + accelerate_yaml(self.plan, choice, folder).partition("\n")[2],
@@ -298,14 +316,18 @@ class Tuning:
         }
         if uses_deepspeed(job):
             files["deepspeed.json"] = json.dumps(deepspeed_config(job), indent=2) + "\n"
+        if not self.command.is_recipe:
+            del files["recipe.yaml"]  # the flags are words of the command
         with writing(f"--output-dir {self.output_dir}", "give another folder"):
             folder.mkdir(parents=True, exist_ok=True)
             for name, text in files.items():
                 (folder / name).write_text(text, encoding="utf-8")
         return [folder / name for name in files]
 
-    def _launch(self, folder: Path, script: Path) -> list[str]:
+    def _launch(self, folder: Path, job: "Job") -> list[str]:
         """The launch command of a folder that `_write` has filled."""
+        from hfscale.planner.launchable import uses_deepspeed
+
         launcher = [
             sys.executable,
             "-m",
@@ -313,7 +335,31 @@ class Tuning:
             "--config_file",
             str(folder / "accelerate.yaml"),
         ]
-        return [*launcher, *self.command.launcher, str(script), "--config", str(folder / "recipe.yaml")]
+        script = str(self._script(job))
+        if self.command.is_recipe:
+            return [*launcher, *self.command.launcher, script, "--config", str(folder / "recipe.yaml")]
+        if job.precision == "fp32" and not uses_deepspeed(job):
+            launcher += ["--mixed_precision", "no"]  # the config asks for bf16, and the flags of the script do not
+        return [*launcher, *self.command.launcher, script, *self._words(job)]
+
+    def _words(self, job: "Job") -> list[str]:
+        """The flags of a script that is no recipe, with those of a layout."""
+        from hfscale.core.versions import is_at_least
+        from hfscale.planner.emit import layout_flags
+
+        flags = layout_flags(job)
+        if "activation_checkpointing" in flags and not is_at_least("transformers", "5.23"):
+            flags["gradient_checkpointing"] = flags.pop("activation_checkpointing")
+        words: list[str] = []
+        for name, value in (self.command.kept_values | flags).items():
+            words.append(f"--{name}")
+            if isinstance(value, dict | bool):
+                words.append(json.dumps(value))
+            elif isinstance(value, list):
+                words += map(str, value)
+            else:
+                words.append(str(value))
+        return words
 
     def run_one(self, name: str, steps: int, show: "Show") -> "Trial":
         """Run a configuration once.
@@ -343,7 +389,9 @@ class Tuning:
             "disable_tqdm": "true",
             "resume_from_checkpoint": "false",
         }
-        command = self._launch(folder, self._script(candidate.choice.estimate.job))
+        if not self.command.is_recipe:
+            del flags["resume_from_checkpoint"]  # a script may take it for a path
+        command = self._launch(folder, candidate.choice.estimate.job)
         command += [word for name, value in flags.items() for word in (f"--{name}", value)]
         show.begin(name, steps + WARM_UP_STEPS)
         trial = run_trial(
@@ -461,7 +509,7 @@ def _show(answer: dict[str, Any]) -> None:
         console.print("No configuration could be measured.")
         return
     hardware = answer["hardware"]
-    console.print(f"Chosen: {answer['chosen']}; launch it with: sh {answer['files'][2]}", markup=False)
+    console.print(f"Chosen: {answer['chosen']}; launch it with: sh {_launch_file(answer)}", markup=False)
     console.print(
         f"Corrected: {hardware['name']} in {hardware['file']} (median error of the estimates "
         f"{hardware['median_error_before']:.0%} -> {hardware['median_error_after']:.0%}); plan with it: hfscale plan "
@@ -470,13 +518,18 @@ def _show(answer: dict[str, Any]) -> None:
     )
 
 
+def _launch_file(answer: dict[str, Any]) -> str:
+    return next(str(file) for file in answer["files"] if str(file).endswith("launch.sh"))
+
+
 COMMAND = make_command(
     run,
     TuneOptions,
     function="tune",
     arguments={
         "command": Annotated[
-            list[str] | None, typer.Argument(metavar="-- COMMAND …", help="accelerate launch … recipes/…/train.py …")
+            list[str] | None,
+            typer.Argument(metavar="-- COMMAND …", help="accelerate launch … train.py …, or torchrun …"),
         ]
     },
 )
@@ -484,4 +537,5 @@ EXAMPLES = (
     "hfscale tune -- accelerate launch --num_processes 2 recipes/ddp/train.py",
     "hfscale tune --steps 10 --top 5 --deadline 1 -- accelerate launch --num_processes 8 recipes/sharded/train.py "
     "--config recipes/sharded/llama-3.1-8b-full.yaml",
+    "hfscale tune --model llama-3.1-8b --seq-len 4096 -- torchrun --nproc-per-node 8 my_train.py --bf16 true",
 )

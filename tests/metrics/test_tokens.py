@@ -206,6 +206,60 @@ def test_each_forward_of_the_transformer_inside_counts_where_a_dictionary_is_giv
     assert counts.padding == 2 * (IDS.numel() - int(MASK.sum()))
 
 
+class Pairs(Features):
+    """A model that gets a dictionary for each text, in one dictionary, by keywords or in a list."""
+
+    def forward(self, batch=None, scale=1.0, **texts):
+        if isinstance(batch, dict):
+            texts = batch
+        elif batch is not None:
+            texts = dict(enumerate(batch))
+        return [self.transformer(features) for features in texts.values()]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, text: model({"query": text, "passage": text}),
+        lambda model, text: model(query=text, passage=text, scale=2.0),
+        lambda model, text: model([text, text]),
+        lambda model, text: model(batch={"query": text, "passage": text}),
+    ],
+)
+@pytest.mark.parametrize("encoder", [BertModel(BERT), nn.Linear(2, 2)])
+def test_dictionaries_of_dictionaries_count(tmp_path, caplog, call, encoder):
+    """With transformers inside, which count what they get, and without."""
+    counter, model = attached(tmp_path, Pairs(encoder))
+    if isinstance(encoder, nn.Linear):
+        model.transformer.forward = lambda features: features["input_ids"]
+    call(model, {"input_ids": IDS, "attention_mask": MASK})
+    counts = counter.take()
+    assert (counts.tokens, counts.samples) == (2 * IDS.numel(), 2 * ROWS)
+    assert counts.padding == 2 * (IDS.numel() - int(MASK.sum()))
+    assert caplog.messages == []
+
+
+def test_outputs_of_an_encoder_are_no_batch(tmp_path):
+    counter, model = attached(tmp_path, t5())
+    outputs = model.get_encoder()(input_ids=IDS)
+    counter.take()
+    model(encoder_outputs=outputs, labels=IDS)
+    assert counter.take().tokens == IDS.numel()
+
+
+def test_a_batch_that_cannot_be_counted_is_reported_once(tmp_path, caplog):
+    class Opaque(nn.Module):
+        def forward(self, batch):
+            return batch.values
+
+    counter, model = attached(tmp_path, Opaque())
+    for _ in range(2):
+        model(SimpleNamespace(values=IDS))
+    assert counter.take().tokens == 0
+    assert [line for line in caplog.messages if "Opaque gets no tensor by name" in line] == caplog.messages
+    assert len(caplog.messages) == 1
+
+
 def test_a_dictionary_counts_in_a_model_without_transformers_inside(tmp_path):
     counter, model = attached(tmp_path, Features(nn.Linear(2, 2)))
     model.forward = lambda features: features["input_ids"]

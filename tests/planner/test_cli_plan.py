@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import yaml
 from conftest import REPOSITORY
 
 from hfscale.cli import main
+from hfscale.planner.estimate import fits_word
 from hfscale.planner.table import number
 
 PLAN = ["plan", "llama-3.1-8b", "--gpu", "H100-80GB", "--gpus", "8"]
@@ -58,17 +60,91 @@ class TestPlan:
         assert choice["cost_usd"] is None
 
     def test_the_table_has_all_sections(self, capsys):
-        out = run(capsys, *PLAN, "--tokens", "20B").out
+        out = run(capsys, *PLAN, "--tokens", "20B", "--details").out
         for word in ("strategy", "tokens/s/GPU", "MFU", "days", "USD", "provider", "Advice", "Assumptions", "goodput"):
             assert word in out
         assert max(map(len, out.splitlines())) <= 120
 
-    def test_the_documentation_shows_what_is_printed(self, capsys):
-        command, shown = re.search(
-            r"^\$ hfscale (plan .*)\n([^`]*)```", PLANNER_PAGE.read_text(), re.MULTILINE
-        ).groups()
+    @pytest.mark.parametrize("number", range(3))
+    def test_the_documentation_shows_what_is_printed(self, capsys, number):
+        blocks = re.findall(r"^\$ hfscale (plan .*)\n([^`]*)```", PLANNER_PAGE.read_text(), re.MULTILINE)
+        assert len(blocks) == 3
+        command, shown = blocks[number]
         out = [line.rstrip() for line in run(capsys, *command.split()).out.splitlines()]
         assert out[: shown.count("\n")] == shown.splitlines()
+
+    def test_the_answer_comes_first_and_fits_80_columns(self, capsys):
+        found = json.loads(run(capsys, *PLAN, "--tokens", "20B", "--json").out)
+        best = found["choices"][0]
+        lines = run(capsys, *PLAN, "--tokens", "20B").out.splitlines()
+        heading, answer = lines[0], " ".join(lines[1:6])
+        assert "8.03B parameters" in heading
+        for part in (
+            best["strategy"],
+            f"{8 * best['tokens_per_s_per_gpu']:,.0f} tokens/s",
+            f"{best['hours'] / 24:.1f} days",
+            f"{best['cost_usd']:,.0f} USD",
+            "fits: yes",
+        ):
+            assert part in answer
+        assert "Global batch: 1024 sequences, 4,194,304 tokens per step, assumed" in " ".join(lines[:8])
+        start = lines.index("Start it:")
+        assert start < 9
+        assert all(len(line) <= 80 for line in (*lines[:start], *lines[start + 3 :]))
+        assert "Assumptions" not in "".join(lines)
+        assert "--details" in lines[-1]
+
+    def test_a_given_batch_is_not_repeated_as_an_assumption(self, capsys):
+        assert "assumed" not in run(capsys, *PLAN, "--global-batch", "64").out
+
+    def test_the_command_that_starts_it_plans_the_same_and_writes_what_it_runs(self, capsys, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        argv = [*PLAN, "--seq-len", "2048", "--no-liger", "--tokens", "1B", "--top", "3"]
+        shown = run(capsys, *argv).out
+        lines = shown.splitlines()
+        start = lines.index("Start it:")
+        command, launch = shlex.split(lines[start + 1]), shlex.split(lines[start + 2])
+        assert command[0] == "hfscale"
+        again = run(capsys, *command[1:]).out
+        assert launch == ["bash", "runs/plan/launch.sh"]
+        assert (tmp_path / launch[1]).is_file()
+        assert again.splitlines()[: start + 1] == lines[: start + 1]
+        assert f"  {' '.join(launch)}" in again  # the files are there: no command that writes them
+
+    def test_nothing_is_started_that_no_recipe_runs(self, capsys):
+        assert "Start it" not in run(capsys, *PLAN, "--stack", "megatron").out
+
+    def test_a_layout_that_surely_fits_comes_before_a_simpler_one(self, capsys):
+        found = json.loads(run(capsys, *PLAN, "--json").out)
+        words = [fits_word(choice["fits_probability"]) for choice in found["choices"]]
+        assert words[0] == "yes"
+        assert "likely" in words, "the case is gone: FSDP2 with the fused loss was simpler, slower and uncertain"
+
+    def test_a_model_that_is_too_large_is_offered_adapters_and_more_gpus(self, capsys):
+        argv = ["plan", "llama-3.1-70b", "--gpu", "H100-80GB", "--gpus", "8"]
+        assert json.loads(run(capsys, *argv, "--json").out)["choices"][0]["offload"] == "full"
+        out = run(capsys, *argv).out
+        assert "adapters: --method lora*" in out
+        assert re.search(r"more GPUs: --gpus (16|32|64):", out)
+
+    def test_provider_and_spot_choose_the_prices(self, capsys):
+        argv = [*PLAN, "--tokens", "1B", "--json"]
+        every = json.loads(run(capsys, *argv).out)["choices"][0]["costs"]
+        assert {row["kind"] for row in every} == {"on-demand", "spot"}
+        for provider in ("runpod", "RunPod"):
+            costs = json.loads(run(capsys, *argv, "--provider", provider).out)["choices"][0]["costs"]
+            assert {row["provider"] for row in costs} == {"RunPod Community", "RunPod Secure"}
+        costs = json.loads(run(capsys, *argv, "--spot").out)["choices"][0]["costs"]
+        assert costs
+        assert {row["kind"] for row in costs} == {"spot"}
+        none = json.loads(run(capsys, *argv, "--spot", "--provider", "Lambda").out)
+        assert none["choices"][0]["cost_usd"] is None
+        assert "no spot price of H100-80GB at Lambda is known: give --usd-per-gpu-hour" in none["warnings"]
+
+    def test_what_is_printed_keeps_brackets(self, capsys):
+        """rich reads [gpu] as markup unless it is told not to."""
+        out = " ".join(run(capsys, *PLAN, "--liger", "--details").out.split())
+        assert "pip install 'hfscale[gpu]'" in out
 
     def test_several_types_of_gpu_are_one_table(self, capsys):
         argv = ["plan", "qwen3-0.6b", "--gpu", "A10G,H100-80GB,T4", "--gpus", "1", "--tokens", "1B"]
@@ -81,9 +157,10 @@ class TestPlan:
         assert set(found["failed"]) == {"T4"}
 
     def test_layouts_are_in_words(self, capsys):
-        out = run(capsys, *PLAN).out
+        out = run(capsys, *PLAN, "--details").out
         assert "dp_replicate=" not in out
         assert "replicate 8: ddp needs" in out
+        assert "dp_replicate=" not in run(capsys, *PLAN).out
 
     def test_a_faster_layout_comes_second_for_a_reason(self, capsys):
         argv = ["plan", "llama-3.1-8b", "--gpu", "A100-80GB", "--gpus", "4"]
@@ -118,6 +195,7 @@ class TestPlan:
             ([*PLAN, "--tokens", "0"], ["'0'"]),
             ([*PLAN, "--objective", "joy"], ["--objective is 'joy'", "'time', 'cost', 'gpus'"]),
             ([*PLAN, "--budget", "5"], ["--tokens"]),
+            ([*PLAN, "--tokens", "1B", "--provider", "nowhere"], ["--provider is 'nowhere'", "AWS", "Lambda"]),
             ([*PLAN, "--stack", "jax"], ["'jax'", "megatron"]),
             ([*PLAN, "--prices", "/nowhere.toml"], ["/nowhere.toml"]),
             ([*PLAN, "--top", "0"], ["--top is 0"]),

@@ -1,9 +1,11 @@
 """`hfscale plan --islands`: the arithmetic of a round, and when islands are said to pay."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
+from conftest import REPOSITORY
 
 from hfscale.cli import main
 from hfscale.core.flags import parse_bandwidth
@@ -135,3 +137,19 @@ def test_wrong_options_are_one_line(capsys, flags, named):
     error = capsys.readouterr().err
     assert named in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_the_page_has_the_computed_table(capsys):
+    page = (REPOSITORY / "docs" / "islands.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^hfscale (plan .* --islands .*)$", page, re.MULTILINE)
+    found = {}
+    for bits in ("32", "4"):
+        assert main([*command.replace("--island-bits 4", f"--island-bits {bits}").split(), "--json"]) == 0
+        found[bits] = json.loads(capsys.readouterr().out)["islands"]
+    for bits, one in found.items():
+        row = f"| {one['diloco']:,.0f} | {one['bytes_per_token']:.1f} | {one['stall_fraction']:.1%} |"
+        assert f"| DiLoCo, H = 100, {bits} bits {row}" in page
+    one = found["32"]
+    assert f"| one island alone | {one['one_island']:,.0f} |" in page
+    assert f"| DDP or HSDP over the link | {one['ddp']:,.0f} | {one['ddp_bytes_per_token']:,.0f} |" in page
+    assert f"| FSDP2 over the link | {one['fsdp2']:,.0f} |" in page

@@ -1,14 +1,18 @@
 """hfscale tune: reading the launch command, choosing and running configurations, correcting the hardware row."""
 
 import json
+import os
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import psutil
 import pytest
 import torch
 from conftest import RECIPE, REPOSITORY
+from tiny import tiny_model
 
 from hfscale.cli import main
 from hfscale.errors import UsageError
@@ -55,14 +59,50 @@ class TestCommand:
         assert read_command(launch(launcher=("--config_file", str(config)))).processes == 3
 
     @pytest.mark.parametrize(
+        "start",
+        [
+            ["accelerate", "launch"],
+            ["/opt/venv/bin/accelerate", "launch"],
+            ["accelerate-launch"],
+            ["/opt/venv/bin/accelerate-launch"],
+            ["python", "-m", "accelerate.commands.launch"],
+            ["/usr/bin/python3.11", "-m", "accelerate.commands.launch"],
+            ["python3", "-m", "accelerate.commands.accelerate_cli", "launch"],
+        ],
+    )
+    def test_every_way_to_start_accelerate(self, start):
+        found = read_command([*start, *launch("--block_size", "64")[2:]])
+        assert (found.processes, found.seq_len, found.script) == (2, 64, RECIPE)
+
+    @pytest.mark.parametrize(
+        "start",
+        [
+            ["torchrun", "--nproc-per-node", "2"],
+            ["/opt/venv/bin/torchrun", "--standalone", "--nproc_per_node=2", "--nnodes=1"],
+            ["python", "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend", "c10d"],
+        ],
+    )
+    def test_a_command_of_torchrun_is_one_of_accelerate(self, start):
+        found = read_command([*start, str(RECIPE), "--block_size", "64", "--use_peft"])
+        assert (found.processes, found.seq_len, found.script, found.method) == (2, 64, RECIPE, "lora")
+
+    @pytest.mark.parametrize(
         ("words", "message"),
         [
             ([], "after --"),
-            (["torchrun", "train.py"], "torchrun train.py"),
+            (["deepspeed", "train.py"], "deepspeed train.py"),
+            (["python", "-m", "somewhere"], "python -m somewhere"),
+            (["python", str(RECIPE)], "python"),
+            (["accelerate", "config"], "accelerate config"),
+            (["torchrun", "--nnodes", "2", str(RECIPE)], "2 machines"),
+            (["torchrun", "--nproc-per-node", "many", str(RECIPE)], "--nproc-per-node is many"),
+            (["torchrun", "--turbo", "2", str(RECIPE)], "--turbo"),
+            (["torchrun", "train.py"], "train.py is not a file"),
             (launch(launcher=("--num_machines", "2")), "2 machines"),
             (launch(launcher=("--num_procs", "2")), "--num_procs"),
             (launch(script="no.py"), "no.py"),
-            (launch(script=str(REPOSITORY / "tests" / "conftest.py")), "neither a recipe"),
+            (launch(script=str(REPOSITORY / "tests" / "conftest.py")), "neither a recipe .* ScalingCallback"),
+            (launch(script=str(REPOSITORY / "tests" / "workers" / "own_script.py")), "give --model and --seq-len"),
             (launch("stray"), "'stray'"),
             (launch("--block_size", "many"), "many"),
             (launch(script=REPOSITORY / "recipes" / "grpo" / "train.py"), "GRPO"),
@@ -72,6 +112,16 @@ class TestCommand:
     def test_wrong_commands(self, words, message):
         with pytest.raises(UsageError, match=message):
             read_command(words)
+
+    def test_a_script_of_the_user(self):
+        script = REPOSITORY / "tests" / "workers" / "own_script.py"
+        words = launch("--rows", "64", "--gradient_accumulation_steps", "2", "--use_peft", script=script)
+        found = read_command(words, model="llama-3.2-1b", seq_len=16)
+        assert (found.model, found.seq_len, found.global_batch, found.method) == ("llama-3.2-1b", 16, 32, "lora")
+        assert found.precision(has_bf16=True) == "fp32"  # TrainingArguments' default, not the recipes'
+        assert found.kept_values == {"rows": "64", "use_peft": True}
+        with pytest.raises(UsageError, match="--model and --seq-len are for other scripts"):
+            read_command(launch(), model="llama-3.2-1b")
 
 
 class TestChoosing:
@@ -216,9 +266,9 @@ def test_error_in_the_json_is_the_relative_error_of_the_prediction(tmp_path):
     assert "not run" in third["reason"]
 
 
-@pytest.mark.faults
-@pytest.mark.timeout(1200)
-def test_three_configurations_on_a_cpu(tmp_path, monkeypatch):
+@pytest.fixture
+def slow_cpu(tmp_path, monkeypatch):
+    """A hardware file that describes this machine, so that it need not be measured."""
     settings = tmp_path / "settings" / "hfscale"
     settings.mkdir(parents=True)
     (settings / "hardware.toml").write_text(
@@ -236,6 +286,34 @@ date = "2026"
 """
     )
     monkeypatch.setenv("XDG_CONFIG_HOME", str(settings.parent))
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(600)
+def test_a_script_of_the_user_is_measured_and_its_best_command_runs(tmp_path, slow_cpu):
+    tiny_model().config.save_pretrained(tmp_path / "model")
+    script = REPOSITORY / "tests" / "workers" / "own_script.py"
+    argv = ["tune", "--steps", "2", "--top", "2", "--gpu", "local-cpu", "--output-dir", "tuned", "--json"]
+    argv += ["--model", str(tmp_path / "model"), "--seq-len", "16", "--", "torchrun", "--nproc-per-node", "2"]
+    env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True, check=False, env=env)
+    done = run([sys.executable, "-m", "hfscale", *argv, str(script), "--rows", "256", "--use_cpu", "true"])
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["chosen"] is not None, answer  # on a CPU Accelerate turns FSDP into DDP, which the callback refuses
+    best = (tmp_path / "tuned" / "best" / "launch.sh").read_text()
+    assert "--rows 256 --use_cpu true" in best
+    assert "--config " not in best
+    command = shlex.split(best.splitlines()[-1])
+    assert command[:2] == ["accelerate", "launch"]
+    more = ["--max_steps", "2", "--output_dir", "out", "--report_to", "none"]
+    again = run([sys.executable, "-m", "accelerate.commands.launch", *command[2:], *more])
+    assert again.returncode == 0, again.stderr[-3000:]
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(1200)
+def test_three_configurations_on_a_cpu(tmp_path, slow_cpu):
     argv = ["tune", "--steps", "3", "--top", "3", "--gpu", "local-cpu", "--output-dir", "tuned", "--json", "--"]
     command = launch("--block_size", "128", "--learning_rate", "1e-3")
     done = subprocess.run(
