@@ -75,6 +75,7 @@ def job_of(path: Path) -> Job:
         * flags["gradient_accumulation_steps"]
         * layout.data_parallel_size,
         zero=zero,
+        expert_parallel=flags.get("ep_size") or 1,
         activation_checkpointing=flags["recompute"] if checkpointing else "none",
         method=command.method,
         lora_rank=flags["lora_r"],
@@ -94,7 +95,8 @@ def _layout(command: RecipeCommand, launcher: dict[str, Any]) -> tuple[ParallelL
     flags = vars(command.flags)
     processes = command.processes
     kind = launcher["distributed_type"]
-    if kind == "MULTI_GPU" and not flags.get("pp_size"):
+    is_native = bool(flags.get("ep_size") or flags.get("fsdp_size"))
+    if kind == "MULTI_GPU" and not flags.get("pp_size") and not is_native:
         return ParallelLayout(dp_replicate=processes), 0
     if kind == "DEEPSPEED":
         path = Path(launcher["deepspeed_config"]["deepspeed_config_file"])
@@ -102,7 +104,9 @@ def _layout(command: RecipeCommand, launcher: dict[str, Any]) -> tuple[ParallelL
         if zero < 3:
             return ParallelLayout(dp_replicate=processes), zero
     names = ("tp", "pp", "cp", "dp_shard", "dp_replicate")
-    return decide_layout(processes, **{name: flags.get(f"{name}_size") for name in names}), 3
+    sizes = {name: flags.get(f"{name}_size") for name in names}
+    sizes["dp_shard"] = sizes["dp_shard"] or flags.get("fsdp_size")
+    return decide_layout(processes, **sizes), 3
 
 
 def fastest(job: Job) -> Job:

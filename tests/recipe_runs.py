@@ -115,7 +115,7 @@ def run_recipe(
 
     Args:
         folder (`Path`): a folder of `make_workplace`.
-        strategy (`str`): `single` or one of `STRATEGIES`.
+        strategy (`str`): `single`, one of `STRATEGIES`, or `native`, whose sizes are among the flags.
         ranks (`int`): number of processes.
         flags (`str`): further flags of the recipe.
         hsdp (`bool`): whether FSDP2 keeps two replicas.

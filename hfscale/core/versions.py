@@ -56,6 +56,9 @@ FEATURES = {
     "FSDP2 checkpoints": (*_BASE, Requirement(package="accelerate", minimum="1.13")),
     "recipes": _RECIPES,
     "tensor parallelism of transformers": (*_BASE, _NEWEST),
+    "transformers' own sharding": (*_BASE, Requirement(package="transformers", minimum="5.19")),
+    # With 5.21 and 5.22 the gradient norm under token exchange differs from that of FSDP2; before 5.23 no replicas.
+    "expert parallelism and replicas of transformers": (*_BASE, _NEWEST),
     # It uses the tensor-parallel plans and the masks of packed sequences of transformers 5.23.
     "ParallelTrainer": (*_BASE, _NEWEST, Requirement(package="torch", minimum="2.13")),
     "DeepSpeed": (*_BASE, _DEEPSPEED),

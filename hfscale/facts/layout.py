@@ -51,7 +51,7 @@ class ParallelLayout:
         return self.cp * self.tp * self.pp
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis.name}={getattr(self, axis.name)}" for axis in fields(self))
+        return " x ".join(f"{axis.name}={getattr(self, axis.name)}" for axis in fields(ParallelLayout))
 
     @property
     def summary(self) -> str:

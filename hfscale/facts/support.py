@@ -43,7 +43,7 @@ class Combination:
     """Whether the log-probabilities of DPO's reference are computed before the training."""
     strategy: str | None = None
     """What distributes the model: `single`, `ddp`, `fsdp1`, `fsdp2`, `zero0` … `zero3` (by Accelerate), `native`
-    (transformers, by `distributed_config`), `parallel` (tensor parallelism, which the launcher's config asks for),
+    (transformers, by `distributed_config`), `parallel` (the same with tensor parallelism, or `ParallelTrainer`),
     `megatron_lm`; `fsdp` and `zero` where the version or stage is not known."""
     zero: int | None = None
     """What data-parallel ranks shard: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters."""
@@ -57,6 +57,8 @@ class Combination:
     """Ranks that share the experts of a layer."""
     dp_sizes: bool | None = None
     """Whether sizes of the data-parallel axes are given."""
+    fsdp_size: int | None = None
+    """Ranks that share the parameters of a replica where transformers shards the model itself, if it is given."""
     sequence_parallel: bool | None = None
     """Whether the ranks of tensor parallelism split sequences between the matrices."""
     loss_parallel: bool | None = None
@@ -69,6 +71,8 @@ class Combination:
     """The model's family, transformers' `model_type`."""
     tp_plan: bool | None = None
     """Whether transformers has a tensor-parallel plan for the family."""
+    ep_plan: bool | None = None
+    """Whether transformers has a plan by which the family's experts are spread over ranks."""
     rope_type: str | None = None
     """How rotary angles are computed."""
     quantized: bool | None = None
@@ -87,6 +91,8 @@ class Combination:
     """Whether torch.compile compiles the full model, and not each layer by itself."""
     fused_loss: bool | None = None
     """Whether the loss never holds all logits at once (Liger Kernel)."""
+    liger: bool | None = None
+    """Whether Liger Kernel computes the layers."""
     method: str | None = None
     """Which parameters train: `full`, `lora` or `qlora`."""
     adapter: str | None = None
@@ -139,6 +145,8 @@ class Combination:
     """Which input tokens the Trainer counts, `include_num_input_tokens_seen`."""
     lr_scheduler: str | None = None
     """The learning rate schedule."""
+    islands: int | None = None
+    """Launches that train one model over a slow link."""
 
     @property
     def strategy_family(self) -> str | None:

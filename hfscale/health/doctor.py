@@ -55,6 +55,8 @@ _MODULES = {
     "FSDP2 checkpoints": ("torch.distributed.fsdp",),
     "recipes": ("hfscale.recipe.models", "hfscale.recipe.parsing", "hfscale.recipe.layout", "hfscale.recipe.data"),
     "tensor parallelism of transformers": ("transformers.distributed.tensor_parallel",),
+    "transformers' own sharding": ("transformers.distributed.fsdp",),
+    "expert parallelism and replicas of transformers": ("transformers.distributed.expert_parallel",),
     "ParallelTrainer": ("hfscale.parallel.trainer", "hfscale.parallel.dry_run"),
     "DeepSpeed": ("deepspeed",),
     "sequence parallelism of DeepSpeed": ("deepspeed",),

@@ -28,6 +28,13 @@ class ParallelArguments:
     dp_shard_size: int | None = flag(
         "Ranks that share one replica; default: the number of processes divided by the other sizes."
     )
+    fsdp_size: int | None = flag(
+        "The same where transformers itself shards the model: with accelerate_configs/native.yaml (recipes/sharded)."
+    )
+    ep_size: int | None = flag(
+        "Ranks that share the experts of a layer, among those of a replica; transformers shards the model "
+        "(recipes/sharded)."
+    )
     cp_size: int | None = flag(
         "Ranks that share one sequence (FSDP2: ring attention; DeepSpeed: Ulysses; tp_pp: keys gathered)."
     )
@@ -117,8 +124,11 @@ def plan_stages(
 
     Raises:
         LayoutError: the sizes do not fit the world, or the schedule cannot run that many micro-batches.
-        UsageError: the schedule is unknown, or does not support this number of stages per rank.
+        UsageError: the schedule is unknown, does not support this number of stages per rank, or a size is none of
+            `ParallelTrainer`'s.
     """
+    asked = Combination(engine="parallel_trainer", expert_parallel=parallel.ep_size, fsdp_size=parallel.fsdp_size)
+    check_support(asked, "expert_parallel", "fsdp_size", speaker=speaker_of(args))
     layout = decide_layout(
         world_size or args.world_size,
         tp=parallel.tp_size,

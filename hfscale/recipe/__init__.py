@@ -29,6 +29,7 @@ Each is loaded when it is first used. Behind them:
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels`, `fused_loss` | attention, loss and kernels where no flag names them; the loss in chunks |
+| `router_loss` | the loss that balances the experts of a mixture |
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 
 What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
@@ -42,6 +43,9 @@ Replaced for the life of the object
 
 Read, called, or set once
 
+- `PreTrainedModel._weight_conversions`. By: `load_weights`. Reason: nothing public lets a model that was dequantised
+  while it was loaded forget the names of its 4-bit weights, under which transformers 5.23 saves it, and which it does
+  not find when it loads it again. Test: test_recipe_native.py, test_the_4_bit_experts_of_gpt_oss_are_dequantised.
 - `PreTrainedModel._is_stateful`. By: `reason_not_to_cut`. Reason: nothing public tells that a model has layers that
   pass a state along the sequence. Test: test_packing.py, test_models_that_do_not_cut_are_refused.
 - `PreTrainedModel._supports_flash_attn`, `_supports_flex_attn` and `_compatible_flash_implementations`. By:

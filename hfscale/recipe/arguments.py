@@ -483,6 +483,9 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
         "Liger's kernels for layers and, unless --fused_loss names another, the loss. Default: for layers on an "
         "NVIDIA GPU, if liger-kernel is installed and nothing compiles them."
     )
+    router_aux_loss_coef: float | None = flag(
+        "Weight of the loss that balances the experts of a mixture; 0: none. Default: as the model's config says."
+    )
     gradient_compression: str = flag(
         "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
     )
@@ -494,7 +497,7 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
 
     def __post_init__(self) -> None:
         require_positive(self, "powersgd_rank", "topk_fraction")
-        require_from_0(self, "compression_start_step")
+        require_from_0(self, "compression_start_step", "router_aux_loss_coef")
         if self.gradient_compression in ONE_BIT_OPTIMIZERS and self.compression_start_step == 0:
             raise UsageError(
                 f"--compression_start_step 0: {self.gradient_compression} needs a warm-up in which it measures the "

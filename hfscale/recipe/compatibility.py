@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin
+from hfscale.recipe.layout import NativeParallelLayout, is_native
 from hfscale.trainer.strategy import compiles_full_model, gradient_compression, requested_family, requested_strategy
 
 if TYPE_CHECKING:
@@ -26,7 +28,11 @@ _TASKS = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}
 
 
 def check_compatibility(
-    model_args: ModelArguments, training_args: RecipeTrainingMixin, layout: ParallelLayout | None = None
+    model_args: ModelArguments,
+    training_args: RecipeTrainingMixin,
+    layout: ParallelLayout | None = None,
+    *,
+    islands: int = 1,
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.
 
@@ -34,13 +40,15 @@ def check_compatibility(
         model_args (`ModelArguments`): the flags of the model and of the adapters.
         training_args (`RecipeTrainingMixin`): the flags of the training.
         layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
+        islands (`int`): launches that train one model over a slow link.
 
     Raises:
         UsageError: two of them exclude each other; the message names both and how to fix it.
         MissingDependencyError: a package that one of them needs is not installed.
     """
     config = _deepspeed_config(training_args)
-    check_support(_describe(model_args, training_args, layout, config), speaker="recipe")
+    asked = replace(_describe(model_args, training_args, layout, config), islands=islands)
+    check_support(asked, speaker="recipe")
     if model_args.load_in_4bit:
         require("QLoRA", "--load_in_4bit")
     _check_nvme(config)
@@ -57,6 +65,8 @@ def _describe(
     strategy = family if family == "zero" else requested_strategy(args)
     if family in ("single", "ddp") and layout.tp > 1:
         strategy = "parallel"
+    elif is_native(layout):
+        strategy = "native"
     method = "lora" if model_args.use_peft else "full"
     return Combination(
         engine="trainer",
@@ -64,6 +74,8 @@ def _describe(
         zero=zero.get("stage", 0) if family == "zero" else None,
         tp=layout.tp,
         cp=layout.cp,
+        expert_parallel=layout.ep if isinstance(layout, NativeParallelLayout) else None,
+        liger=bool(args.use_liger_kernel) or getattr(args, "fused_loss", "none") == "liger",
         method="qlora" if model_args.load_in_4bit else method,
         task=_TASKS.get(args.records or "", "text"),
         compile=bool(args.torch_compile),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -200,6 +201,10 @@ class ChunkedLossHead(nn.Linear):
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
+class _ShardedChunkedLossHead(FSDPModule, ChunkedLossHead):
+    """The same for a head that transformers itself has sharded by FSDP2, while it loaded the model."""
+
+
 def _loss_of_head(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
     """Return the loss if the head has computed it, else compute it from the logits: the model's `loss_function`."""
     if logits.ndim == 0:
@@ -219,7 +224,8 @@ def compute_loss_in_chunks(model: Any) -> ChunkedLossHead:
     """
     base = _base_of(model)
     head: Any = base.get_output_embeddings()
-    head.__class__ = ChunkedLossHead  # as FSDP2 does it: hooks, parameters and references to the module stay
+    # As FSDP2 does it: hooks, parameters and references to the module stay.
+    head.__class__ = _ShardedChunkedLossHead if isinstance(head, FSDPModule) else ChunkedLossHead
     base.loss_function = _loss_of_head
     model.register_forward_pre_hook(head.expect, with_kwargs=True)
     model.register_forward_hook(head.leave_out_logits)
@@ -254,12 +260,25 @@ def reason_not_to_chunk(model: Any) -> str | None:
     base = _base_of(model)
     if not isinstance(base, PreTrainedModel):
         return "it is not a model of transformers"
+    if isinstance(base, FSDPModule):
+        base = _unsharded_twin(base)
     head = base.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is no plain linear layer ({type(head).__name__})"
     if base.loss_function is not ForCausalLMLoss:
         return "its loss is not that of a causal language model"
     return _reason_of_logits(base, head)
+
+
+def _unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model of the class and config of one that transformers has sharded, without weights.
+
+    A forward pass of a part of the sharded one would begin FSDP2's own initialisation there.
+    """
+    plain: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"):
+        twin: PreTrainedModel = plain(model.config)
+    return twin
 
 
 def _base_of(model: Any) -> Any:

@@ -195,6 +195,8 @@ def _why_not_liger(trainer: Trainer, kernels: Kernels) -> str | None:
     family = model.config.model_type
     if family not in LISTS["liger_families"]:
         return f"Liger has no kernels for {family}"
+    if is_distributed_by_transformers(trainer):
+        return "transformers itself has sharded the model"
     return _why_split(trainer)
 
 
@@ -216,6 +218,4 @@ def _why_not_fused(trainer: Trainer) -> str | None:
 def _why_split(trainer: Trainer) -> str | None:
     """Return why kernels that need complete matrices and sequences cannot be used; None if the ranks have these."""
     shared = trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
-    if shared > 1 or is_distributed_by_transformers(trainer):
-        return "ranks share sequences or matrices"
-    return None
+    return "ranks share sequences or matrices" if shared > 1 else None

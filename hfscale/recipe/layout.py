@@ -4,13 +4,16 @@
 |---|---|---|
 | FSDP2 | dp_replicate x dp_shard x cp | Accelerate's `ParallelismConfig` (HSDP, ring attention) |
 | DeepSpeed | cp | Accelerate and DeepSpeed's Ulysses sequence parallelism |
-| neither, with tp | dp_replicate x dp_shard x tp | transformers' `DistributedConfig`, when the model is loaded |
+| neither, with tp, ep or fsdp | dp_replicate x dp_shard x tp; ep among these | transformers' `DistributedConfig` |
+
+transformers shards the model itself when it is loaded (`NativeParallelLayout`).
 """
 
 import math
 import os
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from accelerate import ParallelismConfig
 from transformers.distributed import DistributedConfig
@@ -26,6 +29,65 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_{}_SIZE"  # where `accelerate launch` puts a config's `parallelism_config`
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that the configs of transformers have for the number of routed experts."""
+_DISPATCH = "ep_dispatch_experts"
+"""The style of transformers' expert-parallel plans that sends tokens to the ranks of their experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeParallelLayout(ParallelLayout):
+    """Holds the sizes with which transformers itself shards a model while it is loaded; `dp_shard` is its `fsdp_size`.
+
+    Raises:
+        LayoutError: a size is not an integer of at least 1.
+    """
+
+    ep: int = 1
+    """Ranks that share the experts of a layer. They are among the ranks of the other axes: the world has no factor of
+    them."""
+
+    def check_world_size(self, world_size: int) -> None:
+        """Check that the sizes multiply to the processes that were started.
+
+        Args:
+            world_size (`int`): number of processes that the launcher started.
+
+        Raises:
+            LayoutError: they do not; the message gives a `fsdp_size` or a number of processes that fits.
+        """
+        if self.world_size == world_size:
+            return
+        shards, left_over = divmod(world_size, self.dp_replicate * self.tp)
+        fix = f" or set fsdp_size={shards}" if left_over == 0 and shards >= 1 else ""
+        raise LayoutError(
+            f"fsdp_size {self.dp_shard} x dp_replicate_size {self.dp_replicate} x tp_size {self.tp} needs "
+            f"{self.world_size} processes, but the world has {world_size}: start {self.world_size} processes{fix}"
+        )
+
+    def check_experts(self) -> None:
+        """Check that groups of `ep` ranks are complete in a replica.
+
+        Raises:
+            LayoutError: they are not; the message names the sizes that fit.
+        """
+        ranks = self.dp_shard * self.tp
+        if self.ep > 1 and (ranks % self.ep or self.ep % self.tp):
+            fitting = [size for size in range(self.tp, ranks + 1, self.tp) if ranks % size == 0]
+            multiple = f" and be a multiple of tp_size {self.tp}" if self.tp > 1 else ""
+            raise LayoutError(
+                f"ep_size {self.ep} must divide the {ranks} ranks of one replica{multiple}: choose one of "
+                f"{', '.join(map(str, fitting))}"
+            )
+
+
+def is_native(layout: ParallelLayout | None) -> bool:
+    """Return whether transformers itself shards the model; one process loads it as it is.
+
+    Args:
+        layout (`ParallelLayout`, *optional*): the size of every axis.
+    """
+    return isinstance(layout, NativeParallelLayout) and layout.world_size > 1
 
 
 def set_up_parallelism(
@@ -53,6 +115,8 @@ def set_up_parallelism(
     if family in ("ddp", "single") and (parallel.tp_size or 1) > 1:
         family = "parallel"
         environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)  # the request, for everything that reads it later
+    elif family in ("ddp", "single") and (parallel.ep_size or parallel.fsdp_size or parallel.dp_replicate_size):
+        family = "native"
     layout = _layout(parallel, family, args.world_size, environ)
     asked = Combination(
         engine="trainer",
@@ -60,13 +124,22 @@ def set_up_parallelism(
         tp=layout.tp,
         pp=parallel.pp_size,
         cp=layout.cp,
+        expert_parallel=parallel.ep_size,
         sequence_parallel=parallel.sequence_parallel,
         dry_run=parallel.dry_run,
         dp_sizes=bool(parallel.dp_replicate_size or parallel.dp_shard_size),
+        fsdp_size=parallel.fsdp_size,
         device="cpu" if args.use_cpu else "gpu",
     )
     check_support(asked, speaker=_speaker(parallel))
+    if parallel.fsdp_size and parallel.dp_shard_size not in (None, parallel.fsdp_size):
+        raise LayoutError(
+            f"--fsdp_size {parallel.fsdp_size} and --dp_shard_size {parallel.dp_shard_size} are the same: give one"
+        )
     layout.check_world_size(args.world_size)
+    if isinstance(layout, NativeParallelLayout):
+        layout.check_experts()
+        _require_versions(layout)
     if family == "zero" and layout.cp > 1:
         require("sequence parallelism of DeepSpeed", "cp_size")
         from accelerate.utils import DeepSpeedSequenceParallelConfig
@@ -80,7 +153,7 @@ def set_up_parallelism(
         args.parallelism_config = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, cp_size=layout.cp
         )
-    if family == "parallel":
+    if family in ("parallel", "native"):
         args.save_only_model = True  # Trainer raises otherwise; `SpotCheckpointCallback` saves the complete state
     if args.use_cpu:
         _enable_on_cpu(family, layout)
@@ -124,17 +197,21 @@ def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: 
     if family in ("ddp", "single"):
         return ParallelLayout(dp_replicate=world_size, cp=cp, tp=tp)
     dp_replicate = size("dp_replicate", parallel.dp_replicate_size) or 1
-    dp_shard = size("dp_shard", parallel.dp_shard_size)
+    dp_shard = parallel.fsdp_size or size("dp_shard", parallel.dp_shard_size)
     # Not given, or given by a launcher's config whose other axes a flag has changed: the processes that are left.
-    if dp_shard is None or family == "zero" or (parallel.dp_shard_size is None and _changes_another_axis(parallel)):
+    is_given = parallel.fsdp_size is not None or parallel.dp_shard_size is not None
+    if dp_shard is None or family == "zero" or (not is_given and _changes_another_axis(parallel)):
         dp_shard = max(1, world_size // (dp_replicate * cp * tp))
-    return ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp)
+    sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    if family in ("parallel", "native"):
+        return NativeParallelLayout(**sizes, ep=parallel.ep_size or 1)
+    return ParallelLayout(**sizes)
 
 
 def _speaker(parallel: ParallelArguments) -> Speaker:
     """Who gives the sizes: the launcher's config where no flag does."""
-    flags = (parallel.tp_size, parallel.cp_size, parallel.pp_size, parallel.dp_replicate_size, parallel.dp_shard_size)
-    has_flags = any(flag is not None for flag in flags) or parallel.sequence_parallel or parallel.dry_run is not None
+    sizes = [value for name, value in vars(parallel).items() if name.endswith("_size")]
+    has_flags = any(size is not None for size in sizes) or parallel.sequence_parallel or parallel.dry_run is not None
     return "recipe" if has_flags else "launcher"
 
 
@@ -173,18 +250,29 @@ def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> Dis
         args (`TrainingArguments`): its `bf16` chooses the mixed precision.
 
     Returns:
-        `DistributedConfig`, *optional*: the config; None without tensor parallelism, since transformers then does not
-        shard the model.
+        `DistributedConfig`, *optional*: the config; None where transformers does not shard the model, which is
+        everywhere but under a `NativeParallelLayout` of several ranks.
+
+    Raises:
+        MissingDependencyError: the installed transformers is too old.
     """
-    if layout.tp == 1:
+    if not isinstance(layout, NativeParallelLayout) or layout.world_size == 1:
         return None
-    require("tensor parallelism of transformers", "tp_size")
-    return DistributedConfig(
-        tp_size=layout.tp,
-        fsdp_size=layout.dp_shard,
-        dp_replicate_size=layout.dp_replicate,
-        fsdp_mixed_precision=bool(args.bf16),
-    )
+    _require_versions(layout)
+    sizes: dict[str, Any] = {"tp_size": layout.tp, "ep_size": layout.ep, "fsdp_size": layout.dp_shard}
+    if layout.dp_replicate > 1:
+        sizes["dp_replicate_size"] = layout.dp_replicate  # from transformers 5.23
+    return DistributedConfig(fsdp_mixed_precision=bool(args.bf16), **sizes)
+
+
+def _require_versions(layout: NativeParallelLayout) -> None:
+    """Check that the installed transformers can shard a model as a layout asks."""
+    require("transformers' own sharding", "fsdp_size")
+    if layout.tp > 1:
+        require("tensor parallelism of transformers", "tp_size")
+    if layout.ep > 1 or layout.dp_replicate > 1:
+        name = "ep_size" if layout.ep > 1 else "dp_replicate_size"
+        require("expert parallelism and replicas of transformers", name)
 
 
 def check_model(
@@ -200,13 +288,23 @@ def check_model(
 
     Raises:
         LayoutError: the heads or the sequence are not divisible; the message names the sizes that fit.
-        UsageError: the table of what works with what refuses the model's family under tensor parallelism.
+        UsageError: the table of what works with what refuses the model's family, or its quantised weights.
     """
     text = config.get_text_config()
     asked = Combination(
         engine="trainer", tp=layout.tp, family=config.model_type, tp_plan=bool(text.base_model_tp_plan)
     )
+    if isinstance(layout, NativeParallelLayout):
+        asked = replace(
+            asked,
+            strategy="native",
+            expert_parallel=layout.ep,
+            ep_plan=_DISPATCH in (getattr(text, "base_model_ep_plan", None) or {}).values(),
+            quantized=quantization_of(config) not in (None, "mxfp4"),  # `load_weights` dequantises those of gpt-oss
+        )
     check_support(asked, speaker="recipe")
+    if isinstance(layout, NativeParallelLayout):
+        _check_experts_divide(layout.ep, text)
     if layout.tp == layout.cp == 1:
         return
     heads = text.num_attention_heads
@@ -228,6 +326,34 @@ def check_model(
                 f"cp_size {layout.cp} needs --block_size to be a multiple of {pieces}: {block_size} is not, "
                 f"{block_size // pieces * pieces or pieces} is"
             )
+
+
+def number_of_experts(config: "PreTrainedConfig") -> int | None:
+    """Return the number of routed experts of a layer; None for a dense model.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the language model.
+    """
+    return next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
+
+
+def quantization_of(config: "PreTrainedConfig") -> str | None:
+    """Return the method by which the weights of a checkpoint are quantised, such as `mxfp4`; None if they are not.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the checkpoint.
+    """
+    found: Any = getattr(config, "quantization_config", None)
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    return None if found is None else str(getattr(method, "value", method))
+
+
+def _check_experts_divide(ep: int, config: "PreTrainedConfig") -> None:
+    experts = number_of_experts(config)
+    if ep > 1 and experts is not None and experts % ep:
+        raise LayoutError(
+            f"ep_size {ep} does not divide the model's {experts} experts: choose one of {_divisors(experts)}"
+        )
 
 
 def _divisors(number: int) -> str:

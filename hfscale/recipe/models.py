@@ -1,6 +1,7 @@
 """Loading of the model and the tokenizer that a recipe's flags name, as the strategy needs them."""
 
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,20 +16,23 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.utils import CONFIG_NAME
+from transformers.utils.quantization_config import Mxfp4Config
 
 from hfscale.core import distributed
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
-from hfscale.errors import UsageError
+from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
-from hfscale.recipe.arguments import DataArguments, ModelArguments, errors_name_flag
+from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, errors_name_flag
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
-from hfscale.recipe.layout import check_model, distributed_config
+from hfscale.recipe.layout import check_model, distributed_config, number_of_experts, quantization_of
+from hfscale.recipe.router_loss import set_router_loss
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import requested_family
 
@@ -94,6 +98,29 @@ def load_config(
     return config
 
 
+def check_same_experts(checkpoint: str | None, args: ModelArguments) -> None:
+    """Check, before weights are loaded, that a checkpoint has as many experts as the model that resumes from it.
+
+    Args:
+        checkpoint (`str`, *optional*): the checkpoint to resume from; with None nothing is checked.
+        args (`ModelArguments`): the name of the model or of the config.
+
+    Raises:
+        CheckpointError: the numbers differ.
+    """
+    name = args.model_name_or_path or args.config_name
+    if checkpoint is None or name is None or not (Path(checkpoint) / CONFIG_NAME).is_file():
+        return
+    with errors_name_flag("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
+        wanted = number_of_experts(AutoConfig.from_pretrained(name).get_text_config())
+    stored = number_of_experts(AutoConfig.from_pretrained(checkpoint).get_text_config())
+    if stored != wanted:
+        raise CheckpointError(
+            f"{checkpoint} has {stored or 'no'} experts per layer, and {name} has {wanted or 'none'}: resume with the "
+            "model of the checkpoint, or start from scratch with --resume_from_checkpoint false"
+        )
+
+
 def load_model(
     model_args: ModelArguments,
     training_args: "TrainingArguments",
@@ -131,6 +158,8 @@ def load_model(
     """
     length, flag = _sequence_length(training_args, data_args)
     config = load_config(model_args, tokenizer, block_size=length, length_flag=flag)
+    if isinstance(training_args, RecipeTrainingArguments):
+        set_router_loss(config, training_args.router_aux_loss_coef)
     if layout is not None:
         check_model(layout, config, training_args, block_size=length)
     if empty:
@@ -183,12 +212,19 @@ def load_weights(
         # Rank 0 will send the shards, but transformers 5.23 would read the full checkpoint on every rank.
         return build_model(config, seed=training_args.seed, **options)
     if args.model_name_or_path:
+        is_mxfp4 = quantization_of(config) == "mxfp4"  # gpt-oss, whose weights cannot be trained in 4 bits
         if args.load_in_4bit:
             options |= _four_bits(training_args)
+        elif is_mxfp4:
+            options["quantization_config"] = Mxfp4Config(dequantize=True)
         with errors_name_flag("--model_name_or_path", args.model_name_or_path):
-            return AutoModelForCausalLM.from_pretrained(
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 args.model_name_or_path, config=config, distributed_config=sharding, **options
             )
+        if is_mxfp4:
+            # It would save the weights under the names of those in 4 bits.
+            model._weight_conversions = None  # type: ignore[assignment]
+        return model
     with errors_name_flag("--attn_implementation", args.attn_implementation):
         if sharding is None:
             return build_model(config, seed=training_args.seed, **options)

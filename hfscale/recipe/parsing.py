@@ -37,6 +37,7 @@ from hfscale.recipe.rewards import RewardArguments
 EMBEDDED: Mapping[str, Mapping[str, str]] = read_table("recipe/embedded.toml")
 """Task -> flags of the embedded default run, unless the user gives others."""
 
+_OF_AXES = frozenset(axis.name for axis in fields(ParallelArguments))
 _NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file", "data_mix")
 _EXCLUDES = {"num_train_epochs": "max_steps"}
 
@@ -107,6 +108,11 @@ def parse_arguments(
     for flag in (token.partition("=")[0] for token in rest):
         name = flag[2:].replace("-", "_")
         if flag.startswith("--") and not {name, name.removeprefix("no_")} & known:
+            if name in _OF_AXES:
+                raise UsageError(
+                    f"{flag} is a flag of recipes/sharded/train.py and recipes/tp_pp/train.py, and this recipe is "
+                    "data parallel: run one of these, or leave it out"
+                )
             fix = nearest(flag[2:], known, prefix="--") or "; --help lists all"
             raise UsageError(f"unknown flag {flag}{fix}")
     tokens = _embedded_defaults([*from_file, *rest], task) + from_file + rest

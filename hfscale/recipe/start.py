@@ -26,7 +26,8 @@ from hfscale.recipe.arguments import (
 )
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.entrypoint import check_output_dir
-from hfscale.recipe.layout import set_up_data_parallelism, set_up_parallelism
+from hfscale.recipe.layout import is_native, set_up_data_parallelism, set_up_parallelism
+from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
 from hfscale.scaling import ScalingCallback
 from hfscale.trainer.state import output_folder
@@ -88,15 +89,17 @@ def start_run(
         check_compatibility(model_args, training_args)
     else:
         layout = _layout_of_accelerate(parallel_args, training_args)
-        check_compatibility(model_args, training_args, layout)
+        check_compatibility(model_args, training_args, layout, islands=scaling_args.islands)
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
     check_output_dir(str(output_folder(training_args)))
     callbacks = _callbacks(data_args, scaling_args, training_args, layout, can_generate=not parallel_trainer)
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     training_args.keep_global_batch(checkpoint, data_parallel_size=layout.data_parallel_size)
+    if is_native(layout):
+        check_same_experts(checkpoint, model_args)
     if not parallel_trainer:  # ParallelTrainer converts checkpoints itself
-        checkpoint = readable_checkpoint(training_args, checkpoint)
+        checkpoint = readable_checkpoint(training_args, checkpoint, strategy="native" if is_native(layout) else None)
     set_seed(training_args.seed)
     return RunStart(layout=layout, checkpoint=checkpoint, callbacks=callbacks)
 
@@ -147,7 +150,13 @@ def sample_generation(
     """
     assert data_args.sample_prompts is not None
     engine = "trainer" if can_generate else "parallel_trainer"
-    asked = Combination(engine=engine, tp=layout.tp, cp=layout.cp, sample_prompts=data_args.sample_prompts)
+    asked = Combination(
+        engine=engine,
+        strategy="native" if is_native(layout) else None,
+        tp=layout.tp,
+        cp=layout.cp,
+        sample_prompts=data_args.sample_prompts,
+    )
     check_support(asked, "sample_prompts", speaker="recipe")
     with parameters_are_flags(every_steps="sample_steps", prompts="sample_prompts"):
         prompts = read_prompts(data_args.sample_prompts)

@@ -21,7 +21,7 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.models import find_model
 from hfscale.facts.support import LISTS, Combination, check_support, rules, why_not
-from hfscale.parallel.arguments import check_arguments
+from hfscale.parallel.arguments import check_arguments, plan_stages
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner import launchable
@@ -30,7 +30,7 @@ from hfscale.planner.option_fields import flag_of, spelling
 from hfscale.recipe.arguments import DataArguments, ModelArguments
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import compress_gradients
-from hfscale.recipe.layout import check_model, set_up_parallelism
+from hfscale.recipe.layout import NativeParallelLayout, check_model, set_up_parallelism
 from hfscale.recipe.models import cut_document_attention
 from hfscale.recipe.start import sample_generation
 from hfscale.trainer.strategy import check_launch, check_strategy
@@ -64,6 +64,11 @@ def planned(stack="hf", family="llama", layout=None, **options):
         return launchable.why_not(
             Job(shape=shape, gpu=accelerator("H100"), layout=layout, stack=stack, **sizes | splits | options)
         )
+
+
+def layout_of(sizes):
+    """The layout of a recipe: that of transformers' own sharding where the sizes have `ep`."""
+    return (NativeParallelLayout if "ep" in sizes else ParallelLayout)(**sizes)
 
 
 def plan_refuses(**options):
@@ -102,17 +107,20 @@ def consumers(monkeypatch):
         }
         return SimpleNamespace(**defaults | changes)
 
-    def recipe(environ=DDP, model=None, layout=None, **changes):
-        layout = ParallelLayout(**layout) if layout else None
-        return message_of(check_compatibility, ModelArguments(**model or {}), arguments(environ, **changes), layout)
+    def recipe(environ=DDP, model=None, layout=None, islands=1, **changes):
+        layout = layout_of(layout) if layout else None
+        args = arguments(environ, **changes)
+        return message_of(check_compatibility, ModelArguments(**model or {}), args, layout, islands=islands)
 
     def sizes(environ=DDP, use_cpu=False, **flags):
         args = arguments({}, use_cpu=use_cpu)
         return message_of(set_up_parallelism, ParallelArguments(**flags), args, dict(environ))
 
     def recipe_model(config, **layout):
-        args = arguments(DDP)
-        return message_of(check_model, ParallelLayout(**layout), config, args, block_size=64)
+        return message_of(check_model, layout_of(layout), config, arguments(DDP), block_size=64)
+
+    def stages(**sizes):
+        return message_of(plan_stages, ParallelArguments(**sizes), arguments(DDP))
 
     def trainer(environ=DDP, cp=1, given=None, **changes):
         return message_of(check_arguments, arguments(environ, **changes), cp=cp, **given or {})
@@ -133,7 +141,7 @@ def consumers(monkeypatch):
 
     def samples(layout=None, can_generate=True):
         prompts = SimpleNamespace(sample_prompts="prompts.txt", sample_steps=None)
-        return message_of(sample_generation, prompts, ParallelLayout(**layout or {}), can_generate=can_generate)
+        return message_of(sample_generation, prompts, layout_of(layout or {}), can_generate=can_generate)
 
     def compressed(method, world_size=1, optim="adamw_torch", precision="no", optimizer=None):
         state = SimpleNamespace(distributed_type=None)
@@ -155,6 +163,8 @@ def consumers(monkeypatch):
     return SimpleNamespace(**locals())
 
 
+NATIVE = {"dp_shard": 8, "ep": 1}
+EXPERTS = {"dp_shard": 8, "ep": 2}
 PIPELINE = {"pp": 2, "dp_shard": 4}
 TENSOR = {"tp": 2, "dp_shard": 4}
 CASES = {
@@ -174,7 +184,10 @@ CASES = {
     "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
     "a Trainer under Megatron-LM": lambda c: [c.launch()],
     "pipeline parallelism of transformers itself": lambda c: [c.native(pp_size=2)],
-    "quantised weights in a model loaded with distributed_config": lambda c: [c.native(quantized=True, fsdp_size=2)],
+    "quantised weights in a model loaded with distributed_config": lambda c: [
+        c.native(quantized=True, fsdp_size=2),
+        c.recipe_model(LlamaConfig(**SMALL, quantization_config={"quant_method": "fp8"}), **NATIVE),
+    ],
     "plans of `ParallelTrainer` with ZeRO stages 1 and 2": lambda c: [planned(layout=PIPELINE, zero=2)],
     "`ParallelTrainer` under DeepSpeed": lambda c: [planned(layout=PIPELINE, zero=3, offload="full"), c.trainer(ZERO)],
     "`ParallelTrainer` under FSDP": lambda c: [c.trainer(FSDP)],
@@ -187,14 +200,39 @@ CASES = {
         c.recipe(ZERO, layout=TENSOR),
     ],
     "context parallelism without FSDP2 or DeepSpeed": lambda c: [
+        c.sizes(cp_size=2, ep_size=2),
         planned(layout={"cp": 2, "dp_replicate": 4}, zero=0),
         planned(layout={"cp": 2, "tp": 2, "dp_shard": 2}, zero=3),
         c.sizes(cp_size=2),
     ],
     "ring attention on a CPU": lambda c: [c.sizes(FSDP, use_cpu=True, cp_size=2)],
     "sizes of data-parallel axes without FSDP2": lambda c: [
-        c.sizes(dp_replicate_size=2),
+        c.sizes(dp_shard_size=2),
         c.sizes(ZERO, dp_shard_size=2),
+    ],
+    "expert parallelism under FSDP or DeepSpeed": lambda c: [c.sizes(FSDP, ep_size=2), c.sizes(ZERO, ep_size=2)],
+    "sizes of transformers' own sharding under FSDP or DeepSpeed": lambda c: [
+        c.sizes(FSDP, fsdp_size=8),
+        c.sizes(ZERO, fsdp_size=8),
+    ],
+    "expert parallelism in `ParallelTrainer`": lambda c: [c.stages(ep_size=2)],
+    "sizes of transformers' own sharding in `ParallelTrainer`": lambda c: [c.stages(fsdp_size=8)],
+    "QLoRA with transformers' own sharding": lambda c: [c.recipe(model=QLORA, layout=NATIVE)],
+    "islands with transformers' own sharding": lambda c: [c.recipe(layout=NATIVE, islands=2)],
+    "torch.compile with transformers' own sharding": lambda c: [
+        planned(compile=True, expert_parallel=8, zero=3),
+        c.recipe(layout=NATIVE, torch_compile=True),
+    ],
+    "fp16 with transformers' own sharding": lambda c: [
+        planned(precision="fp16", expert_parallel=8, zero=3),
+        c.recipe(layout=NATIVE, mixed_precision="fp16"),
+    ],
+    "Liger Kernel with expert parallelism": lambda c: [
+        c.recipe(layout=EXPERTS, use_liger_kernel=True),
+        c.recipe(layout=EXPERTS, fused_loss="liger"),
+    ],
+    "expert parallelism of families without a plan in transformers": lambda c: [
+        c.recipe_model(LlamaConfig(**SMALL), **EXPERTS)
     ],
     "plans of expert parallelism with tensor, pipeline or context parallelism": lambda c: [
         planned(layout={"tp": 2, "dp_shard": 4}, expert_parallel=4, zero=3),
@@ -204,10 +242,12 @@ CASES = {
         planned(layout={"dp_replicate": 8}, expert_parallel=8, zero=1)
     ],
     "plans of expert parallelism with offload": lambda c: [planned(expert_parallel=8, zero=3, offload="full")],
-    "expert parallelism with 4-bit weights": lambda c: [planned(expert_parallel=8, zero=3, method="qlora")],
+    "expert parallelism with 4-bit weights": lambda c: [
+        planned(expert_parallel=8, zero=3, method="qlora"),
+        c.recipe(model=QLORA, layout=EXPERTS),
+    ],
     "plans of expert parallelism for the tasks of TRL": lambda c: [planned(expert_parallel=8, zero=3, task="sft")],
     "a fused loss with expert parallelism": lambda c: [planned(expert_parallel=8, zero=3, liger=True)],
-    "launching expert parallelism of transformers": lambda c: [planned(expert_parallel=8, zero=3)],
     "AutoTP of DeepSpeed": lambda c: [c.recipe(ZERO, ds={"tensor_parallel": {"autotp_size": 2}})],
     "QLoRA without a CUDA GPU": lambda c: [c.recipe(model=QLORA)],
     "merging the adapters of QLoRA": lambda c: [message_of(ModelArguments, **QLORA, merge_adapters=True)],
@@ -244,9 +284,15 @@ CASES = {
     "Adafactor with parameters that torch shards": lambda c: [
         planned(optimizer="adafactor", zero=3),
         planned(optimizer="adafactor", layout=TENSOR, zero=3),
+        planned(optimizer="adafactor", expert_parallel=8, zero=3),
         c.trainer(optim="adafactor"),
         c.recipe(layout=TENSOR, optim="adafactor"),
         c.recipe(FSDP, optim="adafactor"),
+        c.recipe(layout=NATIVE, optim="adafactor"),
+    ],
+    "8-bit optimizers with transformers' own sharding": lambda c: [
+        planned(optimizer="adamw_8bit", expert_parallel=8, zero=3),
+        c.recipe(layout=NATIVE, optim="adamw_bnb_8bit"),
     ],
     "parameters in bf16": lambda c: [planned(pure_bf16=True, zero=3)],
     "fp8 with pipeline stages": lambda c: [planned(precision="fp8", layout=PIPELINE, zero=3)],
@@ -350,6 +396,7 @@ CASES = {
         c.samples({"cp": 2}),
         c.samples({"tp": 2}),
     ],
+    "generating from prompts with transformers' own sharding": lambda c: [c.samples(NATIVE)],
     "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(can_generate=False)],
     "`ParallelTrainer` with compute_metrics": lambda c: [c.trainer(given={"compute_metrics": len})],
     "`ParallelTrainer` with compute_loss_func and context parallelism": lambda c: [

@@ -280,6 +280,7 @@ def test_a_config_that_is_missing_or_not_a_file(tmp_path: Path) -> None:
         (["--max-step=1"], ("unknown flag --max-step", "did you mean --max_steps?")),
         (["--evaluation_strategy", "no"], ("did you mean --eval_strategy?",)),
         (["--foo"], ("unknown flag --foo", "--help")),
+        (["--ep_size", "2"], ("--ep_size is a flag of recipes/sharded/train.py", "data parallel")),
         (["--no_max_steps", "3"], ("'--no_max_steps' is not a flag",)),
         (["stray"], ("'stray' is not a flag",)),
         (["-x"], ("'-x' is not a flag",)),

@@ -3,14 +3,16 @@
 from types import SimpleNamespace
 
 import pytest
-from transformers import LlamaConfig, MambaConfig
+from transformers import DeepseekV3Config, LlamaConfig, MambaConfig, MixtralConfig, Qwen3MoeConfig
 
 from hfscale import ParallelArguments
-from hfscale.errors import LayoutError, UsageError
+from hfscale.errors import CheckpointError, LayoutError, MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.recipe.arguments import ModelArguments
 from hfscale.recipe.compatibility import check_compatibility
-from hfscale.recipe.layout import check_model, distributed_config, set_up_parallelism
+from hfscale.recipe.layout import NativeParallelLayout, check_model, distributed_config, set_up_parallelism
+from hfscale.recipe.models import check_same_experts
+from hfscale.recipe.router_loss import set_router_loss
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
@@ -55,13 +57,44 @@ def sizes(**axes):
         (ZERO, {}, {"dp_shard": 8}),
         (ZERO | sizes(dp_replicate=1, dp_shard=1, sp=4), {}, {"dp_shard": 2, "cp": 4}),
         (ZERO, {"cp_size": 8}, {"cp": 8}),
-        (DDP | sizes(dp_shard=4, tp=2), {}, {"dp_shard": 4, "tp": 2}),
-        (DDP, {"tp_size": 8}, {"tp": 8}),
-        (DDP, {"tp_size": 2, "dp_replicate_size": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     ],
 )
 def test_flags_override_the_config_and_dp_shard_takes_the_remaining_ranks(environ, flags, layout):
     assert set_up_parallelism(ParallelArguments(**flags), arguments(), dict(environ)) == ParallelLayout(**layout)
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "layout"),
+    [
+        (DDP | sizes(dp_shard=4, tp=2), {}, {"dp_shard": 4, "tp": 2}),
+        (DDP, {"tp_size": 8}, {"tp": 8}),
+        (DDP, {"tp_size": 2, "dp_replicate_size": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+        (DDP, {"ep_size": 4}, {"dp_shard": 8, "ep": 4}),
+        (DDP, {"ep_size": 1}, {"dp_shard": 8}),
+        (DDP, {"fsdp_size": 8}, {"dp_shard": 8}),
+        (DDP, {"dp_replicate_size": 2}, {"dp_replicate": 2, "dp_shard": 4}),
+        (DDP, {"fsdp_size": 4, "dp_replicate_size": 2, "ep_size": 2}, {"dp_replicate": 2, "dp_shard": 4, "ep": 2}),
+        (DDP, {"tp_size": 2, "ep_size": 4, "fsdp_size": 4}, {"dp_shard": 4, "tp": 2, "ep": 4}),
+        (DDP, {"ep_size": 2, "dp_shard_size": 8}, {"dp_shard": 8, "ep": 2}),
+    ],
+)
+def test_transformers_shards_the_model_where_its_sizes_are_given(environ, flags, layout):
+    args = arguments(save_strategy="steps")
+    found = set_up_parallelism(ParallelArguments(**flags), args, dict(environ))
+    assert found == NativeParallelLayout(**layout)
+    assert args.save_only_model  # Trainer would refuse such a model; `SpotCheckpointCallback` saves the complete state
+    config = distributed_config(found, args)
+    assert (config.tp_size, config.fsdp_size, config.dp_replicate_size, config.ep_size) == (
+        found.tp,
+        found.dp_shard,
+        found.dp_replicate,
+        found.ep,
+    )
+
+
+def test_one_process_loads_the_model_as_it_is():
+    found = set_up_parallelism(ParallelArguments(ep_size=1), arguments(world_size=1), {})
+    assert distributed_config(found, arguments(world_size=1)) is None
 
 
 def test_accelerate_gets_the_sizes():
@@ -74,8 +107,7 @@ def test_accelerate_gets_the_sizes():
 
 
 def test_transformers_gets_the_sizes():
-    config = distributed_config(ParallelLayout(dp_replicate=2, dp_shard=2, tp=2), arguments())
-    assert (config.tp_size, config.fsdp_size, config.dp_replicate_size) == (2, 2, 2)
+    config = distributed_config(NativeParallelLayout(dp_replicate=2, dp_shard=2, tp=2), arguments())
     assert config.fsdp_mixed_precision
     assert distributed_config(ParallelLayout(dp_shard=8), arguments()) is None
 
@@ -100,7 +132,24 @@ def test_trainer_accepts_the_saves_of_tensor_parallel_runs():
         (FSDP, {"tp_size": 2}, {}, "tp_size 2 under FSDP: .* launch with accelerate_configs/fsdp2_tp.yaml"),
         (ZERO, {"tp_size": 2}, {}, "tp_size 2 under ZERO"),
         (ZERO, {"dp_shard_size": 2}, {}, "--dp_shard_size are FSDP2's, not ZERO's"),
-        (DDP, {"dp_replicate_size": 2}, {}, "are FSDP2's, not DDP's: launch with accelerate_configs/fsdp2_hsdp.yaml"),
+        (DDP, {"dp_shard_size": 2}, {}, "are FSDP2's, not DDP's: launch with accelerate_configs/fsdp2_hsdp.yaml"),
+        (FSDP, {"ep_size": 2}, {}, "ep_size 2 under FSDP: .* launch with accelerate_configs/native.yaml"),
+        (ZERO, {"fsdp_size": 8}, {}, "fsdp_size 8 under ZERO: "),
+        (
+            DDP,
+            {"ep_size": 3},
+            {},
+            "ep_size 3 must divide the 8 ranks of one replica: choose one of 1, 2, 4, 8$",
+        ),
+        (
+            DDP,
+            {"ep_size": 8, "dp_replicate_size": 2},
+            {},
+            "ep_size 8 must divide the 4 ranks .*: choose one of 1, 2, 4$",
+        ),
+        (DDP, {"tp_size": 4, "ep_size": 2}, {}, "ep_size 2 .* be a multiple of tp_size 4: choose one of 4, 8$"),
+        (DDP, {"fsdp_size": 3}, {}, "fsdp_size 3 .* the world has 8"),
+        (DDP, {"fsdp_size": 4, "dp_shard_size": 8}, {}, "--fsdp_size 4 and --dp_shard_size 8"),
         (
             DDP,
             {"cp_size": 2},
@@ -137,6 +186,40 @@ def test_heads_and_sequences_that_do_not_divide_are_refused(monkeypatch, layout,
         monkeypatch.setenv(name, value)
     with pytest.raises(LayoutError, match=message):
         check_model(ParallelLayout(**layout), config, arguments(), block_size=block_size)
+
+
+@pytest.mark.parametrize("config", [Qwen3MoeConfig(num_experts=6), MixtralConfig(num_local_experts=6)])
+def test_experts_that_do_not_divide_are_refused(config):
+    check_model(NativeParallelLayout(dp_shard=8, ep=2), config, arguments(), block_size=64)
+    with pytest.raises(LayoutError, match=r"ep_size 4 .* the model's 6 experts: choose one of 1, 2, 3, 6$"):
+        check_model(NativeParallelLayout(dp_shard=8, ep=4), config, arguments(), block_size=64)
+
+
+def test_a_checkpoint_with_another_number_of_experts_is_refused(tmp_path):
+    for name, experts in (("model", 8), ("checkpoint-1", 4)):
+        Qwen3MoeConfig(num_experts=experts).save_pretrained(tmp_path / name)
+    model = ModelArguments(config_name=str(tmp_path / "model"))
+    check_same_experts(None, model)
+    check_same_experts(str(tmp_path / "model"), model)
+    with pytest.raises(CheckpointError, match=r"checkpoint-1 has 4 experts per layer, and .*model has 8: "):
+        check_same_experts(str(tmp_path / "checkpoint-1"), model)
+
+
+def test_a_family_without_a_load_balancing_loss_is_named():
+    config = Qwen3MoeConfig()
+    set_router_loss(config, None)
+    assert not config.output_router_logits
+    set_router_loss(config, 0.25)
+    assert (config.output_router_logits, config.router_aux_loss_coef) == (True, 0.25)
+    with pytest.raises(UsageError, match=r"--router_aux_loss_coef 0.25: deepseek_v3 has no load-balancing loss"):
+        set_router_loss(DeepseekV3Config(), 0.25)
+
+
+def test_an_older_transformers_is_named(monkeypatch):
+    monkeypatch.setattr("hfscale.core.versions.installed", lambda package: "5.22.0")
+    set_up_parallelism(ParallelArguments(fsdp_size=8), arguments(), dict(DDP))
+    with pytest.raises(MissingDependencyError, match=r"ep_size: .* transformers 5\.23 or later \(5\.22\.0"):
+        set_up_parallelism(ParallelArguments(ep_size=8), arguments(), dict(DDP))
 
 
 def test_sizes_that_divide_pass_and_a_model_without_heads_is_refused():

@@ -90,6 +90,9 @@ CASES = {
         data_parallel_size=2,
         traits=("over fsdp=2 x tp=2", "25.0% of the parameters"),
     ),
+    "native": Case(
+        strategy="native", accumulation=2, flags=("--fsdp_size", "2"), traits=("fsdp=2, S(0) over fsdp=2", HALF)
+    ),
     "tp_pp": Case(
         strategy="parallel",
         processes=4,
