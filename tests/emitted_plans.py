@@ -54,6 +54,7 @@ LENGTH = 32
 TRIES = 200
 """Requests that are drawn for one plan, of which many are refused or fit no GPU."""
 AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+"""The axes whose sizes multiply to the number of ranks; `ep` is a number of ranks among them."""
 RECORDS = {"sft": corpus.chat_records, "dpo": corpus.preference_records, "grpo": corpus.prompt_records}
 ERROR_LINE = re.compile(r"(\[rank\d+\]: )?(hfscale: error|[\w.]+(Error|Exception): )")
 REWARDS = ("--reward_functions", "hfscale.recipe.rewards:similarity_to_answer")
@@ -160,7 +161,7 @@ def random_choice(random: Random, choices: Sequence[Mapping[str, Any]]) -> int:
     """Return the index of a choice: first a kind is drawn, so that layouts of which there are few are not rare."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for index, choice in enumerate(choices):
-        axes = tuple(axis for axis in AXES if choice["layout"][axis] > 1)
+        axes = tuple(axis for axis, size in choice["layout"].items() if size > 1)
         kinds.setdefault((choice["recipe"], choice["strategy"], choice["offload"], axes), []).append(index)
     return random.choice(random.choice(list(kinds.values())))
 
@@ -206,8 +207,10 @@ def check_files(plan: EmittedPlan, folder: Path) -> None:
     assert found["world_size"] == plan.choice["gpus"], (found, plan.title)
     batch = plan.choice["global_batch"] * (plan.choice["layout"]["cp"] // expected["cp"])
     assert found["batch"] == batch, (found, plan.title)
-    if plan.choice["strategy"] in ("parallel", "fsdp2"):
-        assert found["layout"] == expected, (found, plan.title)
+    if plan.choice["strategy"] == "native":
+        expected["ep"] = plan.choice["layout"]["ep"]
+    if plan.choice["strategy"] in ("parallel", "fsdp2", "native"):
+        assert {axis: found["layout"][axis] for axis in expected} == expected, (found, plan.title)
     if plan.choice["layout"]["pp"] == plan.choice["layout"]["tp"] == 1:  # else it is launched as DDP
         assert found["strategy"] == plan.choice["strategy"], (found, plan.title)
 
@@ -273,6 +276,8 @@ def small_flags(plan: EmittedPlan, small: Mapping[str, int], folder: Path) -> li
         "dataloader_num_workers": 0,
         "output_dir": folder / "out",
     }
+    if plan.choice["strategy"] == "native":
+        values |= {"fsdp_size": small["dp_shard"], "dp_replicate_size": small["dp_replicate"], "ep_size": 2}
     if plan.recipe == "tp_pp":
         values |= {f"{axis}_size": small[axis] for axis in AXES if f"{axis}_size" in emitted}
         accumulation = next(

@@ -164,7 +164,7 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         lines.append(
             "distributed_type: MULTI_GPU # ParallelTrainer shards the model, accelerate must not wrap it again"
         )
-    elif strategy == "parallel":
+    elif strategy in ("parallel", "native"):
         lines.append("distributed_type: MULTI_GPU # transformers shards the model, accelerate must not wrap it again")
     else:
         lines.append("distributed_type: MULTI_GPU")
@@ -272,10 +272,14 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
 
 def layout_flags(job: Job) -> dict[str, Any]:
     """Build the recipe flags that follow from the layout: pipeline stages, the split of the batch, recomputation."""
-    flags = stage_flags(job) if job.layout.pp > 1 else {}
+    flags = stage_flags(job) if job.layout.pp > 1 else native_flags(job)
     flags["per_device_train_batch_size"] = job.micro_batch
     flags["gradient_accumulation_steps"] = job.micro_batches
-    if job.zero == 3 and job.layout.pp == 1 and job.micro_batches > 1 and not uses_deepspeed(job):
+    # transformers' own replicas reduce gradients over the ranks of a replica with each micro-batch, and over the
+    # replicas with the last one, unless each micro-batch is to do both.
+    defers_replicas = job.is_native and job.layout.dp_replicate > 1
+    is_sharded = job.zero == 3 and job.layout.pp == 1 and not uses_deepspeed(job)
+    if is_sharded and job.micro_batches > 1 and not defers_replicas:
         flags["accelerator_config"] = SYNC_EACH_BATCH
     if job.activation_checkpointing != "none" or job.task != "text":  # TRL's default is to recompute
         flags["activation_checkpointing"] = job.activation_checkpointing != "none"
@@ -306,6 +310,14 @@ def task_flags(job: Job) -> dict[str, Any]:
     if job.generation_rounds > 1:
         flags["steps_per_generation"] = job.micro_batches // job.generation_rounds
     return flags
+
+
+def native_flags(job: Job) -> dict[str, Any]:
+    """Build the recipe flags by which transformers shards the model itself; none where it does not."""
+    if not job.is_native:
+        return {}
+    replicas = {"dp_replicate_size": job.layout.dp_replicate} if job.layout.dp_replicate > 1 else {}
+    return {"fsdp_size": job.layout.dp_shard, **replicas, "ep_size": job.expert_parallel}
 
 
 def stage_flags(job: Job) -> dict[str, Any]:

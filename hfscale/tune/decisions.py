@@ -83,6 +83,8 @@ def name_of(job: Job) -> str:
     axes = {"rep": layout.dp_replicate, "shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
     has_one_axis = max(layout.dp_replicate, layout.dp_shard) == layout.world_size
     parts = [strategy_of(job), *(f"{axis}{size}" for axis, size in axes.items() if size > 1 and not has_one_axis)]
+    if job.expert_parallel > 1:
+        parts.append(f"ep{job.expert_parallel}")
     if layout.pp > 1:
         parts.append(job.schedule_name.lower())
     parts.append(f"mb{job.micro_batch}")

@@ -255,7 +255,7 @@ class Tuning:
         layout = job.layout
         if not self.command.is_recipe and job.activation_checkpointing == "selective":
             return False  # `--recompute` is a flag of the recipes
-        return self._is_shipped or layout.tp * layout.pp * layout.cp == 1
+        return self._is_shipped or layout.tp * layout.pp * layout.cp * job.expert_parallel == 1
 
     @property
     def _is_shipped(self) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from planner_jobs import job
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -363,13 +364,25 @@ class TestSearch:
         found = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, top=50)
         assert not any("expert" in row.reason for row in found.rejected)
 
-    def test_no_recipe_launches_it_yet(self, tmp_path):
-        found = plan("qwen3-30b-a3b", gpu="H200-141GB", gpus=8, top=50)
-        number = next(n for n, choice in enumerate(found.choices, 1) if choice.estimate.job.is_native)
-        assert found.choices[number - 1].to_dict()["recipe"] is None
-        with pytest.raises(UsageError, match=r"cannot be launched .*DistributedConfig"):
-            emit(found, tmp_path, number=number)
-        assert list(tmp_path.iterdir()) == []
+    @pytest.mark.parametrize(("gpus", "replicas"), [(8, 1), (32, 4)])
+    def test_it_is_emitted_for_the_sharded_recipe(self, tmp_path, gpus, replicas):
+        """Replicas exchange gradients once per step, unless each micro-batch is to synchronise."""
+        found = plan("qwen3-30b-a3b", gpu="B200", gpus=gpus, global_batch=8 * gpus, top=1000)
+        number = next(
+            n
+            for n, choice in enumerate(found.choices, 1)
+            if (job := choice.estimate.job).is_native and job.layout.dp_replicate == replicas and job.micro_batches > 1
+        )
+        assert found.choices[number - 1].to_dict()["recipe"] == "recipes/sharded/train.py"
+        emit(found, tmp_path, number=number)
+        flags = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+        layout = found.choices[number - 1].to_dict()["layout"]
+        assert (flags["fsdp_size"], flags["ep_size"]) == (layout["dp_shard"], layout["ep"])
+        assert flags.get("dp_replicate_size", 1) == replicas
+        assert ("accelerator_config" in flags) == (replicas == 1)
+        launcher = yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
+        assert launcher["distributed_type"] == "MULTI_GPU"
+        assert "parallelism_config" not in launcher
 
     @pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.experts is not None])
     def test_transformers_has_a_plan_for_every_family_of_experts(self, family):

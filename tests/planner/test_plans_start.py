@@ -15,6 +15,7 @@ PLANS = {
     "fsdp2": ("sharded", "qwen3-8b", "--gpu", "H100-80GB", "--gpus", "8", "--global-batch", "64"),
     "zero2": ("sharded", "mistral-7b", "--gpu", "H200", "--gpus", "16", "--tokens", "1B"),
     "parallel": ("tp_pp", "qwen2.5-72b", "--gpu", "H100-80GB", "--gpus", "64", "--seq-len", "4096"),
+    "native": ("sharded", "qwen3-30b-a3b", "--gpu", "H200", "--gpus", "16", "--global-batch", "64"),
     "zero1": ("sft", "gemma-3-1b", "--gpu", "A100-80GB", "--gpus", "4", "--task", "sft", "--seq-len", "1024"),
 }
 """Strategy -> recipe, model and flags of a plan that has a choice of both."""

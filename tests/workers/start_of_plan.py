@@ -27,7 +27,12 @@ from hfscale.parallel.arguments import check_arguments, plan_stages
 from hfscale.parallel.checks import check_config
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.entrypoint import run
-from hfscale.recipe.layout import check_model, set_up_data_parallelism, set_up_parallelism
+from hfscale.recipe.layout import (
+    NativeParallelLayout,
+    check_model,
+    set_up_data_parallelism,
+    set_up_parallelism,
+)
 from hfscale.recipe.models import load_config
 from hfscale.recipe.parsing import parse_arguments
 from hfscale.trainer.strategy import check_launch, requested_strategy
@@ -84,7 +89,9 @@ def start(script: Path, flags: list[str], world_size: int) -> None:
     else:
         check_model(layout, config, args, block_size=tokens)
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size
-    result = {"layout": asdict(layout), "strategy": requested_strategy(args), "world_size": world_size, "batch": batch}
+    is_native = isinstance(layout, NativeParallelLayout) and layout.tp == 1
+    strategy = "native" if is_native else requested_strategy(args)
+    result = {"layout": asdict(layout), "strategy": strategy, "world_size": world_size, "batch": batch}
     sys.stdout.write(json.dumps(result) + "\n")
 
 
