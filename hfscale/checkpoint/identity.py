@@ -91,8 +91,12 @@ def check_identity(trainer: Trainer, checkpoint: str | None, allowed: Iterable[s
         UsageError: it is a state of something else; raised on every rank.
         CheckpointError: the manifest of the checkpoint is broken; raised on every rank.
     """
-    if checkpoint is not None:
-        START.on_rank_0("identity", lambda: _check(trainer, Path(checkpoint), frozenset(allowed)))
+
+    def check() -> None:
+        if checkpoint is not None:
+            _check(trainer, Path(checkpoint), frozenset(allowed))
+
+    START.on_rank_0("identity", check)  # also where this rank has no checkpoint: another one may have one
 
 
 def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
