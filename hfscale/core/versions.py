@@ -57,7 +57,7 @@ FEATURES = {
     "recipes": _RECIPES,
     "tensor parallelism of transformers": (*_BASE, _NEWEST),
     "transformers' own sharding": (*_BASE, Requirement(package="transformers", minimum="5.19")),
-    # With 5.21 and 5.22 the gradient norm under token exchange differs from that of FSDP2; before 5.23 no replicas.
+    # 5.21 and 5.22 divide some gradients of experts twice (`divides_expert_gradients_twice`); before 5.23 no replicas.
     "expert parallelism and replicas of transformers": (*_BASE, _NEWEST),
     # It uses the tensor-parallel plans and the masks of packed sequences of transformers 5.23.
     "ParallelTrainer": (*_BASE, _NEWEST, Requirement(package="torch", minimum="2.13")),

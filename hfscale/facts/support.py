@@ -145,8 +145,6 @@ class Combination:
     """Which input tokens the Trainer counts, `include_num_input_tokens_seen`."""
     lr_scheduler: str | None = None
     """The learning rate schedule."""
-    islands: int | None = None
-    """Launches that train one model over a slow link."""
 
     @property
     def strategy_family(self) -> str | None:

@@ -90,7 +90,11 @@ class ModelArguments:
     lora_alpha: int = flag("Numerator of the LoRA scaling factor.", default=32)
     lora_dropout: float = flag("Dropout on the input of the adapters.", default=0.0)
     lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules to adapt. Default: every linear layer except the head."}
+        default=None,
+        metadata={
+            "help": "Modules to adapt. Default: every linear layer except the head; of a mixture of experts that "
+            "transformers shards itself (--ep_size), those of the attention."
+        },
     )
     merge_adapters: bool = flag(
         "After the training, also write the model with its adapters merged, into output_dir/merged.", default=False
@@ -115,11 +119,14 @@ class ModelArguments:
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
 
-    def lora_config(self, model: PreTrainedModel | None = None) -> "LoraConfig | None":
+    def lora_config(
+        self, model: PreTrainedModel | None = None, *, attention_only: bool = False
+    ) -> "LoraConfig | None":
         """Return the config of the LoRA adapters, or None without `--use_peft`.
 
         Args:
             model (`PreTrainedModel`, *optional*): the model, whose routers get no adapters where all linear layers do.
+            attention_only (`bool`): whether only the attention gets adapters where no modules are named.
 
         Raises:
             MissingDependencyError: PEFT is not installed or too old.
@@ -129,15 +136,25 @@ class ModelArguments:
         require("LoRA", "--use_peft")
         from peft import LoraConfig
 
-        routers = [] if self.lora_target_modules or model is None else _linear_routers(model)
+        modules: list[str] | str = self.lora_target_modules or "all-linear"
+        if model is not None and attention_only and not self.lora_target_modules:
+            modules = _attention_matrices(model)
+        routers = [] if modules != "all-linear" or model is None else _linear_routers(model)
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
-            target_modules=self.lora_target_modules or "all-linear",
+            target_modules=modules,
             exclude_modules=routers or None,
             task_type="CAUSAL_LM",
         )
+
+
+def _attention_matrices(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers of the attention, without those of the modules that contain them."""
+    attention = {name for name, module in model.named_modules() if "Attention" in type(module).__name__}
+    linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    return sorted({name.rpartition(".")[2] for name in linear if name.rpartition(".")[0] in attention})
 
 
 def _linear_routers(model: PreTrainedModel) -> list[str]:

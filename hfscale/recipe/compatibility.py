@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +27,7 @@ _TASKS = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}
 
 
 def check_compatibility(
-    model_args: ModelArguments,
-    training_args: RecipeTrainingMixin,
-    layout: ParallelLayout | None = None,
-    *,
-    islands: int = 1,
+    model_args: ModelArguments, training_args: RecipeTrainingMixin, layout: ParallelLayout | None = None
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.
 
@@ -40,15 +35,13 @@ def check_compatibility(
         model_args (`ModelArguments`): the flags of the model and of the adapters.
         training_args (`RecipeTrainingMixin`): the flags of the training.
         layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
-        islands (`int`): launches that train one model over a slow link.
 
     Raises:
         UsageError: two of them exclude each other; the message names both and how to fix it.
         MissingDependencyError: a package that one of them needs is not installed.
     """
     config = _deepspeed_config(training_args)
-    asked = replace(_describe(model_args, training_args, layout, config), islands=islands)
-    check_support(asked, speaker="recipe")
+    check_support(_describe(model_args, training_args, layout, config), speaker="recipe")
     if model_args.load_in_4bit:
         require("QLoRA", "--load_in_4bit")
     _check_nvme(config)

@@ -31,8 +31,9 @@ from hfscale.recipe import corpus
 from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, errors_name_flag
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
-from hfscale.recipe.layout import check_model, distributed_config, number_of_experts, quantization_of
+from hfscale.recipe.layout import check_model, distributed_config, is_native, number_of_experts, quantization_of
 from hfscale.recipe.router_loss import set_router_loss
+from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import requested_family
 
@@ -162,6 +163,8 @@ def load_model(
         set_router_loss(config, training_args.router_aux_loss_coef)
     if layout is not None:
         check_model(layout, config, training_args, block_size=length)
+    if model_args.use_peft and is_native(layout):
+        check_adapted_modules(model_args, config)
     if empty:
         model = load_empty_model(model_args, config, training_args)
     else:
@@ -261,7 +264,8 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         UsageError: the model has none of the target modules.
         MissingDependencyError: PEFT is not installed or too old.
     """
-    config = args.lora_config(model)
+    has_experts = number_of_experts(model.config.get_text_config()) is not None
+    config = args.lora_config(model, attention_only=has_experts and native_layout(model) is not None)
     assert config is not None  # it is asked for
     from peft import get_peft_model
 
@@ -271,6 +275,36 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
     if recomputes_activations(training_args):
         adapted.enable_input_require_grads()  # recomputed layers need an input that requires a gradient
     return adapted
+
+
+def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> None:
+    """Check, before weights are loaded, that the experts of a model that transformers shards get no adapters.
+
+    PEFT adds the adapter of a stacked parameter in the forward pass of its module. transformers has replaced that of
+    experts which it spreads over ranks, and together they were not tested.
+
+    Args:
+        args (`ModelArguments`): the target modules of the adapters.
+        config (`PreTrainedConfig`): the model's config.
+
+    Raises:
+        UsageError: experts would get adapters, or the model has none of the target modules.
+        MissingDependencyError: PEFT is not installed or too old.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        adapters = args.lora_config(model, attention_only=number_of_experts(config.get_text_config()) is not None)
+        assert adapters is not None  # they are asked for
+        from peft import get_peft_model
+        from peft.tuners.lora.layer import ParamWrapper
+
+        with errors_name_flag("--lora_target_modules", args.lora_target_modules):
+            adapted = get_peft_model(model, adapters)
+    if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
+        raise UsageError(
+            f"--lora_target_modules {' '.join(args.lora_target_modules or ())}: experts get adapters, which were not "
+            "tested with transformers' own sharding: leave it out, or name matrices of the attention alone"
+        )
 
 
 def cut_document_attention(

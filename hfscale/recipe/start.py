@@ -89,7 +89,7 @@ def start_run(
         check_compatibility(model_args, training_args)
     else:
         layout = _layout_of_accelerate(parallel_args, training_args)
-        check_compatibility(model_args, training_args, layout, islands=scaling_args.islands)
+        check_compatibility(model_args, training_args, layout)
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
     check_output_dir(str(output_folder(training_args)))

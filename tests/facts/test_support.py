@@ -107,10 +107,10 @@ def consumers(monkeypatch):
         }
         return SimpleNamespace(**defaults | changes)
 
-    def recipe(environ=DDP, model=None, layout=None, islands=1, **changes):
+    def recipe(environ=DDP, model=None, layout=None, **changes):
         layout = layout_of(layout) if layout else None
         args = arguments(environ, **changes)
-        return message_of(check_compatibility, ModelArguments(**model or {}), args, layout, islands=islands)
+        return message_of(check_compatibility, ModelArguments(**model or {}), args, layout)
 
     def sizes(environ=DDP, use_cpu=False, **flags):
         args = arguments({}, use_cpu=use_cpu)
@@ -218,7 +218,6 @@ CASES = {
     "expert parallelism in `ParallelTrainer`": lambda c: [c.stages(ep_size=2)],
     "sizes of transformers' own sharding in `ParallelTrainer`": lambda c: [c.stages(fsdp_size=8)],
     "QLoRA with transformers' own sharding": lambda c: [c.recipe(model=QLORA, layout=NATIVE)],
-    "islands with transformers' own sharding": lambda c: [c.recipe(layout=NATIVE, islands=2)],
     "torch.compile with transformers' own sharding": lambda c: [
         planned(compile=True, expert_parallel=8, zero=3),
         c.recipe(layout=NATIVE, torch_compile=True),

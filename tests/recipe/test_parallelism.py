@@ -3,7 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
-from transformers import DeepseekV3Config, LlamaConfig, MambaConfig, MixtralConfig, Qwen3MoeConfig
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from hfscale import ParallelArguments
 from hfscale.errors import CheckpointError, LayoutError, MissingDependencyError, UsageError
@@ -11,7 +19,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.recipe.arguments import ModelArguments
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.layout import NativeParallelLayout, check_model, distributed_config, set_up_parallelism
-from hfscale.recipe.models import check_same_experts
+from hfscale.recipe.models import check_adapted_modules, check_same_experts
 from hfscale.recipe.router_loss import set_router_loss
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -203,6 +211,34 @@ def test_a_checkpoint_with_another_number_of_experts_is_refused(tmp_path):
     check_same_experts(str(tmp_path / "model"), model)
     with pytest.raises(CheckpointError, match=r"checkpoint-1 has 4 experts per layer, and .*model has 8: "):
         check_same_experts(str(tmp_path / "checkpoint-1"), model)
+
+
+def test_adapters_of_experts_are_refused_where_transformers_shards_the_model():
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8, num_experts=4
+    )
+    check_adapted_modules(ModelArguments(use_peft=True), config)
+    check_adapted_modules(ModelArguments(use_peft=True, lora_target_modules=["q_proj", "o_proj"]), config)
+    of_experts = ["q_proj", "gate_proj", "up_proj"]
+    with pytest.raises(UsageError, match=r"--lora_target_modules q_proj gate_proj up_proj: experts get adapters"):
+        check_adapted_modules(ModelArguments(use_peft=True, lora_target_modules=of_experts), config)
+    with pytest.raises(UsageError, match=r"--lora_target_modules .*no_such"):
+        check_adapted_modules(ModelArguments(use_peft=True, lora_target_modules=["no_such"]), config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Qwen3MoeConfig, ["k_proj", "o_proj", "q_proj", "v_proj"]),
+        (DeepseekV3Config, ["kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "q_a_proj", "q_b_proj"]),
+    ],
+)
+def test_the_attention_is_adapted_where_transformers_shards_a_mixture_of_experts(kind, names):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(kind(num_hidden_layers=1))
+    args = ModelArguments(use_peft=True)
+    assert sorted(args.lora_config(model, attention_only=True).target_modules) == names
+    assert args.lora_config(model).target_modules == "all-linear"
 
 
 def test_a_family_without_a_load_balancing_loss_is_named():

@@ -115,7 +115,8 @@ def test_adapters_of_the_attention_train_resume_and_export_like_one_process(work
     assert logged(run, "loss") == pytest.approx(logged(single, "loss"), abs=1e-5)
     assert logged(run, "grad_norm") == pytest.approx(logged(single, "grad_norm"), abs=1e-5)
     again = resumed(run, tmp_path / "again")
-    run_recipe(again, "native", 2, "--config_name", "qwen3_moe", *SAVING, "--fsdp_size", "2", *ATTENTION)
+    default = ATTENTION[:2]  # the attention, where transformers shards the model
+    run_recipe(again, "native", 2, "--config_name", "qwen3_moe", *SAVING, "--fsdp_size", "2", *default)
     assert logged(again, "loss") == pytest.approx(logged(single, "loss"), abs=1e-5)
     stored = [load_file(folder / "out" / "adapter_model.safetensors") for folder in (single, run, again)]
     for adapters in stored[1:]:
