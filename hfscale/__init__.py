@@ -24,6 +24,7 @@ _HOME_OF = {
     "estimate": "hfscale.planner.estimate",
     "latest_checkpoint": "hfscale.checkpoint.resume",
     "plan": "hfscale.planner.plan",
+    "use_compact_progress": "hfscale.metrics.progress",
 }
 
 __all__ = [*_HOME_OF, "__version__", "errors"]
@@ -34,7 +35,7 @@ def __getattr__(name: str) -> Any:
         return import_module("hfscale.errors")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hfscale' has no attribute {name!r}")
-    feature = "ScalingCallback" if name.endswith("Callback") else name
+    feature = "ScalingCallback" if name.endswith("Callback") or name == "use_compact_progress" else name
     if feature in ("ScalingCallback", "ParallelTrainer"):  # the modules cannot be imported without what they need
         import_module("hfscale.core.versions").require_for_import(feature)
     return getattr(import_module(_HOME_OF[name]), name)

@@ -35,6 +35,7 @@ README = REPOSITORY / "README.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
 PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 DOCUMENTS = [README, CONTRIBUTING, *PAGES, *sorted((REPOSITORY / "recipes").rglob("README.md"))]
+DOCUMENTS += [REPOSITORY / "AGENTS.md", REPOSITORY / "SECURITY.md"]
 DOCUMENTS += [REPOSITORY / "CHANGELOG.md", REPOSITORY / "launch" / "README.md"]
 
 GROUPS_OF_COMMANDS = ("checkpoints", "configs")
@@ -358,6 +359,13 @@ def test_yaml_and_json_blocks_are_real(path):
 
 def test_a_wrong_key_in_a_yaml_block_is_seen():
     assert data_problems("```yaml\nblock_sise: 4\n```\n") == ["no flag block_sise"]
+
+
+def test_the_index_for_programs_lists_every_page():
+    listed = re.findall(r"^- \[([^]]+)\]\((\w+)\.html\): \S", text_of(REPOSITORY / "docs" / "llms.txt"), re.MULTILINE)
+    assert sorted(page for _, page in listed) == [page.stem for page in PAGES]
+    navigation = text_of(REPOSITORY / "mkdocs.yml")
+    assert [title for title, page in listed if f"- {title}: {page}.md" not in navigation] == []
 
 
 def test_the_api_page_lists_every_public_name():
