@@ -194,4 +194,6 @@ def _count(counts: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwarg
     none = len(counts) - 1
     experts = chosen.detach().reshape(-1).to(torch.int64)
     experts = torch.where((experts >= 0) & (experts < none), experts, none)
-    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    # The counts are an input of a compiled layer, and must keep their version until it is computed again: `.data`
+    # has one of its own.
+    counts.data.scatter_add_(0, experts, torch.ones_like(experts))

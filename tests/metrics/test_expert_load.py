@@ -106,15 +106,20 @@ def test_nothing_stays_on_the_model_after_training(tmp_path):
     assert not any(layer.mlp.experts._forward_pre_hooks for layer in model.model.layers)
 
 
-def test_compiled_layers_are_counted(tmp_path):
-    model = expert_model()
-    for layer in model.model.layers:
-        layer.compile(backend="eager")
-    trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), model=model, max_steps=2)
-    trainer.train()
-    plain = tiny_trainer(tmp_path / "plain", ScalingMetricsCallback(), model=expert_model(), max_steps=2)
-    plain.train()
-    assert loads(trainer) == loads(plain)
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_layers_are_counted(tmp_path, recomputed):
+    """Also where they are computed again in the backward pass, whose inputs must not change meanwhile."""
+    trainers = []
+    for name in ("plain", "compiled"):
+        model = expert_model()
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if name == "compiled":
+            for layer in model.model.layers:
+                layer.compile(backend="eager")
+        trainers.append(tiny_trainer(tmp_path / name, ScalingMetricsCallback(), model=model, max_steps=2))
+        trainers[-1].train()
+    assert loads(trainers[0]) == loads(trainers[1])
 
 
 @pytest.mark.parametrize(
