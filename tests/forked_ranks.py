@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +82,21 @@ def _run_rank(
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(ValueError):  # a library has closed them: the process must not go on as pytest
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(code)
 
 
 def _log_to_standard_error() -> None:
-    """Redirect the loggers that were set up before the fork; they still write to the streams of the test process."""
+    """Redirect the loggers that were set up before the fork; they still write to the streams of the test process.
+
+    torch's handler for traces of the compiler has no stream, and would close the one that it is given.
+    """
     loggers = [logging.root, *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
     for handler in {handler for logger in loggers for handler in logger.handlers}:
-        if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
+        is_console = isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler)
+        if is_console and handler.stream is not None:
             handler.setStream(sys.stderr)
 
 

@@ -1,5 +1,6 @@
 """Under every strategy a recipe has the same losses and gradient norms with the loss in chunks as from all logits."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,12 +11,16 @@ LORA = ("--use_peft", "true", "--lora_r", "4")
 ACCUMULATED = ("--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "3")
 EVALUATED = ("--validation_split_percentage", "50", "--eval_strategy", "steps", "--eval_steps", "3")
 RECOMPUTED = ("--activation_checkpointing", "true", "--recompute", "selective")
+DOCUMENTS = ("--train_file", "documents.jsonl", "--packing", "bestfit", "--document_attention", "true")
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warm_up()
-    return make_workplace(tmp_path_factory.mktemp("workplace"))
+    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
+    documents = (" ".join(f"{n} is not {n * k}" for k in range(1 + n % 4)) for n in range(400))
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,8 @@ def run(workplace: Path, folder: Path, strategy: str, ranks: int, *flags: str) -
         ("fsdp2", "experts", ()),
         ("fsdp2", "deep", (*RECOMPUTED, *EVALUATED)),
         ("zero1", "model", ()),
+        ("ddp", "deep", (*DOCUMENTS, *ACCUMULATED)),
+        ("fsdp2", "deep", (*DOCUMENTS, "--attn_implementation", "eager")),
         ("zero2", "deep", ACCUMULATED),
         ("zero3", "model", ()),
         ("zero3", "experts", ()),

@@ -2,21 +2,26 @@
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
-from recipe_runs import environment_of, warm_up
-from tiny import tiny_model, tiny_trainer
+from recipe_runs import environment_of, logged, make_workplace, output, run_recipe, warm_up
+from tiny import RandomTokens, tiny_model, tiny_trainer
+from transformers import Trainer, default_data_collator
 
 from benchmarks.gradient_accumulation import accumulated_error
-from hfscale import CommHealthCallback
+from hfscale import CommHealthCallback, ParallelArguments, ScalingCallback
 from hfscale.errors import UsageError
+from hfscale.recipe import train
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.compatibility import check_hpz
+from hfscale.recipe.layout import set_up_parallelism
 from hfscale.trainer.precision import why_products_are_slow
 
 IN_FP32 = 1e-6
@@ -121,6 +126,61 @@ def test_the_flag_of_a_recipe_decides_and_not_the_config(tmp_path, monkeypatch, 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     args = RecipeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **flags)
     assert args.mixed_precision == expected
+
+
+BF16 = ("--bf16", "true", "--lr_scheduler_type", "constant")
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+def test_zero1_in_bf16_resumes_exactly_and_on_other_ranks_and_strategies(tmp_path):
+    """DeepSpeed's BF16_Optimizer, which accumulates in fp32: three steps and three more are six, also converted."""
+    (tmp_path / "workplace").mkdir()
+    workplace = make_workplace(tmp_path / "workplace")
+    whole, halves, others, ddp = (tmp_path / name for name in ("whole", "halves", "others", "ddp"))
+    shutil.copytree(workplace, whole)
+    run_recipe(whole, "zero1", 2, *BF16)
+    shutil.copytree(workplace, halves)
+    run_recipe(halves, "zero1", 2, *BF16, "--max_steps", "3")
+    for folder, strategy, ranks in ((others, "zero1", 3), (ddp, "ddp", 2), (halves, "zero1", 2)):
+        if folder is not halves:
+            shutil.copytree(halves, folder)
+        run_recipe(folder, strategy, ranks, *BF16)
+        assert "continues from checkpoint-3" in output(folder)
+        tolerance = 0 if folder is halves else 2e-3
+        assert logged(folder, "loss") == pytest.approx(logged(whole, "loss"), abs=tolerance), strategy
+
+
+def reduced_by_fsdp2(folder):
+    """Train as a recipe does, in bf16, and return the formats in which gradients were reduced."""
+    args = RecipeTrainingArguments(
+        output_dir=str(folder), use_cpu=True, bf16=True, max_steps=1, save_strategy="no", dataloader_num_workers=0
+    )
+    set_up_parallelism(ParallelArguments(), args)
+    trainer = Trainer(
+        model=tiny_model(),
+        args=args,
+        train_dataset=RandomTokens(),
+        data_collator=default_data_collator,
+        callbacks=[ScalingCallback()],
+    )
+    formats = set()
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    reduce_scatter = getattr(dist, name)
+
+    def recorded(output, input, *rest, **options):  # the names of torch
+        formats.add(str(input.dtype))
+        return reduce_scatter(output, input, *rest, **options)
+
+    setattr(dist, name, recorded)  # of this forked process
+    train(trainer, None)
+    return sorted(formats)
+
+
+@pytest.mark.world(2)
+def test_the_recipes_reduce_gradients_of_fsdp2_in_fp32(tmp_path):
+    formats, _ = run(tmp_path, 2, "fsdp2", reduced_by_fsdp2, tmp_path / "out")
+    assert formats == ["torch.float32"]
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "ds_configs").glob("zero*.json")), ids=lambda path: path.stem)
