@@ -72,6 +72,11 @@ class Accelerator:
     date: str
     """Year of that document's edition."""
 
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether it is a GPU of NVIDIA, by the names that torch reports."""
+        return any("NVIDIA" in name for name in self.device_names)
+
 
 @cache
 def accelerators() -> tuple[Accelerator, ...]:
@@ -144,6 +149,20 @@ def peak_tflops(accelerator: Accelerator, dtype: Dtype) -> float | None:
         raise UsageError(f"dtype is {dtype!r}: use one of {', '.join(get_args(Dtype))}")
     peak: float | None = getattr(accelerator, f"{dtype}_tflops")
     return peak
+
+
+def peak_dtype(dtype: Dtype) -> Dtype:
+    """Return the dtype whose peak utilization is relative to: that of the matrix products, but `bf16` for `fp8`.
+
+    With fp8 the linear layers use the fp8 units, and attention and the head those of bf16. torchtitan reports no MFU
+    in its benchmarks for that reason (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md), and in its log divides
+    by the bf16 peak in any case (`get_peak_flops` in torchtitan/tools/utils.py). So does hfscale: the MFU of an fp8
+    run over that of a bf16 run is then the speedup. Runs report it so, and estimates print it so.
+
+    Args:
+        dtype (`str`): the dtype of the matrix products, `bf16`, `fp16`, `fp8`, `tf32` or `fp32`.
+    """
+    return "bf16" if dtype == "fp8" else dtype
 
 
 def plain_name(name: str) -> str:

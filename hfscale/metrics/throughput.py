@@ -143,20 +143,6 @@ def training_dtype(trainer: "Trainer") -> Dtype:
     return "tf32" if trainer.args.device.type == "cuda" and allows_tf32() else "fp32"
 
 
-def peak_dtype(dtype: Dtype) -> Dtype:
-    """Return the dtype whose peak utilization is relative to: that of the matrix products, but `bf16` for `fp8`.
-
-    With fp8 the linear layers use the fp8 units, and attention and the head those of bf16. torchtitan reports no MFU
-    in its benchmarks for that reason (torchtitan, benchmarks/llama3_h100_202412_torchtitan.md), and in its log divides
-    by the bf16 peak in any case (`get_peak_flops` in torchtitan/tools/utils.py). So does hfscale: the MFU of an fp8
-    run over that of a bf16 run is then the speedup.
-
-    Args:
-        dtype (`str`): the dtype of the matrix products, as `training_dtype` returns it.
-    """
-    return "bf16" if dtype == "fp8" else dtype
-
-
 def device_peak_tflops(device: torch.device, dtype: Dtype) -> float | None:
     """Return the dense peak of the local accelerator in TFLOP/s.
 

@@ -28,7 +28,7 @@ Each is loaded when it is first used. Behind them:
 | `models` | loading of model, tokenizer and adapters |
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
-| `kernels`, `fused_loss` | attention, loss and kernels where no flag names them; the loss in chunks |
+| `kernels`, `compilation`, `fused_loss` | attention, loss and compiled layers by default; the loss in chunks |
 | `router_loss` | the loss that balances the experts of a mixture |
 | `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
 

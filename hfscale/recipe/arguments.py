@@ -333,10 +333,14 @@ class RecipeTrainingMixin(_TrainingArguments):
         default="full",
         choices=RECOMPUTE_POLICIES,
     )
-    torch_compile_regional: bool = flag(
-        "Compile one layer and reuse it for all equal ones instead of compiling the full model: much faster to "
-        "compile.",
-        default=False,
+    torch_compile_regional: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compile one layer and reuse it for all equal ones instead of compiling the full model: much "
+            "faster to compile. Default: on an NVIDIA GPU, for text and models with which it was tried.",
+            "nargs": "?",
+            "const": True,
+        },
     )
     profile_steps: list[int] | None = field(
         default=None, metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."}
@@ -371,9 +375,9 @@ class RecipeTrainingMixin(_TrainingArguments):
             raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to count epochs")
         if self.save_strategy == "best" and self.metric_for_best_model is None:
             raise UsageError("--save_strategy best needs a metric: give --metric_for_best_model, such as loss")
+        self.cuts_attention = False  # until a model's attention is cut between documents
         if self.torch_compile_regional:
-            self.torch_compile = True
-            os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"  # accelerate reads it from here
+            use_regional_compilation(self)
         if self.recompute == "selective":
             self.activation_checkpointing_kwargs = self._selective_kwargs()
         for name in (*JSON_FLAGS, *JSON_FLAGS_OF_TRL):
@@ -523,6 +527,16 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
         if self.fused_loss == "liger" and self.use_liger_kernel is False:
             raise UsageError("--fused_loss liger and --use_liger_kernel false exclude each other: give one of them")
         super().__post_init__()
+
+
+def use_regional_compilation(args: RecipeTrainingMixin) -> None:
+    """Set that layers are compiled, and not the full model.
+
+    Args:
+        args (`RecipeTrainingMixin`): changed in place; Accelerate reads the environment.
+    """
+    args.torch_compile = args.torch_compile_regional = True
+    os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
 
 
 def complete_early_stopping(args: TrainingArguments, patience: int | None) -> None:

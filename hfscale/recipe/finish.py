@@ -16,6 +16,7 @@ from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import UsageError
 from hfscale.metrics.progress import use_compact_progress
 from hfscale.recipe.arguments import RecipeTrainingArguments
+from hfscale.recipe.compilation import compile_layers
 from hfscale.recipe.compression import compress_gradients, store_gradients_in_buckets
 from hfscale.recipe.entrypoint import end_if_preempted
 from hfscale.recipe.export import save_final_model
@@ -37,9 +38,9 @@ _LAUNCHERS = ("accelerate", "torchrun", "accelerate-launch")
 def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None:
     """Call `trainer.train`, from the checkpoint to the last step, on every rank.
 
-    Before, the progress bar is replaced by one that fits a terminal, the loss is chosen, the load-balancing loss is
-    averaged, DDP is set up as `--gradient_compression` asks, FSDP2 to sum gradients in fp32, and what the strategy
-    needs on this machine is set on the Trainer.
+    Before, the progress bar is replaced by one that fits a terminal, the loss and whether layers are compiled are
+    chosen, the load-balancing loss is averaged, DDP is set up as `--gradient_compression` asks, FSDP2 to sum gradients
+    in fp32, and what the strategy needs on this machine is set on the Trainer.
 
     Args:
         trainer (`Trainer`): the trainer of the run, with the callbacks of `start_run`.
@@ -65,7 +66,9 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     _compress_gradients(trainer)
     if is_finished(trainer, checkpoint):
         return None
-    choose_loss(trainer, Kernels.here(trainer.args))
+    kernels = Kernels.here(trainer.args)
+    compile_layers(trainer, kernels)
+    choose_loss(trainer, kernels)
     average_router_loss(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     end_if_preempted(scaling)

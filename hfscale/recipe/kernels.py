@@ -4,7 +4,13 @@ What is chosen depends on the GPU and on the packages that are installed, both o
 that a machine without a GPU can test the choice.
 """
 
+import importlib.util
+import os
+import shlex
+import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +67,8 @@ class Kernels:
     installed: frozenset[str]
     """Names of the attention implementations that can be imported, beside those that torch always has, and
     `liger_kernel`."""
+    can_compile: bool = False
+    """Whether `torch.compile` finds what it needs: Triton, and a C compiler with the headers of Python."""
 
     @classmethod
     def here(cls, args: "TrainingArguments") -> "Kernels":
@@ -80,6 +88,7 @@ class Kernels:
             capability=torch.cuda.get_device_capability(args.device) if uses_nvidia else None,
             half_precision=bool(args.bf16 or args.fp16),
             installed=frozenset(name for name, is_installed in checks.items() if is_installed),
+            can_compile=_can_compile(),
         )
 
     def attention(self) -> list[str]:
@@ -92,6 +101,14 @@ class Kernels:
             "flex_attention": True,
         }
         return [name for name, does_fit in fits.items() if does_fit and name in self.installed]
+
+
+def _can_compile() -> bool:
+    """Return whether Triton can build kernels (`triton.runtime.build`: CC, else gcc or clang)."""
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    has_triton = importlib.util.find_spec("triton") is not None
+    return has_triton and headers.is_file() and any(shutil.which(shlex.split(name)[0]) for name in compilers)
 
 
 def use_fast_document_attention(model: PreTrainedModel, kernels: Kernels) -> None:
@@ -197,7 +214,7 @@ def _why_not_liger(trainer: Trainer, kernels: Kernels) -> str | None:
         return f"Liger has no kernels for {family}"
     if is_distributed_by_transformers(trainer):
         return "transformers itself has sharded the model"
-    return _why_split(trainer)
+    return why_split(trainer)
 
 
 def _why_not_fused(trainer: Trainer) -> str | None:
@@ -212,10 +229,14 @@ def _why_not_fused(trainer: Trainer) -> str | None:
         "it was not tested with fp8": trainer.accelerator.mixed_precision == "fp8",
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or _why_split(trainer)
+    return found or why_split(trainer)
 
 
-def _why_split(trainer: Trainer) -> str | None:
-    """Return why kernels that need complete matrices and sequences cannot be used; None if the ranks have these."""
+def why_split(trainer: Trainer) -> str | None:
+    """Return why kernels that need complete matrices and sequences cannot be used; None if the ranks have these.
+
+    Args:
+        trainer (`Trainer`): a Trainer, of which the sizes of the parallel axes are read.
+    """
     shared = trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
     return "ranks share sequences or matrices" if shared > 1 else None

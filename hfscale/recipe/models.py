@@ -28,7 +28,13 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
-from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, errors_name_flag
+from hfscale.recipe.arguments import (
+    DataArguments,
+    ModelArguments,
+    RecipeTrainingArguments,
+    RecipeTrainingMixin,
+    errors_name_flag,
+)
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
 from hfscale.recipe.layout import check_model, distributed_config, is_native, number_of_experts, quantization_of
@@ -338,6 +344,8 @@ def cut_document_attention(
     if not data_args.document_attention:
         return
     name = cut_attention(model)
+    if isinstance(training_args, RecipeTrainingMixin):
+        training_args.cuts_attention = True
     mask_mib = training_args.per_device_train_batch_size * data_args.block_size**2 / 2**20
     is_on_gpu = (device_type or training_args.device.type) != "cpu"
     if is_dense(name) and (is_on_gpu or mask_mib >= _LARGE_MASK_MIB):

@@ -9,10 +9,11 @@ from transformers import Trainer, TrainerState
 
 from hfscale.core.logging import get_logger
 from hfscale.errors import UnsupportedModelError
+from hfscale.facts.hardware import peak_dtype
 from hfscale.metrics.flop_counter import StepFlops, extends_loss, has_own_loss, reason_not_to_count
 from hfscale.metrics.flops import FlopsFit
 from hfscale.metrics.meters.meter import Meter, Window
-from hfscale.metrics.throughput import FlopsModel, device_peak_tflops, peak_dtype, training_dtype
+from hfscale.metrics.throughput import FlopsModel, device_peak_tflops, training_dtype
 from hfscale.metrics.tokens import TokenCounter
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.collector import Columns

@@ -1,0 +1,29 @@
+"""Which runs of the recipes have compiled layers (`torch.compile`) by default; plans count with it."""
+
+from hfscale.facts.support import LISTS
+
+
+def why_not_compiled(
+    *, task: str, family: str, method: str, strategy: str, ranks_per_replica: int, precision: str
+) -> str | None:
+    """Return why the layers of a run on an NVIDIA GPU are not compiled by default; None if they are.
+
+    What is left out may work with `--torch_compile_regional true`: it was not tried, or not found to be faster.
+
+    Args:
+        task (`str`): `text`, or the task of a Trainer of TRL.
+        family (`str`): the model's family, transformers' `model_type`.
+        method (`str`): which parameters train: `full`, `lora` or `qlora`.
+        strategy (`str`): the strategy, by its name in a checkpoint's manifest.
+        ranks_per_replica (`int`): ranks that share the matrices or the sequences of a replica.
+        precision (`str`): format of the matrix products.
+    """
+    reasons = {
+        "it was not tried with Trainers of TRL": task != "text",
+        "ranks share matrices or sequences": ranks_per_replica > 1,
+        f"it was not tried with models of the family {family}": family not in LISTS["compiled_families"],
+        "the weights of the base model are quantized": method == "qlora",
+        f"it was not tried with {strategy}": strategy not in LISTS["compiled_strategies"],
+        "it was not tried in fp16": precision == "fp16",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
