@@ -4,9 +4,9 @@
     python -m benchmarks.recipe_speed --write    # and write them
 
 A YAML names its launch command, and in its second line the memory of its GPUs, for which `GPUS` has a type. Predicted
-are a loss from all logits without torch.compile, and a fused loss with compiled layers, as far as the recipe can run
-them (`hfscale/facts/support.toml`); layers of mixtures of experts are not compiled. ZeRO-3 is predicted as FSDP2.
-There is no prediction for GRPO, whose steps depend on the lengths of prompts and completions.
+is what the recipe does by default: a fused loss where it can, and compiled layers for plain text, whose attention is
+not cut between documents; and, if that is slower, a loss from all logits without torch.compile. ZeRO-3 is predicted as
+FSDP2. There is no prediction for GRPO, whose steps depend on the lengths of prompts and completions.
 """
 
 import argparse
@@ -25,16 +25,17 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.models import find_model
 from hfscale.facts.schedules import PLANNER_SCHEDULES, schedule_name
-from hfscale.facts.support import why_not
 from hfscale.parallel.arguments import decide_layout
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job, splits_activations
-from hfscale.planner.launchable import can_fuse_loss, describe
+from hfscale.planner.launchable import can_fuse_loss, chunks_loss, compiles_by_default
 from hfscale.tune.launch_command import RecipeCommand, read_command
 
 REPOSITORY = Path(__file__).parents[1]
 GPUS = {24: "RTX4090", 40: "A100-40GB", 48: "L40S", 80: "H100-80GB"}
 """Memory of a GPU in GB, as the second line of a YAML gives it -> the type that is predicted for."""
+TEXTS = ("HuggingFaceFW/fineweb-edu", "wikimedia/wikipedia")
+"""Data sets of plain text; the others are conversations, which are packed with attention that is cut between them."""
 WIDTH = 119
 _START = "# Speed, predicted and not measured: "
 _STATED = re.compile(rf"{re.escape(_START)}.*\n(?:#   .*\n)*")
@@ -109,17 +110,16 @@ def _layout(command: RecipeCommand, launcher: dict[str, Any]) -> tuple[ParallelL
     return decide_layout(processes, **sizes), 3
 
 
-def fastest(job: Job) -> Job:
-    """Return the job with a fused loss and compiled layers, as far as the recipe can run them.
+def as_the_recipe(job: Job, *, is_text: bool) -> Job:
+    """Return the job with the fused loss and the compiled layers that its recipe has by default.
 
     Args:
         job (`Job`): a run with neither.
+        is_text (`bool`): whether it trains on plain text.
     """
     if can_fuse_loss(job):
-        job = replace(job, liger=True)
-    compiled = replace(job, compile=True)
-    is_dense = job.shape.moe is None
-    return compiled if is_dense and why_not(describe(compiled), "compile") is None else job
+        job = replace(job, liger=True, chunked_loss=chunks_loss(job))
+    return replace(job, compile=is_text and compiles_by_default(job))
 
 
 def statement(path: Path) -> str:
@@ -129,11 +129,15 @@ def statement(path: Path) -> str:
         path (`Path`): the YAML.
     """
     plain = job_of(path)
-    fast = fastest(plain)
-    gained = ["a fused loss"] * fast.liger + ["compiled layers"] * fast.compile
-    text = f"{_START}{_speed(estimate_job(fast))} on {plain.layout.world_size} x {plain.gpu.name}"
+    is_text = yaml.safe_load(path.read_text(encoding="utf-8")).get("dataset_name") in TEXTS
+    chosen = as_the_recipe(plain, is_text=is_text)
+    gained = ["a fused loss"] * chosen.liger + ["compiled layers"] * chosen.compile
+    text = f"{_START}{_speed(estimate_job(chosen))} on {plain.layout.world_size} x {plain.gpu.name}"
     if gained:
-        text += f" with {' and '.join(gained)}, {_mfu(estimate_job(plain))} without"
+        text += f" with {' and '.join(gained)}"
+    without = _mfu(estimate_job(plain))
+    if without != _mfu(estimate_job(chosen)):
+        text += f", {without} without"
     text += "."
     return textwrap.fill(text, WIDTH, subsequent_indent="#   ", break_on_hyphens=False) + "\n"
 

@@ -18,6 +18,8 @@ dropout mask (Korthikanti et al., arXiv 2205.05198, section 4.1). Hugging Face: 
 the product with the values (`activations.csv`, factor `scores`)."""
 LOSS_TILE = (4096, 32768)
 """Tokens and vocabulary entries of a tile of TRL's loss (TRL 1.16, kernels/chunked_logprob.py, trainer/utils.py)."""
+RECIPE_CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at a time in a loss of the recipes (`CHUNK_TOKENS` of hfscale/recipe/fused_loss.py)."""
 LOSS_KERNEL_BYTES = 4.0
 """Bytes per logit of flash-attn's cross-entropy: bf16 logits and their gradient (flash_attn 1.0,
 losses/cross_entropy.py without `inplace_backward`; llm-foundry, models/mpt/modeling_mpt.py, `loss_fn:
@@ -295,12 +297,22 @@ def loss_bytes(job: Job, framework: Framework) -> float:
         return tile + (4.0 + width) * (job.tokens * shape.hidden + head)
     logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
     if job.liger:
-        return _fused_loss_bytes(job)
+        return _chunked_loss_bytes(job) if job.chunked_loss else _fused_loss_bytes(job)
     if job.loss_kernel:
         return LOSS_KERNEL_BYTES * logits
     if job.loss_parallel and job.layout.tp > 1:
         return framework.split_loss_kept * logits
     return (framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept) * logits
+
+
+def _chunked_loss_bytes(job: Job) -> float:
+    """Bytes of the recipes' loss in chunks (`hfscale.recipe.fused_loss`): the logits of a chunk and their
+    log-probabilities in fp32, and the gradients of the hidden states and, unless it is frozen, of the head."""
+    shape = job.shape
+    width = 4.0 if job.precision == "fp32" else 2.0
+    chunk = min(job.tokens, RECIPE_CHUNK_TOKENS) * shape.vocab
+    head = shape.embedding_width * shape.vocab if job.method == "full" else 0.0
+    return (width + 4.0) * chunk + width * (job.tokens * shape.hidden + head)
 
 
 def _fused_loss_bytes(job: Job) -> float:

@@ -226,8 +226,15 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
         found.append(f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})")
         found += _of_the_task(job)
-    if job is not None and job.liger and job.stack == "hf":
+    if job is not None and job.liger and job.stack == "hf" and not job.chunked_loss:
         found.append("the fused loss needs Liger Kernel (pip install 'hfscale[gpu]'); --no-liger plans without it")
+    if job is not None and job.liger and job.chunked_loss:
+        found.append("the loss is computed in chunks, as the recipes do on NVIDIA GPUs; --no-liger plans without it")
+    if job is not None and job.compile and job.stack == "hf" and request.compile is None:
+        found.append(
+            "layers are compiled, as the recipes do for plain text on NVIDIA GPUs; for packed conversations, whose "
+            "attention is cut, plan with --no-compile"
+        )
     if job is not None and (job.optimizer, job.pure_bf16) != (request.optimizer, request.pure_bf16):
         bits = [f"optimizer {job.optimizer}"] if job.optimizer != request.optimizer else []
         bits += ["parameters and states in bf16"] if job.pure_bf16 != request.pure_bf16 else []

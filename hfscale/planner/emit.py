@@ -12,7 +12,13 @@ from hfscale.core.shipped import shipped_root
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.job import Job, strategy_of
-from hfscale.planner.launchable import TRAINER_OPTIMIZERS, recipe_of, uses_deepspeed, why_not
+from hfscale.planner.launchable import (
+    TRAINER_OPTIMIZERS,
+    compiles_by_default,
+    recipe_of,
+    uses_deepspeed,
+    why_not,
+)
 from hfscale.planner.plan import Choice, Plan
 
 LEARNING_RATE = 1e-5
@@ -243,10 +249,10 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     values |= PRECISION_FLAGS.get(job.precision, {})
     if job.precision == "fp32" and job.gpu.tf32_tflops:
         values["tf32"] = True
-    if job.compile:
-        values["torch_compile_regional"] = True  # FSDP2 shards layers, between which a full graph breaks
+    if job.compile or compiles_by_default(job):
+        values["torch_compile_regional"] = job.compile  # FSDP2 shards layers, between which a full graph breaks
     if job.liger:
-        values["use_liger_kernel"] = True
+        values |= {"fused_loss": "chunked"} if job.chunked_loss else {"use_liger_kernel": True}
     if job.method != "full":
         values |= {"use_peft": True, "lora_r": job.lora_rank}
     if job.method == "qlora":

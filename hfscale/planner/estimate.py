@@ -6,12 +6,13 @@ from statistics import NormalDist
 from typing import Any
 
 from hfscale.errors import LayoutError
-from hfscale.facts.hardware import find_accelerator, peak_tflops
+from hfscale.facts.hardware import find_accelerator, peak_dtype, peak_tflops
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import Job, splits_activations
+from hfscale.planner.launchable import compiles_by_default
 from hfscale.planner.memory import Memory, Peak, memory_of, node_host_gib, peak_of
 from hfscale.planner.option_fields import options_of, python_options, spelled, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
@@ -92,10 +93,10 @@ class Estimate:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs (attention counted in full) over the dense peak of the format of the matrix products; None where
-        no peak is known."""
+        """Model FLOPs (attention counted in full) over the dense peak of the format of the matrix products (`bf16` for
+        fp8, see `peak_dtype`); None where no peak is known."""
         job = self.job
-        peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else job.precision)
+        peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else peak_dtype(job.precision))
         if peak is None:
             return None
         lora = None if job.method == "full" else job.shape.lora_parameters(job.lora_rank, active=True)
@@ -146,6 +147,7 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     by_default = {
         "global_batch": options.micro_batch * layout.data_parallel_size,
         "liger": False,
+        "compile": False,
         "sequence_parallel": splits_activations(options.stack, layout),
         "loss_parallel": splits_activations(options.stack, layout),
     }
@@ -160,6 +162,8 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     )
     find_framework(job.stack)
     job.check()
+    if options.compile is None and compiles_by_default(job):
+        job = replace(job, compile=True, compiled_loss=False)
     return estimate_job(job)
 
 

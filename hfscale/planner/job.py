@@ -34,9 +34,12 @@ class Job(LayoutOptions):
     seq_len: int = field()
     micro_batch: int = field()
     global_batch: int = field()
+    compile: bool = False
     liger: bool = False
     sequence_parallel: bool = True
     loss_parallel: bool = True
+    chunked_loss: bool = False
+    """Whether a fused loss (`liger`) is that of the recipes (`--fused_loss chunked`), and not that of Liger Kernel."""
     loss_kernel: bool = False
     """Whether one kernel computes the loss, which keeps nothing but bf16 logits and their gradient (flash-attn's
     cross-entropy, the default of llm-foundry)."""

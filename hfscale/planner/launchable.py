@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from hfscale.facts import support
+from hfscale.facts.compilation import why_not_compiled
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.option_fields import speaker
@@ -68,6 +69,37 @@ def can_fuse_loss(job: Job) -> bool:
     """
     fused = replace(describe(job), fused_loss=True)
     return job.stack == "hf" and support.why_not(fused, "fused_loss") is None
+
+
+def chunks_loss(job: Job) -> bool:
+    """Return whether a recipe computes a fused loss of this run in chunks itself, and not by Liger Kernel.
+
+    `hfscale.recipe.kernels` says when it does not: Gemma 2 changes its logits, and chunks were not tested in fp8.
+
+    Args:
+        job (`Job`): the run.
+    """
+    return job.stack == "hf" and job.precision in ("bf16", "fp32") and job.shape.model_type != "gemma2"
+
+
+def compiles_by_default(job: Job) -> bool:
+    """Return whether the recipe that runs a job compiles the layers without being asked to (`hfscale.recipe`).
+
+    Attention that is cut between packed documents, which the data decides, is not compiled by default; what `--emit`
+    writes asks for it.
+
+    Args:
+        job (`Job`): the run.
+    """
+    reason = why_not_compiled(
+        task=job.task,
+        family=job.shape.model_type,
+        method=job.method,
+        strategy=f"zero{job.zero}" if uses_deepspeed(job) else strategy_of(job),
+        ranks_per_replica=job.layout.ranks_per_replica,
+        precision=job.precision,
+    )
+    return job.stack == "hf" and job.gpu.is_nvidia and reason is None
 
 
 def uses_deepspeed(job: Job) -> bool:

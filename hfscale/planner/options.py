@@ -209,7 +209,12 @@ class RunOptions:
         help="Parameters, gradients and optimizer states are in bf16, as the matrix products",
     )
     optimizer: Optimizer = option("adamw", group=METHOD, help="The optimizer")
-    compile: bool = option(False, group=METHOD, help="The model runs under torch.compile")
+    compile: bool | None = option(
+        None,
+        group=METHOD,
+        help="The model runs under torch.compile",
+        unset="what the recipes do on an NVIDIA GPU: they compile layers with which it was tried",
+    )
     liger: bool | None = option(
         None,
         estimate=False,

@@ -77,6 +77,7 @@ class Choice:
             "recipe": recipe_of(job),
             **self.estimate.to_dict(),
             "fused_loss": job.liger,
+            "compile": job.compile,
             "optimizer": job.optimizer,
             "pure": job.pure_bf16,
             "hours": self.hours,

@@ -261,7 +261,7 @@ def _layout(choice: Choice) -> str:
 def _strategy(job: Job, request: PlanRequest) -> str:
     """The strategy, and what the run uses in addition to what was asked for."""
     more = [f"{job.offload} offload"] if job.offload != "none" else []
-    more += ["fused loss"] if job.liger and not request.liger else []
+    more += ["fused loss"] if job.liger and not job.chunked_loss and not request.liger else []
     more += [job.optimizer] if job.optimizer != request.optimizer else []
     more += ["bf16 states"] if job.pure_bf16 and not request.pure_bf16 else []
     return ", ".join([strategy_of(job), *more])

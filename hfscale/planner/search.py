@@ -23,7 +23,7 @@ from hfscale.planner.job import (
     splits_activations,
     strategy_of,
 )
-from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
+from hfscale.planner.launchable import can_fuse_loss, chunks_loss, compiles_by_default, engine_of, why_not
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
 from hfscale.planner.option_fields import options_of, speaker, spelled
 from hfscale.planner.options import ActivationCheckpointing, Offload, RunOptions, Schedule
@@ -79,8 +79,8 @@ class PlanRequest(RunOptions):
             offload (`str`): what is kept in the CPU's memory.
         """
         options = {name: getattr(self, name) for name in options_of(RunOptions)}
-        options |= {"liger": bool(self.liger), "global_batch": global_batch}
-        return Job(
+        options |= {"liger": bool(self.liger), "compile": bool(self.compile), "global_batch": global_batch}
+        job = Job(
             **options,
             shape=self.shape,
             gpu=self.gpu,
@@ -90,7 +90,14 @@ class PlanRequest(RunOptions):
             offload=offload,
             sequence_parallel=splits_activations(self.stack, layout),
             loss_parallel=splits_activations(self.stack, layout),
+            compiled_loss=self.stack != "hf",  # the recipes compile layers
         )
+        if self.compile is None and compiles_by_default(job):
+            job = replace(job, compile=True)
+        if not chunks_loss(job):
+            return job
+        is_fused = can_fuse_loss(job) if self.liger is None else self.liger
+        return replace(job, chunked_loss=True, liger=is_fused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +267,7 @@ def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
         sizes = _native_groups(request.shape, layout)
         if zero == 3 and layout.ranks_per_replica == 1 and sizes:
             job = request.job(layout, global_batch=batch, zero=zero)
-            yield replace(job, expert_parallel=sizes[-1])
+            yield replace(job, expert_parallel=sizes[-1], liger=bool(request.liger), chunked_loss=False)
 
 
 def _offloaded_jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:

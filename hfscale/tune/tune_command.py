@@ -135,7 +135,7 @@ def plan_command(asked: "RecipeCommand", row: Accelerator) -> Plan:
         lora_rank=asked.flags.lora_r,
         precision=asked.precision(has_bf16=row.bf16_tflops is not None),
         optimizer=asked.optimizer,
-        compile=asked.flags.torch_compile,
+        compile=_compile(asked),
         liger=_liger(asked),
         task=asked.task,
         top=ALL_CHOICES,
@@ -144,6 +144,14 @@ def plan_command(asked: "RecipeCommand", row: Accelerator) -> Plan:
         reasons = "; ".join(dict.fromkeys(rejected.reason for rejected in found.rejected[:3]))
         raise HfScaleError(f"no layout fits {asked.processes} x {row.name}: {reasons}")
     return found
+
+
+def _compile(asked: "RecipeCommand") -> bool | None:
+    """Whether layers are compiled; None where that is the default of a recipe."""
+    if asked.flags.torch_compile or not asked.is_recipe:
+        return bool(asked.flags.torch_compile)
+    regional: bool | None = asked.flags.torch_compile_regional
+    return regional
 
 
 def _liger(asked: "RecipeCommand") -> bool | None:

@@ -17,6 +17,7 @@ from hfscale import ParallelArguments, estimate, plan
 from hfscale.cli import main
 from hfscale.errors import UsageError
 from hfscale.facts.families import FAMILIES as SHAPES
+from hfscale.facts.hardware import accelerator
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
@@ -112,10 +113,42 @@ def test_the_recipe_accepts_every_flag(model, tmp_path, name):
     assert (data_args.block_size, args.per_device_train_batch_size) == (BLOCK, 2)
     assert args.activation_checkpointing == ("activation_checkpointing" in FAMILIES[name])
     assert args.recompute == FAMILIES[name].get("activation_checkpointing", "full")
-    assert args.torch_compile == (name == "fp8")
+    not_by_default = ("fsdp2_tp", "tp_pp", "fsdp2_cp", "zero3_offload")
+    assert args.torch_compile_regional == (None if name in not_by_default else True)
     accumulation = args.accelerator_config.gradient_accumulation_kwargs or {}
     assert accumulation.get("sync_each_batch", False) == (options.get("zero") == 3 and name in SYNCED)
     assert args.optim == {"zero1": "adamw_bnb_8bit", "zero2": "sgd"}.get(name, "adamw_torch_fused")
+
+
+@pytest.mark.parametrize("gpu", [accelerator("MI300X"), replace(accelerator("H100-80GB"), device_names=())])
+def test_layers_are_not_compiled_on_what_is_no_nvidia_gpu(tmp_path, gpu):
+    found = plan("qwen3-8b", gpu=gpu, gpus=8, seq_len=4096, global_batch=64)
+    emit(found, tmp_path)
+    assert "torch_compile_regional" not in yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert not any(choice.estimate.job.compile for choice in found.choices)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "compiled", "loss"),
+    [
+        ("qwen3-8b", {}, True, {"fused_loss": "chunked"}),
+        ("qwen3-8b", {"compile": False}, False, {"fused_loss": "chunked"}),
+        ("gemma-2-9b", {}, True, {"use_liger_kernel": True}),  # it changes its logits
+        ("qwen3-30b-a3b", {}, None, {"fused_loss": "chunked"}),
+        ("qwen3-8b", {"task": "sft"}, None, {}),
+    ],
+)
+def test_a_plan_says_whether_layers_are_compiled_and_how_the_loss_is_computed(tmp_path, name, options, compiled, loss):
+    """What is written agrees with the default of the recipes, and with what was estimated."""
+    liger = {} if "task" in options else {"liger": True}
+    found = plan(name, gpu="H100-80GB", gpus=8, seq_len=4096, global_batch=64, **liger, **options)
+    fsdp2 = next(number for number, choice in enumerate(found.choices, 1) if choice.to_dict()["strategy"] == "fsdp2")
+    emit(found, tmp_path, number=fsdp2)
+    job = found.choices[fsdp2 - 1].estimate.job
+    recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert recipe.get("torch_compile_regional") == compiled
+    assert job.compile == bool(compiled)
+    assert {key: recipe[key] for key in ("fused_loss", "use_liger_kernel") if key in recipe} == loss
 
 
 def test_precision_and_adapters_are_written_as_flags(tmp_path):
@@ -229,7 +262,6 @@ class TestUnlaunchableChoices:
 
 class TestSearchOffersOnlyWhatRecipesSupport:
     def found(self, name, stack="hf", gpus=8, method="full"):
-        from hfscale.facts.hardware import accelerator
         from hfscale.facts.models import find_model
 
         asked = PlanRequest(shape=find_model(name), gpu=accelerator("H100"), gpus=gpus, stack=stack, method=method)

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hfscale.facts.models import find_model
 from hfscale.planner.activations import (
+    RECIPE_CHUNK_TOKENS,
     end_activations,
     layer_bytes,
     loss_bytes,
@@ -20,6 +21,7 @@ from hfscale.planner.activations import (
 from hfscale.planner.estimate import estimate
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, QLORA_BYTES, allocated_gib, groups, memory_of, state_bytes, trained_parameters
+from hfscale.recipe.fused_loss import CHUNK_TOKENS
 
 
 def states(name="hf", **changes):
@@ -213,6 +215,22 @@ class TestActivations:
         run = job(liger=True, **changes)
         expected = 2 * chunk * 128256 + 2 * run.tokens * 4096 + head * 128256 * 4096
         assert loss_bytes(run, find_framework("hf")) == expected
+
+    @pytest.mark.parametrize(
+        ("changes", "width", "chunk", "head"),
+        [
+            ({}, 2, 1024, 1),
+            ({"seq_len": 512}, 2, 512, 1),
+            ({"precision": "fp32"}, 4, 1024, 1),
+            ({"method": "lora"}, 2, 1024, 0),
+        ],
+    )
+    def test_the_loss_of_the_recipes_holds_a_chunk_in_fp32_too(self, changes, width, chunk, head):
+        """As test_memory_does_not_grow_with_all_logits counts it: 8 bytes per logit of a chunk in fp32."""
+        run = job(liger=True, chunked_loss=True, **changes)
+        expected = (width + 4) * chunk * 128256 + width * (run.tokens * 4096 + head * 128256 * 4096)
+        assert loss_bytes(run, find_framework("hf")) == expected
+        assert RECIPE_CHUNK_TOKENS == CHUNK_TOKENS
 
     def test_a_compiled_loss_keeps_logits_and_gradient_in_two_bytes(self):
         run = job(stack="titan", compile=True)

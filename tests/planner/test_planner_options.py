@@ -31,6 +31,7 @@ RESOLVED = {
     "seq_len": 1,
     "micro_batch": 1,
     "global_batch": 1,
+    "compile": 1,
     "liger": 1,
     "sequence_parallel": 1,
     "loss_parallel": 1,
@@ -153,7 +154,7 @@ def test_help_shows_the_flags_in_groups_and_ends_with_two_examples(command):
         for name, option in options_of(cls).items()
         if command in option.flag_of
     }
-    tri_state = {"--no-liger"} if command == "plan" else set()
+    tri_state = {"plan": {"--no-compile", "--no-liger"}, "estimate": {"--no-compile"}}.get(command, set())
     assert shown_flags(text) == expected | tri_state | {"--help"}
     groups = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and line[0] != " "]
     assert [group for group in groups if group in GROUPS] == [group for group in GROUPS if group in groups]

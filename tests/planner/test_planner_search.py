@@ -89,8 +89,8 @@ class TestSearch:
 
     def test_a_fused_loss_is_tried_where_liger_supports_the_family(self):
         asked = {"gpu": "L40S", "gpus": 8, "top": 1000}
-        fused = [c.estimate for c in plan("qwen3-8b", **asked).choices if c.estimate.job.liger]
-        without = [c.estimate for c in plan("qwen3-8b", **asked, liger=False).choices]
+        fused = [c.estimate for c in plan("gemma-2-9b", **asked).choices if c.estimate.job.liger]
+        without = [c.estimate for c in plan("gemma-2-9b", **asked, liger=False).choices]
         assert fused
         assert not any(estimate.job.liger for estimate in without)
         for estimate in fused:
@@ -98,6 +98,13 @@ class TestSearch:
             assert all(estimate.time.total * (1 + TIE_TOLERANCE) < e.time.total for e in same)
         other = plan("pythia-1.4b", gpu="H100-80GB", gpus=8, top=100, seq_len=2048)
         assert not any(choice.estimate.job.liger for choice in other.choices)
+
+    def test_the_loss_is_in_chunks_where_the_recipes_compute_it_so(self):
+        asked = {"gpu": "L40S", "gpus": 8, "top": 1000}
+        jobs = [choice.estimate.job for choice in plan("qwen3-8b", **asked).choices]
+        assert {job.liger for job in jobs if job.layout.ranks_per_replica == 1} == {True}
+        assert all(job.chunked_loss for job in jobs if job.liger)
+        assert not any(choice.estimate.job.liger for choice in plan("qwen3-8b", **asked, liger=False).choices)
 
     def test_lower_precision_is_the_last_resort(self):
         fits = plan("qwen3-1.7b", gpu="H100-80GB", gpus=1, top=100)
@@ -260,7 +267,7 @@ class TestUncertainty:
 
 class TestImprovements:
     def test_what_is_faster_or_smaller_is_computed_for_the_first_choice(self):
-        result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, liger=False)
+        result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, liger=False, compile=False)
         first = result.choices[0].estimate
         assert result.improvements
         for item in result.improvements:

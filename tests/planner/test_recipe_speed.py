@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.recipe_speed import REPOSITORY, fastest, job_of, recipes, statement, with_statement
+from benchmarks.recipe_speed import REPOSITORY, as_the_recipe, job_of, recipes, statement, with_statement
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,15 @@ def test_a_recipe_that_changes_has_another_speed(tmp_path):
     assert statement(changed) != statement(path)
 
 
-def test_what_no_recipe_runs_is_not_predicted():
+def test_predicted_is_what_the_recipe_does_by_default():
+    def by_default(name, *, is_text=True):
+        return as_the_recipe(job_of(REPOSITORY / "recipes" / name), is_text=is_text)
+
     pipeline = job_of(REPOSITORY / "recipes" / "tp_pp" / "llama-3.3-70b-full.yaml")
-    assert fastest(pipeline) == pipeline
-    experts = fastest(job_of(REPOSITORY / "recipes" / "sharded" / "mixtral-8x7b-full.yaml"))
+    assert as_the_recipe(pipeline, is_text=True) == pipeline
+    dense = by_default("sharded/llama-3.1-8b-full.yaml")
+    assert (dense.liger, dense.compile) == (True, True)
+    assert not by_default("sharded/llama-3.1-8b-full.yaml", is_text=False).compile
+    experts = by_default("sharded/mixtral-8x7b-full.yaml")
     assert (experts.liger, experts.compile) == (True, False)
+    assert not by_default("sft/qwen3-8b-full.yaml").compile
