@@ -51,6 +51,9 @@ CHECKS = 3
 LAYER_COUNTS = {"gemma2": (2, 3, 4), "gpt_oss": (2, 4)}
 """Numbers of layers, where they are not 1 to 3: Gemma 2 has layers of two kinds, and gpt-oss an odd number of matrix
 products per layer, of which selective recomputation keeps every second."""
+NOT_MEASURED = ("gemma4_text", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Families whose parameters and FLOPs are known, and whose activations are not measured."""
+MEASURED = tuple(family for family in FAMILIES if family not in NOT_MEASURED)
 SEQ_LEN = 32
 LORA_RANK = 16
 ZERO = 0.02
@@ -536,7 +539,7 @@ def planned_peak_bytes(shape: ModelShape, rows: int, seq_len: int, **changes: An
 def measure() -> dict[str, Any]:
     """Compares the table with every catalogue model, and the planner's peaks with counted ones."""
     models = {}
-    for name in catalogue_names():
+    for name in [name for name in catalogue_names() if catalogue()[name]["model_type"] not in NOT_MEASURED]:
         models[name] = {key: round(error, 4) for key, error in errors_of(name).items()}
         print(name, models[name], flush=True)
     peaks = {}
@@ -561,4 +564,4 @@ def measure() -> dict[str, Any]:
 
 if __name__ == "__main__" and "--write" in sys.argv:
     names = [name for name in sys.argv[1:] if name != "--write"]
-    write({family: measured(family) for family in names or FAMILIES})
+    write({family: measured(family) for family in names or MEASURED})

@@ -11,6 +11,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from hfscale.errors import UnsupportedModelError
+from hfscale.facts.layer_shape import AttentionShape
 from hfscale.facts.model_shape import ModelShape
 
 Regime = Literal["fp32", "autocast", "bf16", "mixed", "lora", "lora_bf16"]
@@ -39,30 +41,14 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
         rank (`int`): rank of the LoRA adapters; 0 without adapters.
     """
     attention = shape.attention
-    queries = attention.heads * attention.head_dim
-    keys = attention.kv_heads * attention.head_dim
-    masked = sum(window is not None and window <= seq_len for window in shape.windows) / shape.layers
-    # Under a mask SDPA gets a copy of keys and values for each query head; those of a single head are broadcast, and
-    # copied only where autocast changes their format.
-    expanded = masked if 1 < attention.kv_heads < attention.heads else 0.0
-    broadcast = masked if 1 == attention.kv_heads < attention.heads else 0.0
     moe = shape.moe
     share = shape.moe_share
     widths = {
         "hidden": shape.hidden,
-        "query": queries,
+        **_attention_widths(shape, seq_len),
         "value": attention.query_width if attention.latent_width else 0,
-        "kv": attention.kv_width,
-        "mlp": (1 - share) * shape.mlp.ffn if shape.mlp else 0,
+        "mlp": shape.dense_share * shape.mlp.ffn if shape.mlp else 0,
         "latent": attention.latent_width,
-        "heads": attention.heads,
-        "kv_heads": attention.kv_heads,
-        "scores": attention.heads * seq_len,
-        "masked_query": expanded * queries,
-        "masked_kv": expanded * attention.kv_width,
-        "broadcast_query": broadcast * queries,
-        "broadcast_kv": broadcast * attention.kv_width,
-        "mask": masked * seq_len,
         "moe_hidden": share * shape.hidden if moe else 0,
         "routed": share * moe.top_k * shape.hidden if moe else 0,
         "experts": share * moe.top_k * moe.expert_ffn if moe else 0,
@@ -72,12 +58,44 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
         "rank": rank,
         "constant": 1,
         "moe_constant": share,
-        "normed": queries + keys if attention.qk_norm else 0,
-        "normed_heads": attention.heads + attention.kv_heads if attention.qk_norm else 0,
         "parallel": shape.hidden if shape.parallel_residual else 0,
         "norms": shape.hidden * shape.norms_per_layer,
     }
     return {name: float(width) for name, width in widths.items()}
+
+
+def _attention_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
+    """The widths of attention in an average layer."""
+    names = ("query", "kv", "heads", "kv_heads", "scores", "masked_query", "masked_kv", "broadcast_query")
+    widths = dict.fromkeys((*names, "broadcast_kv", "mask", "normed", "normed_heads"), 0.0)
+    for kind in shape.layer_kinds:
+        attention = kind.mixer
+        if not isinstance(attention, AttentionShape):
+            continue
+        queries = attention.heads * attention.head_dim
+        keys = attention.kv_heads * attention.head_dim
+        is_masked = kind.window is not None and kind.window <= seq_len
+        # Under a mask SDPA gets a copy of keys and values for each query head; those of a single head are broadcast,
+        # and copied only where autocast changes their format.
+        is_expanded = is_masked and 1 < attention.kv_heads < attention.heads
+        is_broadcast = is_masked and 1 == attention.kv_heads < attention.heads
+        own = {
+            "query": queries,
+            "kv": attention.kv_width,
+            "heads": attention.heads,
+            "kv_heads": attention.kv_heads,
+            "scores": attention.heads * seq_len,
+            "masked_query": is_expanded * queries,
+            "masked_kv": is_expanded * attention.kv_width,
+            "broadcast_query": is_broadcast * queries,
+            "broadcast_kv": is_broadcast * attention.kv_width,
+            "mask": is_masked * seq_len,
+            "normed": (queries + keys) * attention.qk_norm,
+            "normed_heads": (attention.heads + attention.kv_heads) * attention.qk_norm,
+        }
+        for name, width in own.items():
+            widths[name] += kind.share * width
+    return widths
 
 
 def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
@@ -165,11 +183,19 @@ def factors_of(model_type: str, regime: Regime, recompute: str) -> Factors:
     """Return the measured factors of a family.
 
     Full recomputation keeps the layer's input, whose format is that of the residuals.
+
+    Raises:
+        UnsupportedModelError: they have not been measured.
     """
+    measured = _table().get((model_type, regime, "selective" if recompute == "full" else recompute))
+    if measured is None:
+        raise UnsupportedModelError(
+            f"the memory of {model_type} is not known, only its parameters and FLOPs are: plan for a model of another "
+            "family of about its size"
+        )
     if recompute == "full":
-        ends = _table()[model_type, regime, "selective"].ends
-        return Factors(layer={"hidden": 4.0 if regime in ("fp32", "autocast") else 2.0}, ends=ends)
-    return _table()[model_type, regime, recompute]
+        return Factors(layer={"hidden": 4.0 if regime in ("fp32", "autocast") else 2.0}, ends=measured.ends)
+    return measured
 
 
 @cache

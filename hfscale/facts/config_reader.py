@@ -14,8 +14,20 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions"),
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "top_k_experts"),
 }
 """The name of a key here -> its names in the configs of the model families."""
+
+_BLOCK_TYPES: Mapping[str, str] = {
+    "M": "linear_attention",
+    "*": "full_attention",
+    "E": "moe",
+    "-": "mlp",
+    "mamba": "linear_attention",
+    "attention": "full_attention",
+}
+"""Names of the layers of Nemotron-H in `hybrid_override_pattern` and in older configs -> in transformers 5.23."""
+_BLOCKS_BY_DEFAULT = ("linear_attention", "moe", "full_attention", "mlp")
 
 MAX_VALUE = 10**9
 """Largest value that is not taken for a typing mistake."""
@@ -23,8 +35,15 @@ MAX_LAYERS = 1000
 """Largest number of layers that is not taken for a typing mistake; the deepest published model has 1,000 layers
 (DeepNet, arXiv 2203.00555)."""
 
-TEXT_MODELS: Mapping[str, str] = {"gemma3": "gemma3_text"}
+TEXT_MODELS: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 """Image-and-text models whose `text_config` is an ordinary language model -> the family of that language model."""
+_TIED = ("gemma3", "gemma4")
+"""Those of them whose head is tied unless their config says otherwise."""
 
 
 def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
@@ -44,6 +63,8 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigFileError("the model config has no model_type: pass the config.json that save_pretrained writes")
+    if model_type == "nemotron_h":
+        return _with_block_types(config)
     if "text_config" not in config:
         return config
     text = config["text_config"]
@@ -53,8 +74,16 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
             "config.json and pass that instead"
         )
     # The head belongs to the outer model, so the outer key determines whether it is tied.
-    tied = config.get("tie_word_embeddings", True)
+    tied = config.get("tie_word_embeddings", model_type in _TIED)
     return {**text, "model_type": TEXT_MODELS[model_type], "tie_word_embeddings": tied}
+
+
+def _with_block_types(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config of Nemotron-H with `layers_block_type` and the number of its layers, whatever names it has for
+    them: published ones have a pattern of letters."""
+    types = config.get("layers_block_type") or config.get("hybrid_override_pattern") or _BLOCKS_BY_DEFAULT
+    blocks = [_BLOCK_TYPES.get(kind, kind) for kind in types]
+    return {**config, "layers_block_type": blocks, "num_hidden_layers": len(blocks)}
 
 
 def _parse(path: Path) -> dict[str, Any]:
@@ -140,6 +169,17 @@ class ModelConfig:
         if value is not None and not isinstance(value, list):
             raise self._error(key, f"is {value!r}", "a list")
         return value
+
+    def table(self, key: str) -> dict[str, Any]:
+        """Read a table; return an empty one if the key is missing or `null`.
+
+        Raises:
+            UnsupportedModelError: the value is something else.
+        """
+        value = self.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self._error(key, f"is {value!r}", "a table")
+        return value or {}
 
     def _error(self, key: str, state: str, wanted: str) -> UnsupportedModelError:
         names = " or ".join(ALIASES.get(key, (key,)))

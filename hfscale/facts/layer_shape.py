@@ -46,7 +46,7 @@ class Linear:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """Describes the attention of a layer, which is the same in all layers of a model."""
+    """Describes the attention of a layer."""
 
     heads: int
     """Query heads."""
@@ -87,6 +87,115 @@ class AttentionShape:
     def latent_width(self) -> int:
         """Width of these latents."""
         return sum(linear.inputs for linear in self.expanding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttentionShape:
+    """Describes the gated delta rule of a layer (Yang et al., arXiv 2412.06464).
+
+    A state of fixed size per head stands for all earlier tokens, so that neither memory nor time per token grow with
+    the sequence. Queries, keys and values pass a short convolution first.
+    """
+
+    key_heads: int
+    """Heads of queries and keys."""
+    value_heads: int
+    """Heads of values, a multiple of `key_heads`; each has a state."""
+    head_dim: int
+    """Width of a query or key head."""
+    value_head_dim: int
+    """Width of a value head."""
+    kernel: int
+    """Tokens that the convolution reaches."""
+    linears: tuple[Linear, ...]
+    """Its projections."""
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys."""
+        return self.key_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values, and of the output before its projection."""
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def convolved_width(self) -> int:
+        """Width of queries, keys and values together."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer: projections, convolution, decay and its bias per head, norm of the output."""
+        convolution = self.kernel * self.convolved_width
+        return (
+            sum(linear.parameters for linear in self.linears)
+            + convolution
+            + 2 * self.value_heads
+            + self.value_head_dim
+        )
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a forward pass per token outside of the projections.
+
+        The state of a head takes four products of a matrix of `head_dim` x `value_head_dim`: two to correct it, one to
+        decay it and one to read it; and the convolution (Megatron-LM, training/training.py,
+        `num_floating_point_operations`, `gated_delta_net`).
+        """
+        states = 4 * self.value_heads * self.head_dim * self.value_head_dim
+        return 2 * (states + self.kernel * self.convolved_width)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaShape:
+    """Describes a Mamba-2 layer (Dao and Gu, arXiv 2405.21060), whose state has a fixed size."""
+
+    heads: int
+    """Heads."""
+    head_dim: int
+    """Width of a head."""
+    groups: int
+    """Groups of heads that share B and C, which write and read the state."""
+    state: int
+    """Elements of the state for each element of a head."""
+    kernel: int
+    """Tokens that the convolution reaches."""
+    has_conv_bias: bool
+    """Whether the convolution has a bias."""
+    chunk: int
+    """Tokens that are computed at once."""
+    linears: tuple[Linear, ...]
+    """Its projections."""
+
+    @property
+    def inner_width(self) -> int:
+        """Width of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved_width(self) -> int:
+        """Width of the heads, B and C together."""
+        return self.inner_width + 2 * self.groups * self.state
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of one layer: projections, convolution, three per head, norm of the output."""
+        convolution = self.convolved_width * (self.kernel + self.has_conv_bias)
+        return sum(linear.parameters for linear in self.linears) + convolution + 3 * self.heads + self.inner_width
+
+    @property
+    def flops_per_token(self) -> int:
+        """FLOPs of a forward pass per token outside of the projections (Megatron-LM, training/training.py,
+        `mamba_layer_flops`)."""
+        return 7 * self.inner_width * self.state
+
+
+Recurrent = LinearAttentionShape | MambaShape
+"""What carries a state along the sequence."""
+Mixer = AttentionShape | Recurrent
+"""What mixes the tokens of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +242,8 @@ class MoeShape:
     """Matrices of the routed experts and of the shared expert."""
     adapted: bool = False
     """Whether LoRA on all linear layers adapts the routed experts (`ExpertFamily.adapted`)."""
+    router_scales: int = 0
+    """Parameters of the router besides its matrix."""
 
     @property
     def parameters(self) -> int:
@@ -142,7 +253,7 @@ class MoeShape:
     @property
     def router_parameters(self) -> int:
         """Parameters of one layer's router and shared-expert gate."""
-        return sum(linear.parameters for linear in self.router)
+        return sum(linear.parameters for linear in self.router) + self.router_scales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +275,13 @@ class LayerParameters:
         return self.attention + self.mlp + self.router + self.norms
 
 
-def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
+def attention_shape(config: ModelConfig, family: Family, *, is_global: bool = False) -> AttentionShape:
     """Read the attention of a config.
 
     Args:
         config (`ModelConfig`): the model's config.
         family (`Family`): the row of its family.
+        is_global (`bool`): whether to read that of layers with `Family.global_heads`.
 
     Raises:
         UnsupportedModelError: a key is missing or wrong, or the hidden size is not a multiple of the number of
@@ -181,14 +293,19 @@ def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
     heads = config.count("num_attention_heads")
     kv_heads = family.kv_heads(config)
     head_dim = config.optional_count("head_dim") or _even_head_dim(config, hidden, heads)
+    has_values = True
+    if is_global:
+        head_dim, kv_heads, has_values = _global_heads(config, kv_heads)
     queries = heads * head_dim
     keys = kv_heads * head_dim
-    widths = (queries, keys, keys) if len(family.qkv) == 3 else (queries + 2 * keys,)
+    gate = queries if family.gated_attention else 0
+    widths = (queries + gate, keys, keys) if len(family.qkv) == 3 else (queries + gate + 2 * keys,)
     bias = decide(family.qkv_bias, config)
     out_bias = decide(family.attention_out_bias, config)
     projections = [
         Linear(path=path, inputs=hidden, outputs=width, bias=bias)
         for path, width in zip(family.qkv, widths, strict=True)
+        if has_values or path != family.qkv[-1]
     ]
     projections.append(Linear(path=family.attention_out, inputs=queries, outputs=hidden, bias=out_bias))
 
@@ -203,6 +320,87 @@ def attention_shape(config: ModelConfig, family: Family) -> AttentionShape:
         linears=tuple(projections),
         qk_norm=qk_norm,
         other_parameters=(norm_width * norm_vectors if qk_norm else 0) + (heads if family.sinks else 0),
+    )
+
+
+def _global_heads(config: ModelConfig, kv_heads: int) -> tuple[int, int, bool]:
+    """Return width and number of the key heads of Gemma 4's layers that attend to all tokens, and whether they have a
+    projection of values: with `attention_k_eq_v` the keys are the values, and their number is another one."""
+    shares = config.flag("attention_k_eq_v")
+    saved = config.table("per_layer_config")  # transformers saves the two under the numbers of the layers
+    if saved:
+        values = next(iter(saved.values()))
+        return values["head_dim"], values.get("num_key_value_heads", kv_heads), not shares
+    stated = config.optional_count("num_global_key_value_heads") if shares else None
+    return config.count("global_head_dim"), stated or kv_heads, not shares
+
+
+def linear_attention_shape(config: ModelConfig, family: Family) -> LinearAttentionShape:
+    """Read the linear attention of a config.
+
+    Args:
+        config (`ModelConfig`): the model's config.
+        family (`Family`): the row of its family.
+
+    Raises:
+        UnsupportedModelError: a key is missing or wrong, or the number of value heads is not a multiple of that of key
+            heads.
+    """
+    hidden = config.count("hidden_size")
+    key_heads = config.count("linear_num_key_heads")
+    value_heads = config.count("linear_num_value_heads")
+    if value_heads % key_heads:
+        raise UnsupportedModelError(
+            f"config of model_type {config.model_type!r}: linear_num_value_heads {value_heads} is not a multiple of "
+            f"linear_num_key_heads {key_heads}; change one of them"
+        )
+    head_dim = config.count("linear_key_head_dim")
+    value_head_dim = config.count("linear_value_head_dim")
+    keys = key_heads * head_dim
+    values = value_heads * value_head_dim
+    widths = {"q": keys, "k": keys, "v": values, "z": values, "b": value_heads, "a": value_heads}
+    projections = [
+        Linear(path=path, inputs=hidden, outputs=sum(widths[letter] for letter in path.rpartition("_")[2]))
+        for path in family.linear_attention
+    ]
+    return LinearAttentionShape(
+        key_heads=key_heads,
+        value_heads=value_heads,
+        head_dim=head_dim,
+        value_head_dim=value_head_dim,
+        kernel=config.count("linear_conv_kernel_dim"),
+        linears=(*projections, Linear(path="linear_attn.out_proj", inputs=values, outputs=hidden)),
+    )
+
+
+def mamba_shape(config: ModelConfig) -> MambaShape:
+    """Read the Mamba-2 layers of a config.
+
+    Args:
+        config (`ModelConfig`): the model's config.
+
+    Raises:
+        UnsupportedModelError: a key is missing or wrong.
+    """
+    hidden = config.count("hidden_size")
+    heads = config.count("mamba_num_heads")
+    inner = heads * config.count("mamba_head_dim")
+    groups = config.count("n_groups")
+    state = config.count("ssm_state_size")
+    bias = config.flag("use_bias")
+    width = 2 * inner + 2 * groups * state + heads
+    return MambaShape(
+        heads=heads,
+        head_dim=config.count("mamba_head_dim"),
+        groups=groups,
+        state=state,
+        kernel=config.count("conv_kernel"),
+        has_conv_bias=config.flag("use_conv_bias"),
+        chunk=config.count("chunk_size"),
+        linears=(
+            Linear(path="mixer.in_proj", inputs=hidden, outputs=width, bias=bias),
+            Linear(path="mixer.out_proj", inputs=inner, outputs=hidden, bias=bias),
+        ),
     )
 
 
@@ -293,11 +491,12 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
             "experts of a layer; set it to at most that"
         )
     groups = config.optional_count("n_group") or 1
-    stacked = _mlp_linears(family.stacked, hidden, width, gated=True, bias=family.bias, copies=experts, used=top_k)
+    gated = family.gated
+    stacked = _mlp_linears(family.stacked, hidden, width, gated=gated, bias=family.bias, copies=experts, used=top_k)
     router = [Linear(path=family.router, inputs=hidden, outputs=experts, bias=family.router_bias)]
     shared_width = count(family.shared_width, config)
     shared_bias = decide(family.shared_bias, config)
-    shared = _mlp_linears(family.shared, hidden, shared_width, gated=True, bias=shared_bias) if shared_width else ()
+    shared = _mlp_linears(family.shared, hidden, shared_width, gated=gated, bias=shared_bias) if shared_width else ()
     if family.shared_gate is not None:
         router.append(Linear(path=family.shared_gate, inputs=hidden, outputs=1))
     return MoeShape(
@@ -305,12 +504,13 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
         top_k=top_k,
         expert_ffn=width,
         shared_ffn=shared_width,
-        gated=True,
+        gated=gated,
         groups=groups,
         top_groups=min(groups, config.optional_count("topk_group") or groups),
         router=tuple(router),
         linears=stacked + shared,
         adapted=family.adapted,
+        router_scales=hidden + experts if family.router_scales else 0,
     )
 
 

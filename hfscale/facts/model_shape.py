@@ -15,17 +15,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from hfscale.errors import UsageError
+from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.config_reader import ModelConfig, load_config
 from hfscale.facts.families import family_of
-from hfscale.facts.families.family import COMMON_DEFAULTS, count, decide
+from hfscale.facts.families.family import COMMON_DEFAULTS, Family, count, decide
+from hfscale.facts.families.rules import block_types
 from hfscale.facts.layer_shape import (
     AttentionShape,
     LayerParameters,
     Linear,
+    LinearAttentionShape,
+    MambaShape,
+    Mixer,
     MlpShape,
     MoeShape,
+    Recurrent,
     attention_shape,
+    linear_attention_shape,
+    mamba_shape,
     mlp_shape,
     moe_shape,
 )
@@ -43,6 +50,8 @@ class LayerKind:
     """Fraction of the model's layers that are of this kind."""
     linears: tuple[Linear, ...]
     """The matrices that a token is multiplied by."""
+    mixer: Mixer | None
+    """Its attention, or what it has instead; None if it has an MLP only."""
     window: int | None
     """Sliding window in tokens; None where the layer attends to all tokens."""
     mlp_width: int
@@ -68,7 +77,7 @@ class ModelShape:
     """Whether the language-model head shares the token embedding's weight."""
 
     attention: AttentionShape
-    """Attention of every layer: heads, widths, projections."""
+    """Attention: heads, widths, projections. It is that of every layer but `other_layers`."""
     mlp: MlpShape | None
     """MLP of the dense layers; None if all layers are mixtures of experts."""
     moe: MoeShape | None
@@ -97,6 +106,14 @@ class ModelShape:
     """Longest sequence that the config allows, in tokens; None where it does not say."""
     head_bias: bool
     """Whether the language-model head has a bias, of `vocab` parameters."""
+    other_attention: Mixer | None = None
+    """What some layers have instead of `attention`: linear attention, a Mamba-2 layer, or other heads; None if none
+    has."""
+    other_layers: tuple[bool, ...] = ()
+    """For each layer, whether it has `other_attention`; empty if none has."""
+    mlp_only: tuple[bool, ...] = ()
+    """For each layer, whether it has no attention; empty where each layer has both attention and an MLP. The others
+    then have no MLP."""
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> "ModelShape":
@@ -117,6 +134,10 @@ class ModelShape:
         layers = config.count("num_hidden_layers")
         hidden = config.count("hidden_size")
         moe_layers = family.experts.layers(config) if family.experts else (False,) * layers
+        windows = family.windows(config)
+        other_attention, other_layers = _other_attention(config, family, windows)
+        blocks = block_types(config) if family.is_either else []
+        has_dense = "mlp" in blocks if blocks else not all(moe_layers)
         positions = family.extra_positions
         return cls(
             model_type=config.model_type,
@@ -125,10 +146,10 @@ class ModelShape:
             vocab=config.count("vocab_size"),
             tied=config.flag("tie_word_embeddings"),
             attention=attention_shape(config, family),
-            mlp=None if all(moe_layers) else mlp_shape(config, family),
+            mlp=mlp_shape(config, family) if has_dense else None,
             moe=moe_shape(config, family.experts) if family.experts and any(moe_layers) else None,
             moe_layers=moe_layers,
-            windows=family.windows(config),
+            windows=windows,
             parallel_residual=decide(family.parallel_residual, config),
             norms_per_layer=count(family.norms, config),
             norm_parameters=hidden * count(family.norm_vectors, config),
@@ -138,7 +159,37 @@ class ModelShape:
             learned_positions=0 if positions is None else config.count("max_position_embeddings") + positions,
             max_positions=config.optional_count("max_position_embeddings"),
             head_bias=decide(family.head_bias, config),
+            other_attention=other_attention,
+            other_layers=other_layers,
+            mlp_only=tuple(kind in ("mlp", "moe") for kind in blocks),
         )
+
+    @cached_property
+    def mixers(self) -> tuple[Mixer | None, ...]:
+        """For each layer, its attention, what it has instead, or None if it has an MLP only."""
+        others = self.other_layers or (False,) * self.layers
+        without = self.mlp_only or (False,) * self.layers
+        return tuple(
+            None if is_mlp else self.other_attention if is_other else self.attention
+            for is_other, is_mlp in zip(others, without, strict=True)
+        )
+
+    @property
+    def recurrent(self) -> Recurrent | None:
+        """What carries a state along the sequence in some layers; None if nothing does."""
+        other = self.other_attention
+        return other if isinstance(other, LinearAttentionShape | MambaShape) else None
+
+    @cached_property
+    def recurrent_share(self) -> float:
+        """Fraction of the layers that carry a state along the sequence."""
+        return sum(self.other_layers) / self.layers if self.recurrent is not None else 0.0
+
+    @cached_property
+    def dense_share(self) -> float:
+        """Fraction of the layers that have a dense MLP."""
+        with_mlp = sum(self.mlp_only) if self.mlp_only else self.layers
+        return (with_mlp - sum(self.moe_layers)) / self.layers
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -151,10 +202,12 @@ class ModelShape:
         Raises:
             IndexError: there is no such layer.
         """
+        has_mlp = not self.mlp_only or self.mlp_only[layer]
         moe = self.moe if self.moe_layers[layer] else None
-        dense = self.mlp if not self.moe_layers[layer] else None
+        dense = self.mlp if has_mlp and not self.moe_layers[layer] else None
+        mixer = self.mixers[layer]
         return LayerParameters(
-            attention=self.attention.parameters,
+            attention=mixer.parameters if mixer is not None else 0,
             mlp=(moe.parameters if moe else 0) + (dense.parameters if dense else 0),
             router=moe.router_parameters if moe else 0,
             norms=self.norms_per_layer * self.norm_parameters,
@@ -206,12 +259,15 @@ class ModelShape:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The layers, grouped by what they cost."""
         kinds = []
-        for (is_moe, window), number in Counter(zip(self.moe_layers, self.windows, strict=True)).items():
+        layers = zip(self.moe_layers, self.windows, self.mixers, strict=True)
+        for (is_moe, window, mixer), number in Counter(layers).items():
             moe = self.moe if is_moe else None
             width = moe.top_k * moe.expert_ffn + moe.shared_ffn if moe else 0
-            width = width or (self.mlp.ffn if self.mlp else 0)
-            linears = self.attention.linears + self._mlp_linears(is_moe)
-            kinds.append(LayerKind(share=number / self.layers, linears=linears, window=window, mlp_width=width))
+            if not is_moe and self.mlp and (mixer is None or not self.mlp_only):
+                width = self.mlp.ffn
+            linears = self._linears_of(mixer, is_moe)
+            share = number / self.layers
+            kinds.append(LayerKind(share=share, linears=linears, mixer=mixer, window=window, mlp_width=width))
         return tuple(kinds)
 
     @cached_property
@@ -339,16 +395,21 @@ class ModelShape:
         return model_flops + again + self._attention_flops(seq_len, attention)
 
     def _attention_flops(self, seq_len: float, attention: AttentionCount) -> float:
-        """FLOPs of one forward pass of attention scores and their sum of values, over all layers, per token."""
+        """FLOPs of one forward pass of attention scores, their sum of values and linear attention, of all layers, per
+        token."""
         if not seq_len > 0:
             raise UsageError(f"seq_len is {seq_len}: it must be above 0")
         if attention not in ("full", "causal"):
             raise UsageError(f"attention is {attention!r}: use full or causal")
-        keys = 0.0
-        for window in self.windows:
+        flops = 0.0
+        for window, mixer in zip(self.windows, self.mixers, strict=True):
+            if not isinstance(mixer, AttentionShape):
+                flops += mixer.flops_per_token if mixer is not None else 0
+                continue
             reach = seq_len if window is None else min(seq_len, window)
-            keys += reach if attention == "full" else reach * (1 - reach / (2 * seq_len))
-        return 2 * self.attention.heads * (self.attention.head_dim + self.attention.value_head_dim) * keys
+            keys = reach if attention == "full" else reach * (1 - reach / (2 * seq_len))
+            flops += 2 * mixer.heads * (mixer.head_dim + mixer.value_head_dim) * keys
+        return flops
 
     # -- LoRA ---------------------------------------------------------------------------------------------------------
 
@@ -422,8 +483,15 @@ class ModelShape:
     @cached_property
     def _layer_linears(self) -> tuple[Linear, ...]:
         """The matrices of all layers, one entry per layer and matrix."""
-        per_layer = (self.attention.linears + self._mlp_linears(is_moe) for is_moe in self.moe_layers)
+        layers = zip(self.mixers, self.moe_layers, strict=True)
+        per_layer = (self._linears_of(mixer, is_moe) for mixer, is_moe in layers)
         return tuple(linear for linears in per_layer for linear in linears)
+
+    def _linears_of(self, mixer: Mixer | None, is_moe: bool) -> tuple[Linear, ...]:
+        """The matrices of a layer."""
+        if mixer is None:
+            return self._mlp_linears(is_moe)
+        return mixer.linears if self.mlp_only else mixer.linears + self._mlp_linears(is_moe)
 
     def _mlp_linears(self, is_moe: bool) -> tuple[Linear, ...]:
         if is_moe:
@@ -446,3 +514,23 @@ class ModelShape:
         if self.embedding_width == self.hidden:
             return (head,)
         return (Linear(path="project_out", inputs=self.hidden, outputs=self.embedding_width), head)
+
+
+def _other_attention(
+    config: ModelConfig, family: Family, windows: tuple[int | None, ...]
+) -> tuple[Mixer | None, tuple[bool, ...]]:
+    """Read what some layers have instead of the attention of the others, and which these are.
+
+    Raises:
+        UnsupportedModelError: a key is missing or wrong, or the config has something that is not sized.
+    """
+    refused = family.refused(config)
+    if refused is not None:
+        raise UnsupportedModelError(f"config of model_type {config.model_type!r}: {refused}")
+    linear_layers = family.linear_layers(config)
+    if any(linear_layers):
+        return mamba_shape(config) if family.mamba else linear_attention_shape(config, family), linear_layers
+    wide_layers = tuple(window is None for window in windows)
+    if family.global_heads and any(wide_layers):
+        return attention_shape(config, family, is_global=True), wide_layers
+    return None, ()

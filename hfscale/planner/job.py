@@ -7,7 +7,7 @@ from typing import Any
 
 from hfscale.core.tables import read_table
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
-from hfscale.facts.activations import has_scores
+from hfscale.facts.activations import factors_of, has_scores
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -195,6 +195,7 @@ class Job(LayoutOptions):
         pp = self.layout.pp
         cp = self.layout.cp
         shape = self.shape
+        check_memory_is_known(shape)
         heads = shape.attention.heads
         kv_heads = shape.attention.kv_heads
         if heads % kv_heads:
@@ -319,6 +320,19 @@ class Job(LayoutOptions):
                 "not a multiple "
                 f"of {spelled('num_generations')} {self.num_generations}: use a global batch such as {near}"
             )
+
+
+def check_memory_is_known(shape: ModelShape) -> None:
+    """Check that the memory of a model's layers is known, whatever computes them.
+
+    Args:
+        shape (`ModelShape`): the model.
+
+    Raises:
+        UnsupportedModelError: some of its layers carry a state or have other heads, and they were not measured.
+    """
+    if shape.other_attention is not None:
+        factors_of(shape.model_type, "mixed", "none")
 
 
 def check_pure(pure_bf16: bool, precision: Precision) -> None:

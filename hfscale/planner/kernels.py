@@ -9,6 +9,7 @@ from typing import Protocol
 
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
+from hfscale.facts.layer_shape import AttentionShape
 from hfscale.facts.model_shape import LayerKind
 from hfscale.planner.experts import imbalance_of
 from hfscale.planner.frameworks import Framework, SharedConstants
@@ -207,15 +208,17 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
 
 
 def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates) -> float:
-    """Duration of attention in a layer's forward pass.
+    """Duration of attention, or of linear attention, in a layer's forward pass.
 
     Causal flash attention computes half of the scores; without it (`Job.writes_scores`) all scores are computed and
     pass through memory. A query at position i attends to min(i, w) keys in a window of w; their mean over a sequence
     of S is w (1 - w / 2S).
     """
-    attention = job.shape.attention
-    heads = attention.heads / job.layout.tp
+    attention = kind.mixer
     tokens = job.tokens
+    if not isinstance(attention, AttentionShape):
+        return attention.flops_per_token * tokens / rates.attention if attention is not None else 0.0
+    heads = attention.heads / job.layout.tp
     seq_len = job.seq_len
     reach = seq_len if kind.window is None else min(seq_len, kind.window)
     widths = heads * (attention.head_dim + attention.value_head_dim)

@@ -17,6 +17,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import (
     Job,
     can_overlap_experts,
+    check_memory_is_known,
     is_fine_grained,
     layout_sizes,
     layout_summary,
@@ -175,7 +176,9 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
     Raises:
         LayoutError: the number of GPUs is not a multiple of the GPUs per node.
         UsageError: the bandwidth between nodes is not above 0, or no peak of the device is known for the precision.
+        UnsupportedModelError: the memory of the model is not known.
     """
+    check_memory_is_known(request.shape)
     if gpus > request.gpus_per_node and gpus % request.gpus_per_node:
         down = gpus // request.gpus_per_node * request.gpus_per_node
         raise LayoutError(

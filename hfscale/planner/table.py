@@ -154,7 +154,12 @@ def _known_mixture(model: str, layers: int, hidden: int) -> ModelShape | None:
             shape = catalogue_shape(name)
             if shape is not None and shape.moe is not None:
                 return replace(
-                    shape, layers=layers, windows=shape.windows[:layers], moe_layers=shape.moe_layers[:layers]
+                    shape,
+                    layers=layers,
+                    windows=shape.windows[:layers],
+                    moe_layers=shape.moe_layers[:layers],
+                    other_layers=shape.other_layers[:layers],
+                    mlp_only=shape.mlp_only[:layers],
                 )
     return None
 

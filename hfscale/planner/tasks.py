@@ -18,6 +18,7 @@ parallelism alone: DDP, ZeRO and FSDP2.
 
 from dataclasses import replace
 
+from hfscale.facts.layer_shape import LinearAttentionShape, MambaShape
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import Rates, layer_forward
@@ -144,10 +145,17 @@ def kv_cache_bytes(job: Job, tokens: int) -> float:
 def _cached_elements(job: Job, tokens: float) -> float:
     """Elements of keys and values that all layers cache of one sequence of this many tokens."""
     shape = job.shape
-    reach = sum(
-        kind.share * (tokens if kind.window is None else min(tokens, kind.window)) for kind in shape.layer_kinds
-    )
-    return shape.layers * shape.attention.kv_width * reach
+    elements = 0.0
+    for kind in shape.layer_kinds:
+        mixer = kind.mixer
+        if isinstance(mixer, LinearAttentionShape):  # a state per head, in fp32
+            elements += kind.share * 2 * mixer.value_width * mixer.head_dim
+        elif isinstance(mixer, MambaShape):
+            elements += kind.share * 2 * mixer.inner_width * mixer.state
+        elif mixer is not None:
+            reach = tokens if kind.window is None else min(tokens, kind.window)
+            elements += kind.share * mixer.kv_width * reach
+    return shape.layers * elements
 
 
 def generation_weight_bytes(job: Job) -> float:

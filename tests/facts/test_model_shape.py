@@ -21,8 +21,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hfscale.errors import ConfigFileError, HfScaleError, UnsupportedModelError, UsageError
 from hfscale.facts.config_reader import ALIASES
-from hfscale.facts.families import FAMILIES
+from hfscale.facts.families import FAMILIES, rules
 from hfscale.facts.families.family import COMMON_DEFAULTS
+from hfscale.facts.layer_shape import AttentionShape, MambaShape
 from hfscale.facts.model_shape import ModelShape
 
 LLAMA = {
@@ -52,6 +53,30 @@ GPT_NEO = {"vocab_size": 101, "hidden_size": 48, "num_layers": 4, "num_heads": 6
 OPT = {"vocab_size": 101, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3, "num_attention_heads": 6}
 MPT = {"vocab_size": 101, "d_model": 48, "n_layers": 3, "n_heads": 6}
 SLIDING = {"sliding_window": 7}
+LINEAR = {
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_conv_kernel_dim": 3,
+}
+NEMOTRON_H = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "chunk_size": 8,
+    "n_routed_experts": 5,
+    "moe_intermediate_size": 36,
+    "moe_shared_expert_intermediate_size": 28,
+}
+QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "shared_expert_intermediate_size": 28}
 
 CASES: dict[str, list[dict[str, Any]]] = {
     "llama": [LLAMA, LLAMA | WIDE_HEADS | TIED | ATTENTION_BIAS | MLP_BIAS, LLAMA | GQA],
@@ -91,11 +116,28 @@ CASES: dict[str, list[dict[str, Any]]] = {
         LLAMA | WIDE_HEADS | UNTIED | ATTENTION_BIAS | SLIDING | {"sliding_window_pattern": 2},
         {"num_hidden_layers": 2, "vocab_size": 101},
     ],
+    "gemma4_text": [
+        LLAMA | SLIDING | {"hidden_size_per_layer_input": 0, "num_hidden_layers": 8},
+        LLAMA
+        | WIDE_HEADS
+        | SLIDING
+        | MOE_WIDTH
+        | UNTIED
+        | {"global_head_dim": 28, "num_global_key_value_heads": 3, "attention_k_eq_v": True}
+        | {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "hidden_size_per_layer_input": 0}
+        | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    ],
     "olmo": [LLAMA, LLAMA | GQA | TIED | ATTENTION_BIAS],
     "olmo2": [LLAMA, LLAMA | GQA | TIED | ATTENTION_BIAS],
     "olmo3": [LLAMA | {"num_hidden_layers": 5}, LLAMA | GQA | TIED | ATTENTION_BIAS | SLIDING],
     "cohere": [LLAMA, LLAMA | GQA | UNTIED | ATTENTION_BIAS | {"use_qk_norm": True}],
     "cohere2": [LLAMA, LLAMA | GQA | UNTIED | ATTENTION_BIAS | SLIDING | {"sliding_window_pattern": 2}],
+    "nemotron_h": [
+        NEMOTRON_H,
+        NEMOTRON_H
+        | {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"]}
+        | {"mlp_bias": True, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "num_experts_per_tok": 3},
+    ],
     "nemotron": [LLAMA | {"num_key_value_heads": 6}, LLAMA | WIDE_HEADS | TIED | ATTENTION_BIAS | MLP_BIAS],
     "persimmon": [LLAMA, LLAMA | TIED | {"qk_layernorm": False}],
     "phi": [LLAMA, LLAMA | GQA | TIED | {"qk_layernorm": True}],
@@ -178,6 +220,18 @@ CASES: dict[str, list[dict[str, Any]]] = {
         | {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
         | {"use_sliding_window": True, "max_window_layers": 3},
     ],
+    "qwen3_5_text": [LLAMA | LINEAR, LLAMA | WIDE_HEADS | LINEAR | TIED | {"num_hidden_layers": 5} | ATTENTION_BIAS],
+    "qwen3_5_moe_text": [LLAMA, LLAMA | WIDE_HEADS | LINEAR | MOE_WIDTH | QWEN_EXPERTS | {"num_hidden_layers": 5}],
+    "qwen3_next": [
+        LLAMA,
+        LLAMA
+        | WIDE_HEADS
+        | LINEAR
+        | MOE_WIDTH
+        | QWEN_EXPERTS
+        | {"num_hidden_layers": 4, "mlp_only_layers": [1], "decoder_sparse_step": 1}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]},
+    ],
     "qwen3_moe": [
         LLAMA,
         LLAMA
@@ -246,14 +300,17 @@ def test_paths_of_matrices_equal_those_of_transformers(family: str, case: dict[s
     parts = parameters_by_layer(meta_model(transformers_config(family, case)))
     shape = ModelShape.from_config({"model_type": family, **case})
     for layer, is_moe in enumerate(shape.moe_layers):
-        mlp = shape.moe if is_moe else shape.mlp
-        assert mlp is not None
+        mixer = shape.mixers[layer]
+        has_mlp = mixer is None or not shape.mlp_only
+        mlp = (shape.moe if is_moe else shape.mlp) if has_mlp else None
+        assert (mlp is None) == (not has_mlp)
         router = shape.moe.router if is_moe and shape.moe else ()
-        for linear in (*shape.attention.linears, *router, *mlp.linears):
+        for linear in (*(mixer.linears if mixer else ()), *router, *(mlp.linears if mlp else ())):
             found = [parts[layer].get(linear.path + suffix, 0) for suffix in ("", ".weight", "_bias", ".bias")]
             assert sum(found) == linear.parameters, linear.path
             assert (found[2] + found[3] > 0) == linear.bias, linear.path
-        assert any(re.search(r"\b(q|query)_(layer)?norm", path) for path in parts[layer]) == shape.attention.qk_norm
+        has_qk_norm = any(re.search(r"\b(q|query)_(layer)?norm", path) for path in parts[layer])
+        assert has_qk_norm == (isinstance(mixer, AttentionShape) and mixer.qk_norm)
 
 
 @pytest.mark.parametrize(("family", "case"), ALL_CASES)
@@ -276,7 +333,7 @@ def test_defaults_equal_those_of_transformers(family: str) -> None:
     filled_in = config_class()
     for key, default in {**COMMON_DEFAULTS, **FAMILIES[family].defaults}.items():
         for name in set(ALIASES.get(key, (key,))) & fields.keys():
-            assert default in (fields[name], getattr(filled_in, name)), name
+            assert default in (fields[name], vars(filled_in).get(name)), name
 
 
 def test_families_with_parallel_residual() -> None:
@@ -418,12 +475,51 @@ def measured_training_flops(family: str, case: dict[str, Any], seq_len: int, *, 
     return counter.get_total_flops() / tokens.numel()
 
 
-@pytest.mark.parametrize("family", CASES)
+RECURRENT = [family for family in CASES if FAMILIES[family].linear_layers is not rules.no_layer]
+
+
+@pytest.mark.parametrize("family", [family for family in CASES if family not in RECURRENT])
 def test_training_flops_equal_those_that_torch_counts(family: str) -> None:
     case = CASES[family][1]
     shape = ModelShape.from_config({"model_type": family, **case})
     seq_len = 7  # no longer than the windows of the cases: eager attention computes beyond them too
     assert measured_training_flops(family, case, seq_len, recompute=False) == shape.flops_per_token(seq_len)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_flops_outside_of_states_equal_those_that_torch_counts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and convolutions take what Megatron-LM counts; here sums replace them, which torch does not count."""
+    case = CASES[family][1]
+    shape = ModelShape.from_config({"model_type": family, **case})
+    assert shape.recurrent is not None
+    module = sys.modules[type(meta_model(transformers_config(family, case))).__module__]
+
+    def convolution(values: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return values + weight.mean(-1)[None, :, None]
+
+    def delta_rule(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> Any:
+        repeats = value.shape[2] // key.shape[2]
+        mean = (query.mean(-1) + key.mean(-1)).repeat_interleave(repeats, dim=2) + kwargs["g"] + kwargs["beta"]
+        return value + mean.unsqueeze(-1), None
+
+    def scan(values: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, b: Any, c: Any, **kwargs: Any) -> Any:
+        return values + (dt + decay + kwargs["D"]).unsqueeze(-1) + (b.mean() + c.mean())
+
+    monkeypatch.setattr(module, "causal_conv1d_fn", convolution)
+    name = "mamba2_chunk_scan" if isinstance(shape.recurrent, MambaShape) else "torch_chunk_gated_delta_rule"
+    monkeypatch.setattr(module, name, scan if isinstance(shape.recurrent, MambaShape) else delta_rule)
+    states = 3 * shape.recurrent.flops_per_token * sum(shape.other_layers)
+    assert measured_training_flops(family, case, 7, recompute=False) == shape.flops_per_token(7) - states
+
+
+def test_flops_of_states() -> None:
+    """Written out once for each kind of layer."""
+    delta = ModelShape.from_config({"model_type": "qwen3_next", **CASES["qwen3_next"][1]}).recurrent
+    assert delta is not None
+    assert delta.flops_per_token == 2 * (4 * 6 * 12 * 20 + 3 * (2 * 36 + 120))
+    mamba = ModelShape.from_config({"model_type": "nemotron_h", **NEMOTRON_H}).recurrent
+    assert mamba is not None
+    assert mamba.flops_per_token == 7 * (4 * 12) * 10
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_moe", "deepseek_v3", "opt"])
@@ -485,6 +581,7 @@ LORA_CASES = [
     *((family, 1, "all-linear") for family in ("mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2")),
     ("glm4_moe_lite", 1, "all-linear"),
     *((family, 1, "all-linear") for family in ("qwen2_moe", "granitemoeshared", "gpt_oss")),
+    *((family, 1, "all-linear") for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
 ]
 
 
@@ -579,6 +676,12 @@ def test_the_language_model_of_an_image_and_text_model_is_read() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
+        (
+            {"model_type": "qwen3_next", **LLAMA, **LINEAR, "linear_num_value_heads": 4},
+            UnsupportedModelError,
+            "linear_num_value_heads 4 is not a multiple of linear_num_key_heads 3",
+        ),
+        ({"model_type": "gemma4_text", **LLAMA}, UnsupportedModelError, "layers that embed the tokens again"),
         ({"model_type": "qwen3_mo"}, UnsupportedModelError, "qwen3_moe"),
         ({"model_type": "mamba2", **LLAMA}, UnsupportedModelError, "'mamba2' is unknown"),
         (

@@ -10,6 +10,7 @@ from planner_jobs import job
 from transformers import CONFIG_MAPPING
 
 from benchmarks.activations import (
+    NOT_MEASURED,
     PEAKS,
     Sample,
     build,
@@ -20,6 +21,7 @@ from benchmarks.activations import (
     planned_peak_bytes,
     sample,
 )
+from hfscale.errors import UnsupportedModelError
 from hfscale.facts.activations import REGIMES, factors_of, kept_bytes
 from hfscale.facts.families import FAMILIES
 from hfscale.facts.model_shape import ModelShape
@@ -29,7 +31,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, host_gib, node_host_gib, peak_of
 
 OFTEN_TRAINED = ("llama", "qwen3", "olmo2", "gemma3_text", "gpt2")
-MEASURED = tuple(name for name in FAMILIES if name not in OFTEN_TRAINED)
+MEASURED = tuple(name for name in FAMILIES if name not in (*OFTEN_TRAINED, *NOT_MEASURED))
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,10 @@ def test_a_router_that_returns_a_tuple_gets_no_adapter():
 
 
 def test_every_family_has_every_regime():
-    for family in FAMILIES:
+    for family in NOT_MEASURED:
+        with pytest.raises(UnsupportedModelError, match=f"the memory of {family} is not known"):
+            factors_of(family, "mixed", "full")
+    for family in (*OFTEN_TRAINED, *MEASURED):
         for regime in REGIMES:
             for kind in ("none", "selective", "full"):
                 assert factors_of(family, regime, kind).layer["hidden"] > 0

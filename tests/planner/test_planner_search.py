@@ -46,6 +46,15 @@ def strategies(result):
 
 
 class TestSearch:
+    @pytest.mark.parametrize("stack", ["hf", "titan", "megatron"])
+    @pytest.mark.parametrize("model", ["qwen3.5-9b", "gemma-4-31b", "nemotron-3-nano-30b-a3b"])
+    def test_a_model_whose_memory_is_not_known_is_refused_in_one_line(self, model, stack):
+        asked = request(model, gpus=16, stack=stack)
+        with pytest.raises(UnsupportedModelError, match=f"the memory of {asked.shape.model_type} is not known"):
+            search(asked, 16)
+        with pytest.raises(UnsupportedModelError, match="only its parameters and FLOPs are"):
+            estimate_layout(model, gpu="H100-80GB", layout={"dp_shard": 8}, seq_len=4096, stack=stack)
+
     @pytest.mark.parametrize("framework", ["hf", "titan", "megatron"])
     @pytest.mark.parametrize(("model", "gpus"), [("llama-3.1-70b", 64), ("mixtral-8x7b", 16), ("gemma-3-4b", 24)])
     def test_every_choice_fits_adds_up_and_is_valid(self, model, gpus, framework):

@@ -2,8 +2,8 @@
 
 To add a family: read its `modeling_<family>.py` and `configuration_<family>.py`, write a table with what differs from
 the defaults of `Family`, and add small configs of it to `test_model_shape.py`, which compares every family with
-the model that transformers builds. A family with layers that are neither attention nor MLP (state-space, linear
-attention) needs more than a table.
+the model that transformers builds. A family with layers that are neither attention, the gated delta rule (linear
+attention), Mamba-2 nor MLP needs more than a table.
 
 | file | holds |
 |---|---|

@@ -59,8 +59,7 @@ def count(number: Count, config: ModelConfig) -> int:
 class ExpertFamily:
     """Describes the MLPs of a family's mixture-of-experts layers.
 
-    Each expert is gated. transformers 5 stores the experts of a layer in two parameters: gate and up in one, down in
-    the other.
+    transformers 5 stores the experts of a layer in two parameters: gate and up in one, down in the other.
     """
 
     width: str = "moe_intermediate_size"
@@ -69,12 +68,16 @@ class ExpertFamily:
     """Which layers are mixtures of experts; the others are dense."""
     stacked: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
     """Paths inside a layer of the two parameters with all experts."""
+    gated: bool = True
+    """Whether the activation of experts is gated."""
     bias: bool = False
     """Whether experts have biases."""
     router: str = "mlp.gate"
     """Path of the matrix that scores the experts."""
     router_bias: bool = False
     """Whether the router has a bias that is a parameter; a buffer is not counted."""
+    router_scales: bool = False
+    """Whether the router has a scale for each element of the hidden size and for each expert."""
     shared: tuple[str, ...] = ()
     """Paths of the matrices of the expert that every token passes, as in `Family.mlp`."""
     shared_width: Count = 0
@@ -113,6 +116,22 @@ class Family:
     """Whether the model has the norms of `qk_norm`."""
     qk_norm_bias: bool = False
     """Whether the norms of `qk_norm` have biases."""
+    gated_attention: bool = False
+    """Whether the query projection also makes a gate of the attention's output."""
+    linear_attention: tuple[str, ...] = ()
+    """Paths of the projections into the linear attention of the layers that have it instead, such as
+    `linear_attn.in_proj_qkvz`; empty if none has. Their last letters say what they make: queries, keys and values, the
+    gate z of the output, and for each head how much it writes (b) and keeps (a)."""
+    linear_layers: Callable[[ModelConfig], tuple[bool, ...]] = rules.no_layer
+    """Which layers have linear attention."""
+    mamba: bool = False
+    """Whether the layers of `linear_layers` are Mamba-2 layers."""
+    is_either: bool = False
+    """Whether a layer is either attention, a Mamba-2 layer, an MLP or a mixture of experts, by `layers_block_type`."""
+    global_heads: bool = False
+    """Whether the layers without a sliding window have key and query heads of another width and number."""
+    refused: Callable[[ModelConfig], str | None] = rules.nothing
+    """Why a config of the family cannot be sized, as a clause; None if it can."""
     sinks: bool = False
     """Whether each head has a learned attention sink, one parameter."""
     windows: Callable[[ModelConfig], tuple[int | None, ...]] = rules.full_attention

@@ -95,6 +95,13 @@ sliding_if_enabled = sliding_layers(lambda config, layer: True, enabled_by=_ENAB
 sliding_by_pattern = sliding_layers(lambda config, layer: (layer + 1) % config.count("sliding_window_pattern") != 0)
 """The window of every layer but the last of each `sliding_window_pattern` layers."""
 
+sliding_but_the_last = sliding_layers(
+    lambda config, layer: (
+        (layer + 1) % config.count("sliding_window_pattern") != 0 and layer + 1 < config.count("num_hidden_layers")
+    )
+)
+"""The window of every layer but the last of each `sliding_window_pattern` layers, and the last of all."""
+
 
 def _is_upper(config: ModelConfig, layer: int) -> bool:
     return layer >= (config.optional_count("max_window_layers") or 0)
@@ -161,12 +168,99 @@ def four_hidden(config: ModelConfig) -> int:
     return 4 * config.count("hidden_size")
 
 
+# -- what cannot be sized ---------------------------------------------------------------------------------------------
+
+
+def nothing(config: ModelConfig) -> str | None:
+    """Refuse no config."""
+    return None
+
+
+def gemma4_extras(config: ModelConfig) -> str | None:
+    """Refuse Gemma 4's small models, whose layers embed the tokens again or share keys and values (E2B, E4B)."""
+    if config.optional_count("hidden_size_per_layer_input"):
+        return "hidden_size_per_layer_input is above 0: layers that embed the tokens again are not sized"
+    if config.optional_count("num_kv_shared_layers"):
+        return "num_kv_shared_layers is above 0: layers that share keys and values are not sized"
+    return None
+
+
+def nemotron_h_extras(config: ModelConfig) -> str | None:
+    """Refuse Nemotron-H configs whose experts work on latents, or with unknown layers."""
+    if config.optional_count("moe_latent_size"):
+        return "moe_latent_size is set: experts that work on latents are not sized"
+    unknown = set(block_types(config)) - {"linear_attention", "full_attention", "moe", "mlp"}
+    return f"layers_block_type contains {', '.join(sorted(map(str, unknown)))}" if unknown else None
+
+
+# -- layers that are either attention or MLP --------------------------------------------------------------------------
+
+
+def block_types(config: ModelConfig) -> list[str]:
+    """Read what each layer of Nemotron-H is."""
+    return config.items("layers_block_type") or []
+
+
+def mamba_blocks(config: ModelConfig) -> tuple[bool, ...]:
+    """Return which layers are Mamba-2 layers (Nemotron-H)."""
+    return tuple(kind == "linear_attention" for kind in block_types(config))
+
+
+def expert_blocks(config: ModelConfig) -> tuple[bool, ...]:
+    """Return which layers are mixtures of experts (Nemotron-H)."""
+    return tuple(kind == "moe" for kind in block_types(config))
+
+
+# -- linear attention -------------------------------------------------------------------------------------------------
+
+
+def no_layer(config: ModelConfig) -> tuple[bool, ...]:
+    """Give no layer linear attention."""
+    return (False,) * config.count("num_hidden_layers")
+
+
+def three_of_four(config: ModelConfig) -> tuple[bool, ...]:
+    """Give the layers that `layer_types` calls `linear_attention` linear attention.
+
+    Without it, these are all but each `full_attention_interval`-th layer, by default each fourth.
+
+    Raises:
+        UnsupportedModelError: the list has an unknown type, or not one entry per layer.
+    """
+    layers = config.count("num_hidden_layers")
+    types = config.items("layer_types")
+    if types is None:
+        interval = config.optional_count("full_attention_interval") or 4
+        return tuple((layer + 1) % interval != 0 for layer in range(layers))
+    if set(types) - {"linear_attention", "full_attention"} or len(types) != layers:
+        raise UnsupportedModelError(
+            f"config of model_type {config.model_type!r}: layer_types must have linear_attention or full_attention "
+            f"for each of its {layers} layers, but has {len(types)} entries; correct it in config.json"
+        )
+    return tuple(kind == "linear_attention" for kind in types)
+
+
 # -- mixtures of experts ----------------------------------------------------------------------------------------------
 
 
 def every_layer(config: ModelConfig) -> tuple[bool, ...]:
     """Make every layer a mixture of experts."""
     return (True,) * config.count("num_hidden_layers")
+
+
+def every_layer_if_enabled(config: ModelConfig) -> tuple[bool, ...]:
+    """Make every layer a mixture of experts if `enable_moe_block` is set (Gemma 4)."""
+    return (config.flag("enable_moe_block"),) * config.count("num_hidden_layers")
+
+
+def dense_width(config: ModelConfig) -> int:
+    """Read the width of the dense MLP that every token passes besides its experts (Gemma 4)."""
+    return config.count("intermediate_size")
+
+
+def gemma4_norms(config: ModelConfig) -> int:
+    """Count Gemma 4's norms per layer: four, and three more around the experts."""
+    return 7 if config.flag("enable_moe_block") else 4
 
 
 def every_sparse_step(config: ModelConfig) -> tuple[bool, ...]:
@@ -211,6 +305,7 @@ def stated_shared_width(key: str) -> Callable[[ModelConfig], int]:
     return lambda config: config.optional_count(key) or 0
 
 
+nemotron_shared_width = stated_shared_width("moe_shared_expert_intermediate_size")
 granite_shared_width = stated_shared_width("shared_intermediate_size")
 qwen_shared_width = stated_shared_width("shared_expert_intermediate_size")
 
