@@ -142,7 +142,7 @@ def passes(corner: Corner, *, contract: bool) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         good = [run(corner, "imports and one process", [python, TRAINING, "single", folder], environ)]
         for strategy in corner.strategies:
-            launch = [python, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+            launch = [python, "-m", "accelerate.commands.launch", "--num_processes", "2", "--mixed_precision", "no"]
             config = "ddp" if strategy == "native" else strategy
             launch += ["--config_file", f"accelerate_configs/{config}.yaml", "--main_process_port", str(free_port())]
             argv = [*launch, TRAINING, strategy, f"{folder}/{strategy}"]
