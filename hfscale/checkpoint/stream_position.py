@@ -6,6 +6,10 @@ stream of `datasets` can report its position (`IterableDataset.state_dict`), but
 the one after the last sample of the last step in `trainer_state.json`. It is the same for any number of ranks: either
 one rank reads for all, or each rank reads everything.
 
+Where worker processes of a loader read the stream, each of them is at a position of its own, ahead of the training;
+they take turns by batches, and a new loader begins with the first worker, whichever was next. So the pass is read
+again from its beginning, by workers that start with the seed of the first time: rank 0's is in the checkpoint.
+
 Functions that a stream maps over its samples may draw random numbers. They draw from the same sequence as without
 `PositionedStream`, because it reads a sample only when it is asked for one. Samples that were read ahead are read
 again after a resume, with the states that the random number generators had when they were read.
@@ -77,6 +81,14 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
                 gets its number in the whole run.
         """
         super().set_epoch(self._first_epoch + epoch)
+
+    def begin_with_pass(self, number: int) -> None:
+        """Let this launch begin with a later pass, which it reads from the beginning.
+
+        Args:
+            number (`int`): number of the pass in the run, from 0.
+        """
+        self._first_epoch = number
 
     def go_to(self, position: dict[str, Any], finish: Callable[[], None]) -> None:
         """Let the next pass begin at a position that an earlier launch has recorded.
@@ -245,6 +257,7 @@ class StreamPosition(TrainerCallback):
         self._begun_with = 0  # samples of the pass that another launch has taken; -1: the position is not known
         self._resumed: str | None = None  # the checkpoint, until the first step
         self._must_load_rng_state = False
+        self._seed_state: dict[str, Any] = {}  # the random states with which the pass that workers read began
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -252,21 +265,30 @@ class StreamPosition(TrainerCallback):
         self._first_pass = 0
         self._pass = -1
         self._resumed = None
+        self._seed_state = {}
         batch = global_batch_size(self._adapter.trainer)
         self.stream.remembered = 4 * batch  # a step's samples, and what loaders fetch before it
-        if args.dataloader_num_workers:
+        workers = args.dataloader_num_workers
+        if workers:
             logger.info(
-                "a resumed run reads again what was seen of a stream, because its position is not known where data "
-                "loader processes read it: set dataloader_num_workers to 0 to continue at the position"
+                "a resumed run reads again what was seen of this pass of a stream, because its position is not known "
+                "where data loader processes read it: set dataloader_num_workers to 0 to continue at the position"
             )
         position = saved_state(state, "stream")
-        is_known = bool(position) and not args.dataloader_num_workers
+        is_known = bool(position) and position.get("workers", 0) == workers
         dataset = kwargs["train_dataloader"].dataset
         if isinstance(dataset, datasets.IterableDataset) and dataset is not self.stream:
             is_known = False  # Accelerate has given each process a part of the files (`dispatch_batches` false)
         resumed = None if args.ignore_data_skip else resumed_from()
         if resumed is None:
             return
+        if position and position.get("workers", 0) != workers:
+            logger.warning(
+                "%d processes of the data loader read the stream, and now %d do: the sequences come in another order, "
+                "so that some of them are seen twice or never",
+                position.get("workers", 0),
+                workers,
+            )
         # Other nodes may have no position in their checkpoint: rank 0 decides.
         known_samples = position["samples"] if is_known and distributed.rank() == 0 else -1
         self._begun_with = int(TRAINING.maximum("start: stream", [float(known_samples)])[0])
@@ -277,13 +299,25 @@ class StreamPosition(TrainerCallback):
         self._resumed = resumed
         self._must_load_rng_state = True
         self._adapter.set_argument("ignore_data_skip", True)  # in the first pass: Trainer would drop batches
+        if workers:
+            self._adapter.drop_batches(self._begun_with // batch * args.gradient_accumulation_steps)
         if is_known:
+            self._go_to(position, state, workers)
+
+    def _go_to(self, position: dict[str, Any], state: TrainerState, workers: int) -> None:
+        """Begin at a position of an earlier launch, or, with workers, at the beginning of its pass."""
+        self._first_pass = position["pass"]
+        self._samples = position["samples"]
+        self._steps = position["steps"]
+        self._at_step = state.global_step
+        if workers:
+            self.stream.begin_with_pass(position["pass"])
+            self._seed_state = {name: position[name] for name in ("torch",) if name in position}
+            after = "the %d sequences already seen of pass %d are read again and dropped"
+        else:
             self.stream.go_to(position, self._load_rng_state)
-            self._first_pass = position["pass"]
-            self._samples = position["samples"]
-            self._steps = position["steps"]
-            self._at_step = state.global_step
-            logger.info("the stream continues after %d sequences of pass %d", self._samples, self._first_pass + 1)
+            after = "the stream continues after %d sequences of pass %d"
+        logger.info(after, self._samples, self._first_pass + 1)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -294,6 +328,10 @@ class StreamPosition(TrainerCallback):
         if self._resumed is None:
             self._samples = self._steps = 0
             self._at_step = state.global_step
+        if args.dataloader_num_workers:  # they start with the seed that the loader draws now
+            if self._resumed is not None:
+                _set_random_states(self._seed_state)  # empty where a new pass begins
+            self._seed_state = {"torch": _random_states()["torch"]}
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -313,7 +351,7 @@ class StreamPosition(TrainerCallback):
         if state.epoch is not None:  # Trainer counts from 0 where nothing is skipped
             state.epoch += self._first_pass + self._steps / state.max_steps
         saved = saved_state(state, "stream")
-        position = self.stream.position_after(samples)
+        position = self._position_of_workers() if args.dataloader_num_workers else self.stream.position_after(samples)
         saved.clear()
         if position is None:
             return
@@ -322,6 +360,14 @@ class StreamPosition(TrainerCallback):
         else:
             saved |= {"pass": self._first_pass + self._pass, "samples": samples, "steps": self._steps + steps}
             saved |= position
+
+    def _position_of_workers(self) -> dict[str, Any]:
+        """Return the number of workers, whether their pass has ended (`state` is None), and the seed that began it."""
+        trainer = self._adapter.trainer
+        found = {"workers": trainer.args.dataloader_num_workers}
+        if trainer.accelerator.gradient_state.end_of_dataloader:
+            return found | {"state": None}
+        return found | {"state": {}} | self._seed_state
 
     def _load_rng_state(self) -> None:
         """Set this rank's random number generators to their states in the checkpoint, the first time it is called."""

@@ -117,13 +117,18 @@ def test_a_resumed_run_is_the_one_without_the_callback(plain, tmp_path, prepare,
 
 @pytest.mark.world(2)
 def test_two_processes_read_what_they_read_without_the_callback(launch, tmp_path):
-    """Also where Accelerate gives each process its own files, and where it splits a batch between the processes."""
+    """Also where Accelerate gives each process its own files, and where it splits a batch between the processes.
+
+    With workers, the interruption is in the second pass.
+    """
     cases = [f"datasets with a random map, {loader}, 0 workers" for loader in ("not dispatched", "split")]
+    cases.append("few rows, default, 2 workers")
     done = launch(2, REPOSITORY / "tests" / "workers" / "streams.py", *cases)
     assert done.code == 0, done.err
-    own_files, split = (json.loads((tmp_path / "streams.json").read_text())[case] for case in cases)
+    own_files, split, second_pass = (json.loads((tmp_path / "streams.json").read_text())[case] for case in cases)
     assert own_files["first"]
     assert split == {"first": True, "resumed": True}
+    assert second_pass == {"first": True, "resumed": True}
 
 
 def test_a_resumed_run_reads_only_what_follows(tmp_path):
@@ -169,14 +174,30 @@ def test_only_the_positions_that_a_step_may_need_are_remembered(tmp_path):
     assert seen["kept"] <= 4 * BATCH
 
 
-def test_with_data_loader_workers_the_stream_is_read_again(tmp_path, caplog):
-    uninterrupted, _ = train(tmp_path / "uninterrupted", dataloader_num_workers=1)
-    train(tmp_path / "cut", stop_at=7, dataloader_num_workers=1)
+def noisy_rows(dataset):
+    return dataset.map(noisy)
+
+
+@pytest.mark.parametrize(
+    ("workers", "prepare", "stop_at"), [(2, noisy_rows, 7), (2, noisy_rows, 20), (2, noisy_rows, 23), (3, batched, 23)]
+)
+def test_with_data_loader_workers_the_stream_is_read_again_exactly(tmp_path, caplog, workers, prepare, stop_at):
+    """Also in the second pass and between the two, with functions that draw random numbers in the workers."""
+    arguments = {"dataloader_num_workers": workers, "save_steps": 1000}
+    uninterrupted, _ = train(tmp_path / "uninterrupted", prepare, **arguments)
+    train(tmp_path / "cut", prepare, stop_at=stop_at, **arguments)
     with caplog.at_level(logging.INFO, logger="hfscale"):
-        resumed, _ = train(tmp_path / "cut", dataloader_num_workers=1, resume=latest_checkpoint(tmp_path / "cut"))
+        resumed, _ = train(tmp_path / "cut", prepare, resume=latest_checkpoint(tmp_path / "cut"), **arguments)
     assert logged(resumed, "loss") == logged(uninterrupted, "loss")
     assert "dataloader_num_workers to 0" in caplog.text
-    assert "the 28 sequences already seen are read again" in caplog.text
+    assert f"the {4 * (stop_at % 20)} sequences already seen of pass {stop_at // 20 + 1} are read again" in caplog.text
+
+
+def test_another_number_of_data_loader_workers_is_another_order_and_reported(tmp_path, caplog):
+    train(tmp_path, stop_at=7, dataloader_num_workers=2, save_steps=1000)
+    with caplog.at_level(logging.WARNING, logger="hfscale"):
+        train(tmp_path, dataloader_num_workers=0, resume=latest_checkpoint(tmp_path), max_steps=8, save_steps=1000)
+    assert "2 processes of the data loader read the stream, and now 0 do" in caplog.text
 
 
 def test_a_stream_that_fails_fails_the_training(tmp_path):
