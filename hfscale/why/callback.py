@@ -8,6 +8,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.logging import get_logger
+from hfscale.core.replaying import is_replaying
 from hfscale.core.run_files import TRACES_NAME
 from hfscale.errors import ParameterError, UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
@@ -51,8 +52,8 @@ class TraceCallback(AdapterCallback):
 
     Raises:
         ParameterError: a step is below 1, or there are more than 32.
-        UsageError: when training begins: the run uses DeepSpeed, whose engine has no events between the parts of a
-            step.
+        UsageError: when training begins: the run uses DeepSpeed or `ParallelTrainer`, whose steps have no events
+            between their parts.
     """
 
     def __init__(self, steps: Sequence[int], *, operations: bool = True) -> None:
@@ -67,18 +68,25 @@ class TraceCallback(AdapterCallback):
 
     def _begin_run(self) -> None:
         self._recorder: StepRecorder | None = None
+        self._is_attached = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._begin_run()
         if not self.steps:
             return
+        if self._recorder is not None:  # of a training loop that `auto_find_batch_size` has restarted
+            self._recorder.discard()
+            self._recorder = None
         adapter = TrainerAdapter.current()
-        if running_strategy(adapter.trainer).startswith("zero"):
-            raise UsageError("steps cannot be traced under DeepSpeed: trace the same run under FSDP2 or DDP")
-        adapter.at_training_end(self._discard)
-        adapter.wrap_training_step(self._record)
+        strategy = running_strategy(adapter.trainer)
+        if strategy.startswith("zero") or strategy == "parallel":
+            name = "ParallelTrainer" if strategy == "parallel" else "DeepSpeed"
+            raise UsageError(f"steps cannot be traced under {name}: trace the same training under FSDP2 or DDP")
+        if not self._is_attached:
+            self._is_attached = True
+            adapter.at_training_end(self._detach)
+            adapter.wrap_training_step(self._record)
         if args.torch_compile:
             logger.warning("modules and operations are not traced under torch.compile; the rest of a step is")
         folder = adapter.run_dir() / TRACES_NAME
@@ -88,7 +96,7 @@ class TraceCallback(AdapterCallback):
 
     def _record(self, training_step: Any) -> Any:
         def step_or_record(*args: Any, **kwargs: Any) -> Any:
-            if self._recorder is None:
+            if self._recorder is None or is_replaying():
                 return training_step(*args, **kwargs)
             return self._recorder.wrap(training_step)(*args, **kwargs)
 
@@ -110,7 +118,8 @@ class TraceCallback(AdapterCallback):
             self._recorder.end()
             self._recorder = None
 
-    def _discard(self) -> None:
+    def _detach(self) -> None:
+        self._is_attached = False
         if self._recorder is not None:
             self._recorder.discard()
             self._recorder = None

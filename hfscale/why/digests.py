@@ -8,11 +8,8 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from hfscale.core.bit_hash import bit_hash
 from hfscale.core.torch_internals import is_traceable_wrapper_subclass
-
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_CHUNK = 2**24
-"""Elements that are hashed at once on a GPU, which bounds the memory that it takes (128 MiB for positions)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +61,7 @@ class DigestQueue:
         square = torch.linalg.vector_norm(numbers, dtype=torch.float64).square()
         total = numbers.sum(dtype=torch.float64)
         what = (tuple(local.shape), _name(local.dtype))
-        self._waiting.append((square, total, _hash_on_device(local), what, give))
+        self._waiting.append((square, total, bit_hash(local), what, give))
 
     def empty(self) -> None:
         """Read the waiting digests, and give them away."""
@@ -118,17 +115,3 @@ def _digest_on_cpu(local: torch.Tensor) -> Digest:
         square=norm * norm,
         sum=total,
     )
-
-
-def _hash_on_device(local: torch.Tensor) -> torch.Tensor:
-    """Return a sum of the bits of a tensor, weighted by position, modulo 2^64: ()."""
-    flat = local.contiguous().reshape(-1)
-    if flat.dtype == torch.bool:
-        flat = flat.view(torch.uint8)
-    bits = flat.view(_BITS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for begin in range(0, len(bits), _CHUNK):
-        part = bits[begin : begin + _CHUNK].to(torch.int64)
-        x = torch.arange(begin + 1, begin + 1 + len(part), device=flat.device) * 0x5851F42D4C957F2D
-        total = total + ((part + 1) * ((x ^ (x >> 29)) | 1)).sum()
-    return total

@@ -3,11 +3,17 @@
 HFSCALE_RESULTS=benchmarks/results/why.json keeps the counts.
 """
 
+import statistics
+import time
+
 import pytest
 from results import keep_result
+from tiny import tiny_model, tiny_trainer
+from transformers import TrainerCallback
 from why_faults import ALL, DROPOUT, FAULTS, PADDED, TWO_MICRO
 from why_runs import LAYOUTS, Training, launch
 
+from hfscale import TraceCallback
 from hfscale.why.answer import compare_runs
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
@@ -116,3 +122,33 @@ def test_clean_pairs_are_never_blamed(tmp_path):
         keep_result("clean pairs", {"pairs": pairs, "blamed": len(blamed)})
     assert pairs >= 50
     assert blamed == []
+
+
+class StepTimes(TrainerCallback):
+    """Notes when each step begins and ends for this callback."""
+
+    def __init__(self):
+        self.begun, self.ended = [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun.append(time.perf_counter())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.ended.append(time.perf_counter())
+
+
+@pytest.mark.parametrize("size", [32, 256])
+def test_a_traced_step_takes_at_most_twenty_times_as_long(tmp_path, size):
+    sizes = {"hidden_size": size, "intermediate_size": 2 * size, "num_hidden_layers": 4}
+    medians = {}
+    for name, trace in (("plain", None), ("modules", {"operations": False}), ("operations", {})):
+        first, last = StepTimes(), StepTimes()  # around what the trace does at both ends of a step
+        traced = [] if trace is None else [TraceCallback(range(3, 11), **trace)]
+        trainer = tiny_trainer(tmp_path / name, model=tiny_model(**sizes), max_steps=10, per_device_train_batch_size=8)
+        trainer.callback_handler.callbacks = [first, *trainer.callback_handler.callbacks, *traced, last]
+        trainer.train()
+        seconds = [end - begin for begin, end in zip(first.begun, last.ended, strict=True)]
+        medians[name] = statistics.median(seconds[2:])
+    slower = {name: medians[name] / medians["plain"] for name in ("modules", "operations")}
+    keep_result(f"traced step, hidden size {size}", {"step_s": medians, "times_as_long": slower})
+    assert max(slower.values()) <= 20
