@@ -25,7 +25,7 @@ from hfscale.core.run_files import FINGERPRINTS_NAME, JSONL_NAME, RANKS_NAME, TI
 
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
-METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "recovery/", "islands/", "moe/")
+METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "recovery/", "islands/", "moe/", "health/")
 """The metric keys of hfscale's callbacks begin with one of these."""
 WRITING = "writing measurements"
 """Name of this work in warnings and in the report."""

@@ -34,6 +34,7 @@ from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
+from hfscale.health.replay import StepReplay
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
@@ -68,7 +69,8 @@ class CommHealthCallback(AdapterCallback):
     collectives are checked for their values (half a second). During the run a thread detects hangs and names the rank
     that the others wait for, with every rank's stacks in `hfscale_hang/`. At each log the ranks exchange one vector,
     which shows stragglers, ranks that wait for data, replicas that differ and GPUs that throttle. Losses are checked
-    for NaN, infinity and spikes. See `hfscale.health`.
+    for NaN, infinity and spikes. With `replay_every_steps` the first micro-batch of every N-th step is computed twice
+    and compared bit by bit, which finds silent data corruption (`hfscale.health.replay`). See `hfscale.health`.
 
     | metric key | unit | meaning |
     |---|---|---|
@@ -76,6 +78,8 @@ class CommHealthCallback(AdapterCallback):
     | `gpu/temperature_c_max` | °C | hottest GPU (with `nvidia-ml-py`) |
     | `gpu/power_w` | W | mean power of a GPU |
     | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |
+    | `health/replay_mismatches` | replays | with `replay_every_steps`: replays so far that gave another result |
+    | `health/replay_s` | s | with `replay_every_steps`: time of this rank in replays since the previous log |
 
     Args:
         preflight (`bool`): whether ranks check each other before the first step.
@@ -86,8 +90,11 @@ class CommHealthCallback(AdapterCallback):
         on_hang (`str`): `report`, or `abort`: after the report the processes end, so that the launcher restarts them.
             Under `hfscale run` it is `abort`.
         stragglers (`bool`): whether each rank's own work is timed.
-        on_bad_training (`str`): what happens at a NaN or infinite loss and where replicas differ: `warn`, or `stop`:
-            checkpoints after the last good log are archived and the run ends.
+        on_bad_training (`str`): what happens at a NaN or infinite loss, where replicas differ and where a replay gives
+            another result: `warn`, or `stop`: checkpoints after the last good log are archived and the run ends; after
+            a replay, before the optimizer steps.
+        replay_every_steps (`int`, *optional*): steps from one replay to the next, under one process, DDP or FSDP2; a
+            replay takes as long as a micro-batch. None: nothing is replayed.
 
     Raises:
         StrategyMismatchError: when the Trainer is created (number of processes, Megatron-LM) or training begins
@@ -104,6 +111,7 @@ class CommHealthCallback(AdapterCallback):
         on_hang: Literal["report", "abort"] = "report",
         stragglers: bool = True,
         on_bad_training: Literal["warn", "stop"] = "warn",
+        replay_every_steps: int | None = None,
     ) -> None:
         if hang_after_s is not None and hang_after_s <= 0:
             raise ParameterError("hang_after_s", hang_after_s, "it must be greater than 0, or None")
@@ -111,6 +119,9 @@ class CommHealthCallback(AdapterCallback):
             raise ParameterError("on_hang", on_hang, "use report or abort")
         if on_bad_training not in ("warn", "stop"):
             raise ParameterError("on_bad_training", on_bad_training, "use warn or stop")
+        if replay_every_steps is not None and replay_every_steps < 1:
+            raise ParameterError("replay_every_steps", replay_every_steps, "it must be at least 1, or None")
+        self.replay_every_steps = replay_every_steps
         self.preflight = preflight
         self.hang_after_s = hang_after_s
         self.on_hang = on_hang
@@ -125,6 +136,7 @@ class CommHealthCallback(AdapterCallback):
         self._losses = LossGuard()
         self._healthy_step = 0
         self._rank_lines: RankLines | None = None
+        self._replay: StepReplay | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -163,7 +175,9 @@ class CommHealthCallback(AdapterCallback):
             if doubt is not None:
                 logger.warning(doubt)
         self._end()  # an earlier training may have ended by an exception
+        replay = self._replay  # of a training loop that `auto_find_batch_size` has restarted
         self._begin_run()
+        self._replay = replay
         self._healthy_step = state.global_step
         rank_store = connect_rank_store(args) if self.preflight or self.hang_after_s else None
         if not all(TRAINING.gather("start: rank store", rank_store is not None)):
@@ -175,6 +189,11 @@ class CommHealthCallback(AdapterCallback):
         if rank_store is not None and self.hang_after_s:
             self._start_watchdog(args, rank_store, self.hang_after_s)
         adapter.collect(self, self.judge)
+        if self.replay_every_steps is not None and self._replay is None:
+            self._replay = StepReplay(trainer, self.replay_every_steps, self._replay_differs)
+            adapter.wrap_training_step(self._replay.wrap)
+            adapter.add_metrics(self._replay.keys)
+            adapter.at_training_end(self._forget_replay)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -318,6 +337,15 @@ class CommHealthCallback(AdapterCallback):
         if not bad:
             self._healthy_step = step
         return {name: value for name, value in comparison.keys.items() if math.isfinite(value)}
+
+    def _replay_differs(self, finding: Finding) -> None:
+        """Log what a replay has found; with `stop` end the run, on all ranks."""
+        log_findings([finding])
+        if self.on_bad_training == "stop":
+            self._stop([finding])
+
+    def _forget_replay(self) -> None:
+        self._replay = None
 
     def _stop(self, bad: list[Finding]) -> None:
         """End the run at the last checkpoint that was written before the fault.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfscale.core.logging import get_logger
+from hfscale.core.replaying import is_replaying
 
 logger = get_logger(__name__)
 
@@ -125,7 +126,7 @@ class TokenCounter:
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def _enter(self, entry: BatchEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or self._outermost is not None:
+        if torch.compiler.is_compiling() or self._outermost is not None or is_replaying():
             return
         named = {**dict(zip(entry.names, args, strict=False)), **kwargs}
         nested = [] if any(name in named for name in _TOKENS) else list(_dictionaries(args, kwargs))
