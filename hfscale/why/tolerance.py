@@ -11,8 +11,7 @@ Analysis, SIAM J. Sci. Comput. 41(5), 2019: the error of a sum of n terms is at 
 with a probability of 1 - 1e-13. The blocks in which BLAS and collectives add up make n small; it is left at 1 for a
 rank, and each rank adds a term."""
 REDUCTIONS = 16.0
-"""Roundings in a row that a gradient has passed, relative to a single sum; measured on pairs of runs without a fault,
-benchmarks/results/why.json."""
+"""Roundings in a row that a gradient has passed, relative to one sum: an assumption of ours, not measured."""
 
 
 def roundoff(dtype: str) -> float:
