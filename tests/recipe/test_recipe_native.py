@@ -63,6 +63,7 @@ def test_experts_over_two_ranks_train_resume_and_export_like_one_process(workpla
     """From a config alone; killed after step 3 and started again, with all experts on each rank."""
     run = train(workplace, tmp_path / "run", 2, "--ep_size", "2")
     assert "strategy native on 2 processes (cpu)" in output(run)
+    assert "fsdp=2, experts over 2 ranks" in output(run)
     assert manifest(run)["strategy"] == "native"
     assert logged(run, "loss") == pytest.approx(logged(trained, "loss"), abs=1e-5)
     assert logged(run, "grad_norm") == pytest.approx(logged(trained, "grad_norm"), rel=1e-4)
