@@ -113,6 +113,8 @@ def _located(step: int, found: _Found, a: RankTrace, b: RankTrace) -> tuple[Diff
     """Name module and operation of a difference."""
     event = found.a or found.b
     assert event is not None
+    if found.b is not None and found.b.key not in {one.key for one in a.events}:
+        event = found.b  # what the second run alone has
     if found.a is None or found.b is None or found.a.key != found.b.key:
         texts = [
             "nothing" if one is None else f"{one.value_name} of {one.name or 'the step'}" for one in (found.a, found.b)
@@ -292,7 +294,9 @@ def compare_within_rounding(
     ranks = max(len(a), len(b))
     before = [one for one in _settings(a[:1], b[:1]) if isinstance(one.a, float) or isinstance(one.b, float)]
     compared = skipped = 0
-    for key, x in first.items():
+    for key, x in sorted(
+        first.items(), key=lambda item: _ORDER[item[0][0]]
+    ):  # the loss is recorded after the backward
         y = second.get(key)
         if y is None or (not x.elements and not x.text):
             skipped += y is None

@@ -470,7 +470,14 @@ FAULTS = [
         faulty=edit(scale_gradient_of_weight),
         layouts=("single", "ddp"),
     ),
-    Fault(name="a branch without gradient", kinds=("backward",), step=1, module=MLP, faulty=edit(detach_branch)),
+    Fault(
+        name="a branch without gradient",
+        kinds=("backward",),
+        step=1,
+        module=MLP,
+        faulty=edit(detach_branch),
+        layouts=("single", "fsdp2"),  # DDP refuses parameters without a gradient
+    ),
     Fault(
         name="a frozen parameter",
         kinds=("backward", "gradient"),
