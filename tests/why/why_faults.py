@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from why_runs import At, Training, last_rank, local
 
@@ -194,7 +195,7 @@ def lose_micro_batch(trainer: Any) -> None:
 
 
 def leave_out_reduction(trainer: Any) -> None:
-    def hook(state: Any, bucket: Any) -> Any:
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
@@ -203,9 +204,9 @@ def leave_out_reduction(trainer: Any) -> None:
 
 
 def leave_out_average(trainer: Any) -> None:
-    for module in trainer.model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
-            module.set_gradient_divide_factor(1.0)
+    """Leave gradients as their sum over two ranks; `set_gradient_divide_factor` of FSDP2 does not work with gloo."""
+    for parameter in trainer.model.parameters():
+        local(parameter.grad).mul_(2)
 
 
 def clip_own_part(trainer: Any) -> None:
@@ -497,8 +498,8 @@ FAULTS = [
     Fault(
         name="gradients are added and not averaged (FSDP2)",
         kinds=("gradient",),
-        step=1,
-        faulty=at("on_train_begin", None, leave_out_average),
+        step=2,
+        faulty=Training(prepare=step_changed(leave_out_average)),
         layouts=("fsdp2",),
         across=("fsdp2",),
     ),
