@@ -181,11 +181,10 @@ class BecomesNan(TrainerCallback):
             next(model.parameters()).data.view(-1)[5] = float("nan")
 
 
-@pytest.mark.parametrize("bits", [32, 4])
-def test_a_contribution_that_is_not_finite_is_dropped_by_all_islands_and_counted(tmp_path, bits):
+def test_a_contribution_that_is_not_finite_is_dropped_by_all_islands_and_counted(tmp_path):
     def train(island, rendezvous):
         flags = {"islands": 2, "island_rank": island, "rendezvous": rendezvous, "deadline_s": 60.0}
-        callback = DiLoCoCallback(**flags, every_steps=2, compression=Compression(bits=bits))
+        callback = DiLoCoCallback(**flags, every_steps=2, compression=Compression(bits=4))
         spoils = [BecomesNan(4)] if island == 1 else []  # before the second of three rounds
         trained(tmp_path / str(island), *spoils, callback, logging_steps=1)
 
