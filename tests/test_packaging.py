@@ -126,6 +126,7 @@ def test_the_configs_come_with_an_installed_package(use, tmp_path):
     assert str(copied) in (tmp_path / "zero2.yaml").read_text()
 
 
+@pytest.mark.recipes
 def test_what_an_installed_package_emits_trains(use, tmp_path):
     """The command that is printed, on one CPU instead of a GPU."""
     use("hfscale", "configs", "copy", "ddp/train.py")

@@ -95,6 +95,8 @@ def list_configs() -> list[ShippedConfig]:
                 continue
             if kind == "launch" and (path.is_dir() or path.parent == root / folder):  # there lies the page about all
                 continue
+            if "__pycache__" in path.parts:
+                continue
             found.append(ShippedConfig(name=path.relative_to(root).as_posix(), kind=kind, path=path))
     return found
 

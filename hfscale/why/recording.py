@@ -49,7 +49,7 @@ class StepRecorder:
         self._events: list[Event] = []
         self._queue = DigestQueue()
         self._handles: list[Any] = []
-        self._modules: list[str] = [""]
+        self._entered: list[str] = [""]
         self._micro = 0
         self._is_in_micro = False
         self._is_backward = False
@@ -63,7 +63,7 @@ class StepRecorder:
     @property
     def _at(self) -> str:
         """The module whose code is running."""
-        return self._modules[-1]
+        return self._entered[-1]
 
     # ---- the parts of a step
 
@@ -152,16 +152,16 @@ class StepRecorder:
         if module is self._model:
             self._is_backward = False
         if self._is_backward:  # recomputation of a checkpointed layer
-            self._modules.append(name)
+            self._entered.append(name)
             return
         with self._recording():
             self._values(name, "input", {**{str(i): value for i, value in enumerate(args)}, **kwargs})
-        self._modules.append(name)
+        self._entered.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._is_in_micro or len(self._modules) < 2:
+        if not self._is_in_micro or len(self._entered) < 2:
             return
-        self._modules.pop()
+        self._entered.pop()
         if not self._is_backward:
             with self._recording():
                 self._values(name, "output", {"": output})
@@ -181,7 +181,7 @@ class StepRecorder:
         with self._recording():
             if phase == "backward":
                 self._is_backward = True
-                self._modules = ["", name]
+                self._entered = ["", name]
             self._tensor(phase, name, value_name, gradient)
 
     # ---- a micro-batch
@@ -197,7 +197,7 @@ class StepRecorder:
                 for name, total in rows.take().items():
                     self._add("batch", "", f"rows of {name}", f"{total:016x}")
             self._add("rng", "", "before", rng_digest())
-        self._modules = [""]
+        self._entered = [""]
         self._is_backward = False
         self._is_in_micro = True
         if self._operations is not None:

@@ -29,7 +29,7 @@ KILLS = int(os.environ.get("HFSCALE_KILLS", "200"))
 SEED = os.environ.get("HFSCALE_SEED", "0")
 STEPS = 24
 SHARES = {"single": 0.6, "ddp": 0.2, "fsdp2": 0.1, "zero2": 0.05, "zero3": 0.05}
-QUICK = {"single": 50, "ddp": 15, "fsdp2": 10}
+QUICK = {"single": 20, "ddp": 6, "fsdp2": 5}
 
 
 RUN_FILES = {

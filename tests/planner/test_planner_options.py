@@ -121,7 +121,7 @@ def test_the_flag_and_the_help_text_of_an_option_are_written_once():
     assert {one.help: texts[one.help] for one in DECLARED.values() if texts[one.help] != 1} == {}
     flags = {one.flag or flag_of(name) for name, one in DECLARED.items()}
     in_strings = {text: number for text, number in texts.items() if text in flags}
-    assert in_strings == {"--json": 2, "--gpus": 2, "--zero": 1, "--calibrate": 1}  # in commands that are started
+    assert in_strings == {"--json": 2, "--gpus": 2, "--zero": 1, "--calibrate": 1, "--emit": 1, "--choice": 1}  # in commands that are started
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -146,7 +146,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_the_flags_in_groups_and_ends_with_two_examples(command):
+def test_help_shows_the_flags_in_groups_and_ends_with_examples(command):
     text = help_of(command)
     expected = {
         option.flag or flag_of(name)
@@ -161,7 +161,7 @@ def test_help_shows_the_flags_in_groups_and_ends_with_two_examples(command):
     assert {"Hardware", "Search and limits" if command != "estimate" else "Layout", "Output"} <= set(groups)
     assert groups[-1] == "Examples"
     examples = text.split("Examples:\n")[1].splitlines()
-    assert len(examples) == 2
+    assert len(examples) == (3 if command == "tune" else 2)
     assert all(line.startswith(f"  hfscale {command} ") for line in examples)
 
 
@@ -174,23 +174,29 @@ def test_the_examples_run(example, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("example", tune_command.EXAMPLES)
-def test_the_examples_of_tune_are_read(example, monkeypatch):
+def test_the_examples_of_tune_are_read(example, monkeypatch, tmp_path):
     """They run for minutes: the launch command is read and planned for, but not started."""
-    monkeypatch.chdir(REPOSITORY)
-    asked = read_command(shlex.split(example.partition(" -- ")[2]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    (tmp_path / "my_train.py").write_text("from hfscale import ScalingCallback\n")
+    flags, _, launch = example.partition(" -- ")
+    words = iter(shlex.split(flags)[2:])
+    given = {word.removeprefix("--").replace("-", "_"): next(words) for word in words}
+    tokens = int(given["seq_len"]) if "seq_len" in given else None
+    asked = read_command(shlex.split(launch), model=given.get("model"), seq_len=tokens)
     assert tune_command.plan_command(asked, accelerator("H100-80GB")).choices
 
 
 def test_a_flag_that_plan_and_tune_have_is_checked_in_the_same_way():
     both = options_of(TuneOptions).keys() & options_of(PlanOptions).keys() - {"gpu"}
-    assert both == {"top", "deadline", "budget", "usd_per_gpu_hour"}
-    for name in both:
+    assert both == {"top", "deadline", "budget", "usd_per_gpu_hour", "seq_len"}
+    for name in both - {"seq_len"}:  # which tune needs for scripts that are no recipes
         of_tune, of_plan = (options_of(cls)[name] for cls in (TuneOptions, PlanOptions))
         assert (of_tune.group, of_tune.unit, of_tune.check) == (of_plan.group, of_plan.unit, of_plan.check)
     tree = ast.parse(Path(tune_command.__file__).read_text(encoding="utf-8"))
     declared = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "option"]
     checks = [ast.unparse(one.value) for call in declared for one in call.keywords if one.arg == "check"]
-    assert checks == ["a_count"]  # of --steps, which plan does not have
+    assert checks == ["a_count", "a_count"]  # of --steps, which plan does not have, and of --seq-len
 
 
 @pytest.mark.parametrize(

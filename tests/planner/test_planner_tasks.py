@@ -259,7 +259,7 @@ def test_layouts_that_no_recipe_of_a_task_runs_are_refused():
 
 def test_the_table_of_a_task_names_it_and_its_parts(capsys):
     argv = ["plan", "qwen3-4b", "--gpu", "H100-80GB", "--gpus", "8", "--task", "grpo", "--beta", "0.04"]
-    assert main([*argv]) == 0
+    assert main([*argv, "--details"]) == 0
     out = capsys.readouterr().out
     for word in ("task grpo", "kv_cache", "reference", "generation", "beta 0.04"):
         assert word in out

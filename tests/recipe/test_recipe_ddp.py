@@ -199,6 +199,7 @@ class TestTwoProcesses:
         assert losses(tmp_path / "out") == losses(uninterrupted[0])
 
 
+@pytest.mark.recipes
 def test_fewer_processes_keep_the_global_batch_the_samples_and_the_rate(uninterrupted, python, tmp_path):
     """One of two processes resumes alone, with the losses and learning rates of the uninterrupted run."""
     shutil.copytree(uninterrupted[0], tmp_path / "out")

@@ -98,5 +98,5 @@ def test_the_stated_memory_agrees_with_the_planner(recipe):
     """
     text = recipe.read_text(encoding="utf-8")
     adapts_attention = "native.yaml" in text and "use_peft: true" in text
-    within = {"sharded": 0.16 if adapts_attention else 0.12, "tp_pp": 0.2}.get(recipe.parent.name, 0.16)
+    within = {"sharded": 0.17 if adapts_attention else 0.12, "tp_pp": 0.2}.get(recipe.parent.name, 0.16)
     assert predicted_gb(recipe) == pytest.approx(stated_gb(recipe.read_text(encoding="utf-8")), rel=within)
