@@ -121,7 +121,14 @@ def test_the_flag_and_the_help_text_of_an_option_are_written_once():
     assert {one.help: texts[one.help] for one in DECLARED.values() if texts[one.help] != 1} == {}
     flags = {one.flag or flag_of(name) for name, one in DECLARED.items()}
     in_strings = {text: number for text, number in texts.items() if text in flags}
-    assert in_strings == {"--json": 2, "--gpus": 2, "--zero": 1, "--calibrate": 1, "--emit": 1, "--choice": 1}  # in commands that are started
+    assert in_strings == {
+        "--json": 2,
+        "--gpus": 2,
+        "--zero": 1,
+        "--calibrate": 1,
+        "--emit": 1,
+        "--choice": 1,
+    }  # in commands that are started
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
