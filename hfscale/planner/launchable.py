@@ -67,8 +67,9 @@ def can_fuse_loss(job: Job) -> bool:
     Args:
         job (`Job`): the run.
     """
-    fused = replace(describe(job), fused_loss=True)
-    return job.stack == "hf" and support.why_not(fused, "fused_loss") is None
+    if job.stack != "hf":
+        return False
+    return support.find_rule(replace(describe(job), fused_loss=True), "fused_loss") is None
 
 
 def chunks_loss(job: Job) -> bool:
