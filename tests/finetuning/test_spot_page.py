@@ -38,6 +38,9 @@ def script_of_the_page(remote, *more):
 NOTICE = """
 import os, signal
 from transformers import TrainerCallback
+from hfscale.checkpoint.preemption import stop
+
+stop.PreemptionStop.exchange_every_s = 0.0  # these steps take milliseconds: the ranks ask each other at each
 
 class Notice(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
