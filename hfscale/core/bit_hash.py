@@ -9,19 +9,25 @@ _MULTIPLIER = 0x5851F42D4C957F2D
 """Of Knuth's linear congruential generator for 64 bits (MMIX), The Art of Computer Programming, vol. 2, 3.3.4."""
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of each element as an integer of its size, of the same shape.
+
+    Args:
+        tensor (`torch.Tensor`): an ordinary tensor, with strides, and not complex.
+    """
+    return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
+
+
 def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of a tensor, weighted by their position, modulo 2^64: () in int64, on its device.
 
     Args:
         tensor (`torch.Tensor`): an ordinary tensor, with strides, and not complex.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.dtype == torch.bool:
-        flat = flat.view(torch.uint8)
-    bits = flat.view(_BITS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    bits = bits_of(tensor).reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin in range(0, len(bits), _CHUNK):
         part = bits[begin : begin + _CHUNK].to(torch.int64)
-        x = torch.arange(begin + 1, begin + 1 + len(part), device=flat.device) * _MULTIPLIER
+        x = torch.arange(begin + 1, begin + 1 + len(part), device=bits.device) * _MULTIPLIER
         total = total + ((part + 1) * ((x ^ (x >> 29)) | 1)).sum()
     return total

@@ -467,6 +467,12 @@ class ModelShape:
         rank = 2 * r if is_fused else r
         return (linear.used if active else linear.copies) * rank * (linear.inputs + linear.outputs)
 
+    @property
+    def attention_modules(self) -> tuple[str, ...]:
+        """Names of the matrices of the attention, as PEFT's `LoraConfig` takes them."""
+        attentions = (mixer for mixer in self.mixers if isinstance(mixer, AttentionShape))
+        return tuple(sorted({one.path.rpartition(".")[2] for mixer in attentions for one in mixer.linears}))
+
     def _paths_named(self, name: str) -> set[str]:
         """Paths that PEFT matches with a name: a path that is equal to it, or ends with it after a dot."""
         known = {linear.path for linear in (*self._layer_linears, *self._embedding_linears, *self._head_linears)}

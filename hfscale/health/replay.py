@@ -138,8 +138,10 @@ class StepReplay:
             model: Any = model_of(self._trainer)
             assert isinstance(model, FSDPModule)
             model.set_requires_gradient_sync(True)  # gradients that are not reduced cannot be dropped
-            yield
-            model.set_requires_gradient_sync(bool(reduces))
+            try:
+                yield
+            finally:
+                model.set_requires_gradient_sync(bool(reduces))
             return
         with wrapped.no_sync() if self._strategy == "ddp" else nullcontext():
             yield
@@ -150,11 +152,11 @@ class StepReplay:
         together = sorted({name for names in of_ranks for name in names})
         self._excluded = set(together)
         if together:
-            named = ", ".join(together[:_MAX_NAMED])
             logger.warning(
-                "%d values of a step are not deterministic and are not compared when it is replayed: %s …",
+                "%d values of a step are not deterministic and are not compared when it is replayed: %s%s",
                 len(together),
-                named,
+                ", ".join(together[:_MAX_NAMED]),
+                " …" if len(together) > _MAX_NAMED else "",
             )
 
     def _compare(self, first: dict[str, int], second: dict[str, int]) -> None:

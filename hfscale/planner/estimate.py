@@ -13,7 +13,7 @@ from hfscale.facts.models import find_model
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import Job, splits_activations
 from hfscale.planner.launchable import compiles_by_default
-from hfscale.planner.memory import Memory, Peak, memory_of, node_host_gib, peak_of
+from hfscale.planner.memory import Memory, Peak, adapter_parameters, memory_of, node_host_gib, peak_of
 from hfscale.planner.option_fields import options_of, python_options, spelled, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
@@ -99,7 +99,7 @@ class Estimate:
         peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else peak_dtype(job.precision))
         if peak is None:
             return None
-        lora = None if job.method == "full" else job.shape.lora_parameters(job.lora_rank, active=True)
+        lora = None if job.method == "full" else adapter_parameters(job, active=True)
         flops = job.shape.flops_per_token(job.seq_len, lora_parameters=lora)
         return self.tokens_per_s_per_gpu * flops / (peak * 1e12)
 

@@ -11,8 +11,10 @@ needs 2 bytes more for gradients that are accumulated in fp32, as the shipped co
 All byte counts are per rank unless a docstring states otherwise.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.activations import (
@@ -72,12 +74,28 @@ def trained_parameters(job: Job) -> float:
     """
     if job.method == "full":
         return float(job.shape.total_parameters)
-    return float(_adapter_parameters(job.shape, job.lora_rank))
+    return float(adapter_parameters(job))
+
+
+def adapter_parameters(job: Job, *, active: bool = False) -> int:
+    """Count the parameters of the LoRA adapters that a recipe adds without `--lora_target_modules`.
+
+    Where transformers spreads experts over ranks, they are those of the attention alone.
+
+    Args:
+        job (`Job`): the run.
+        active (`bool`): whether to count only the adapters that a token passes, for FLOPs.
+
+    Raises:
+        UsageError: the LoRA rank is below 1.
+    """
+    return _adapter_parameters(job.shape, job.lora_rank, job.is_native, active)
 
 
 @lru_cache(maxsize=512)
-def _adapter_parameters(shape: ModelShape, rank: int) -> int:
-    return shape.lora_parameters(rank)
+def _adapter_parameters(shape: ModelShape, rank: int, attention_only: bool, active: bool) -> int:
+    modules: Iterable[str] | Literal["all-linear"] = shape.attention_modules if attention_only else "all-linear"
+    return shape.lora_parameters(rank, modules, active=active)
 
 
 def local_parameters(job: Job) -> float:

@@ -49,12 +49,7 @@ def show(
             console.print(f"\nOrder: {plan.order}.")
     else:
         console.print("Nothing fits.")
-    if plan.min_gpus is not None:
-        console.print(f"Fewest GPUs that suffice: {plan.min_gpus}")
-    _list(console, "Estimated, but no recipe of hfscale can launch", plan.unlaunchable)
-    if islands is not None:
-        console.print(_islands(islands))
-        console.print(f"It {'pays' if islands.pays else 'does not pay'}: {islands.reason}.")
+    _print_alternatives(console, plan, islands)
     if plan.improvements:
         has_changes = any(item.changes_results for item in plan.improvements[:IMPROVEMENTS_SHOWN])
         note = " (*: changes the training's results)" if has_changes else ""
@@ -65,6 +60,16 @@ def show(
     _list(console, "Warnings", plan.warnings)
     _list(console, "Files written", [str(path) for path in written])
     console.print("\n--details: memory, time and cost of each choice, what was rejected, assumptions.")
+
+
+def _print_alternatives(console: Console, plan: Plan, islands: IslandsVerdict | None) -> None:
+    """Print what else there is than the choices: fewer GPUs, layouts without a recipe, islands."""
+    if plan.min_gpus is not None:
+        console.print(f"Fewest GPUs that suffice: {plan.min_gpus}")
+    _list(console, "Estimated, but no recipe of hfscale can launch", plan.unlaunchable)
+    if islands is not None:
+        console.print(_islands(islands))
+        console.print(f"It {'pays' if islands.pays else 'does not pay'}: {islands.reason}.")
 
 
 def _heading(plan: Plan) -> str:
@@ -189,12 +194,7 @@ def show_details(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | 
             console.print(_costs(plan.choices[0]))
     else:
         console.print("Nothing fits.")
-    if plan.min_gpus is not None:
-        console.print(f"Fewest GPUs that suffice: {plan.min_gpus}")
-    _list(console, "Estimated, but no recipe of hfscale can launch", plan.unlaunchable)
-    if islands is not None:
-        console.print(_islands(islands))
-        console.print(f"It {'pays' if islands.pays else 'does not pay'}: {islands.reason}.")
+    _print_alternatives(console, plan, islands)
     if plan.improvements:
         console.print(_improvements(plan))
     _list(console, "Rejected", _reasons(plan))

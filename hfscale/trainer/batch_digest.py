@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from hfscale.core.bit_hash import bits_of
+
 MODULUS = 2**64
 """Hashes are added up modulo this."""
 _IGNORED_LABEL = -100
 _NOT_DATA = ("labels", "attention_mask", "position_ids", "decoder_attention_mask")
-_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MULTIPLIERS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
 """Of Knuth's linear congruential generator for 64 bits (MMIX), The Art of Computer Programming, vol. 2, 3.3.4."""
 
@@ -50,7 +51,7 @@ class BatchDigest:
     def _add(self, name: str, value: torch.Tensor, kept: torch.Tensor | None) -> None:
         rows = value.detach().reshape(value.shape[0], -1)
         if rows.is_floating_point():
-            rows = rows.contiguous().view(_BITS[rows.element_size()])
+            rows = bits_of(rows)
         numbers = rows.to(torch.int64) + 1
         if kept is not None:
             numbers = numbers * kept.reshape(numbers.shape).to(torch.int64)

@@ -9,7 +9,7 @@ from hfscale.errors import UsageError
 from hfscale.why.curves import Curves, compare_curves
 from hfscale.why.difference import Answer, Difference, Earlier
 from hfscale.why.run_folder import RunFolder, read_run
-from hfscale.why.settings import cause_of, has_same_arithmetic, lowest_dtype, settings_differences
+from hfscale.why.settings import cause_of, has_same_arithmetic, lowest_of_both, settings_differences
 from hfscale.why.trace_files import read_trace
 from hfscale.why.traces import TraceDifference, compare_exactly, compare_within_rounding
 
@@ -100,9 +100,7 @@ def _compare_traces(a: RunFolder, b: RunFolder, *, exact: bool) -> TraceDifferen
         if exact and len(traces[0]) == len(traces[1]):
             last = compare_exactly(step, *traces)
         else:
-            dtypes = {lowest_dtype(a), lowest_dtype(b)}
-            dtype = next(name for name in ("bfloat16", "float16", "float32") if name in dtypes)
-            last = compare_within_rounding(step, *traces, dtype=dtype)
+            last = compare_within_rounding(step, *traces, dtype=lowest_of_both(a, b))
         if last.difference.is_one:
             return last
     return last

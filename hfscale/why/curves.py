@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hfscale.why.difference import Difference, Earlier
 from hfscale.why.run_folder import Fingerprint, RunFolder
-from hfscale.why.settings import lowest_dtype, most_ranks
+from hfscale.why.settings import lowest_of_both, most_ranks
 from hfscale.why.tolerance import relative_difference, relative_tolerance
 
 _MODULUS = 2**64
@@ -85,8 +85,7 @@ def _first_number(
     a: RunFolder, b: RunFolder, steps: Sequence[int], *, exact: bool
 ) -> tuple[Difference | None, int | None]:
     """Return the first difference of a number, and the step from which the runs only drift apart."""
-    dtypes = [lowest_dtype(a), lowest_dtype(b)]
-    dtype = "bfloat16" if "bfloat16" in dtypes else "float16" if "float16" in dtypes else "float32"
+    dtype = lowest_of_both(a, b)
     ranks = most_ranks(a, b)
     recent: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     drifts_from = None
@@ -241,8 +240,7 @@ def _first_weights(a: RunFolder, b: RunFolder, *, exact: bool) -> Difference | N
         copies = y["elements"] / x["elements"]
         if copies != 1.0 and exact:
             continue
-        larger, smaller = max(copies, 1 / copies), 1.0
-        if larger % smaller:
+        if max(copies, 1 / copies) % 1:
             continue  # not the same parameters, as with padded shards
         first, second = x["norm"], y["norm"] / copies**0.5
         apart = relative_difference(first, second)

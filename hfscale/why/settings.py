@@ -5,6 +5,7 @@ from typing import Any
 
 from hfscale.why.difference import Earlier
 from hfscale.why.run_folder import RunFolder
+from hfscale.why.tolerance import roundoff
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "split_batches", "train_batch_size")
 _LAYOUT_ARGUMENTS = (
@@ -131,6 +132,16 @@ def lowest_dtype(run: RunFolder) -> str:
     if run.part("numerics").get("matmul_precision", "highest") != "highest":
         return "float16"  # TF32 has as many bits of significand
     return "float32"
+
+
+def lowest_of_both(a: RunFolder, b: RunFolder) -> str:
+    """Return the format of the lowest precision in which one of two runs computes.
+
+    Args:
+        a (`RunFolder`): the first run.
+        b (`RunFolder`): the second run.
+    """
+    return max((lowest_dtype(run) for run in (a, b)), key=roundoff)
 
 
 def most_ranks(a: RunFolder, b: RunFolder) -> int:

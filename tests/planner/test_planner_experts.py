@@ -287,12 +287,11 @@ class TestOfTransformers:
         with pytest.raises(error, match=reason):
             qwen(**changes).check()
 
-    def test_adapters_can_be_estimated(self):
+    def test_adapters_are_those_of_the_attention_as_in_the_recipes(self):
         run = estimate(QWEN, gpu="H100-80GB", layout={"dp_shard": 8, "ep": 8}, seq_len=4096, zero=3, method="lora")
         assert run.job.expert_parallel == 8
-        assert run.memory.parameters == pytest.approx(
-            (2 * QWEN.total_parameters + 4 * QWEN.lora_parameters(16)) / 8 / 2**30
-        )
+        attention = QWEN.lora_parameters(16, ["q_proj", "k_proj", "v_proj", "o_proj"])
+        assert run.memory.parameters == pytest.approx((2 * QWEN.total_parameters + 4 * attention) / 8 / 2**30)
 
     def test_the_layout_of_a_plan_can_be_estimated(self):
         found = plan("qwen3-30b-a3b", gpu="H100-80GB", gpus=16, top=50)
