@@ -13,6 +13,7 @@ import torch
 
 import hfscale
 from hfscale.core.redaction import MASK, is_secret_name, redact
+from hfscale.core.versions import allows_tf32
 from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import global_batch_size, model_of
@@ -116,7 +117,7 @@ def _numerics(trainer: "Trainer") -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "tf32": on_gpu and allows_tf32(),
     }
 
 

@@ -129,7 +129,7 @@ def lowest_dtype(run: RunFolder) -> str:
         return "bfloat16"
     if arguments.get("fp16") or "float16" in run.part("model").get("elements", {}):
         return "float16"
-    if run.part("numerics").get("matmul_precision", "highest") != "highest":
+    if run.part("numerics").get("tf32"):
         return "float16"  # TF32 has as many bits of significand
     return "float32"
 

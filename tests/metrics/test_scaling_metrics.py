@@ -241,6 +241,7 @@ class TestUtilization:
             assert trainer.args.tf32 is None
             assert training_dtype(trainer) == ("fp32" if switch is None else "tf32")
         finally:
+            torch.set_float32_matmul_precision("highest")  # which the two lines below do not undo
             matmul.fp32_precision = "none"
             torch.backends.fp32_precision = "none"
 
