@@ -24,6 +24,7 @@ NAMES = (
     "memory_options",
     "activations",
     "async_save",
+    "native_save_stall",
     "snapshot_cost",
     "restart_time",
     "packing",
