@@ -3,7 +3,7 @@
 # make docs             the documentation site -> site/
 # make test             the test suite; ARGS=tests/checkpoint limits it to one folder or file
 # make test-trainers    the Trainers of transformers, TRL and sentence-transformers
-# make test-recipes     the recipes under every strategy, launched as users do
+# make test-recipes     recipes and scripts under every strategy, launched as users do
 # make test-finetuning  chat data and the TRL recipes
 # make test-versions    other versions of torch, transformers and Python
 # make test-faults      the long fault-injection suite

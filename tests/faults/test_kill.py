@@ -126,7 +126,7 @@ def chains(crash_server, tmp_path):  # noqa: F811
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("strategy", QUICK)
+@pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp2", marks=pytest.mark.recipes)])
 def test_repeatedly_killed_runs(chains, strategy):
     chains(strategy).run(QUICK[strategy])
 

@@ -330,7 +330,11 @@ RUNS = {
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("pipeline", "tp") else pytest.param(name, marks=pytest.mark.faults) for name in RUNS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.recipes if name in ("pipeline", "tp") else pytest.mark.faults)
+        for name in RUNS
+    ],
 )
 def test_the_command_trains(model, tmp_path, name):
     """Runs the command of launch.sh, with a text to train on added."""

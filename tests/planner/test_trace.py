@@ -12,6 +12,7 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import estimate
 from hfscale.planner.script import estimate_script, trace_script
 
+pytestmark = pytest.mark.recipes
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 2048,

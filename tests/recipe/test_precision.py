@@ -54,6 +54,7 @@ def error(sync_each_batch):
     return accumulated_error(as_recipes=True, sync_each_batch=sync_each_batch, micro_batches=16)
 
 
+@pytest.mark.recipes
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
     ("strategy", "most", "sync_each_batch"),

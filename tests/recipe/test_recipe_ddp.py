@@ -18,6 +18,7 @@ from fork_client import fork_server
 from hfscale import latest_checkpoint
 from hfscale.checkpoint.store import verify
 
+pytestmark = pytest.mark.recipes
 QUICK = [
     "--block_size",
     "64",
@@ -81,7 +82,6 @@ def in_time(interrupt, folder):
     raise AssertionError("five runs were interrupted too late")
 
 
-@pytest.mark.recipes
 @pytest.mark.world(2)
 class TestTwoProcesses:
     def test_trains_and_prints_a_summary(self, uninterrupted):
@@ -199,7 +199,6 @@ class TestTwoProcesses:
         assert losses(tmp_path / "out") == losses(uninterrupted[0])
 
 
-@pytest.mark.recipes
 def test_fewer_processes_keep_the_global_batch_the_samples_and_the_rate(uninterrupted, python, tmp_path):
     """One of two processes resumes alone, with the losses and learning rates of the uninterrupted run."""
     shutil.copytree(uninterrupted[0], tmp_path / "out")

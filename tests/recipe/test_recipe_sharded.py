@@ -213,9 +213,16 @@ def test_a_compiled_fsdp2_run_resumes_without_compilation_and_the_other_way_roun
 
 @pytest.mark.faults
 @pytest.mark.world(2)
-def test_fsdp2_trains_under_inductor(sharded, folder, trained):
-    done = sharded(2, "fsdp2", "--max_steps", "4", "--torch_compile", "true")
-    assert done.code == 0, done.err[-4000:]
+@pytest.mark.parametrize("flag", ["--torch_compile", "--torch_compile_regional"])
+@pytest.mark.parametrize("config", ["fsdp2", "zero1", "zero2"])
+def test_a_strategy_trains_and_resumes_under_inductor(folder, trained, config, flag):
+    """The compiled run is stopped after two steps, and resumes: its losses are those of the plain FSDP2 run."""
+    path = REPOSITORY / "accelerate_configs" / f"{config}.yaml"
+    for step in (2, 4):
+        flags = [*FLAGS, "--max_steps", str(step), flag, "true"]
+        done = agent_launch(folder, path, 2, SHARDED, *flags, TORCH_LOGS="output_code")
+        assert done.code == 0, done.err[-4000:]
+        assert "Output code written to" in done.err or "Output code:" in done.err
     losses = [[record["loss"] for record in records(run)] for run in (folder, trained)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 

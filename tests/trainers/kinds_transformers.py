@@ -376,7 +376,6 @@ KINDS = (
         trainer="`Trainer`, padding",
         model="sequence classification (BERT)",
         build=builder(lambda: bert("BertForSequenceClassification", num_labels=3), classified, data_collator=padded),
-        short=True,
     ),
     Kind(
         name="token_classification",
@@ -390,7 +389,6 @@ KINDS = (
         model="image classification (ViT)",
         build=builder(vit, image),
         counts="samples",
-        short=True,
         plain_drifts=True,
     ),
     Kind(
@@ -429,7 +427,6 @@ KINDS = (
         padding_is_known=False,
         build=translating,
         arguments={"predict_with_generate": True, "generation_max_length": 5},
-        short=True,
     ),
     Kind(
         name="own_subclass",
