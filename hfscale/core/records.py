@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import write_atomically
@@ -27,6 +27,8 @@ RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
 METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "recovery/", "islands/", "moe/", "health/")
 """The metric keys of hfscale's callbacks begin with one of these."""
+_COMPARED_BYTES = 256
+"""Bytes before the place up to which a file was read that tell whether it is still the same file; lines have times."""
 WRITING = "writing measurements"
 """Name of this work in warnings and in the report."""
 
@@ -53,12 +55,67 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict) and "step" in record:
+        record = _record(line)
+        if record is not None:
             yield record
+
+
+def _record(line: str | bytes) -> dict[str, Any] | None:
+    """Return the record of a line, or None if it is not a JSON object with a `step`."""
+    text = line.decode("utf-8", errors="replace") if isinstance(line, bytes) else line
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and "step" in record else None
+
+
+class RecordTail:
+    """Reads a file of records again and again, each time only what was appended.
+
+    A file that was cut or replaced, as at a resume, is read from its beginning. A line that is not complete yet is
+    read when its rest is there.
+
+    Args:
+        path (`Path`): one of the files of this module; it may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_bytes = 0
+        self._last_bytes = b""
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Return the complete records that are new, and whether the file has begun anew.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                return self._read(file)
+        except (FileNotFoundError, IsADirectoryError):
+            began_anew = self._read_bytes > 0
+            self._begin()
+            return [], began_anew
+
+    def _begin(self) -> None:
+        self._read_bytes = 0
+        self._last_bytes = b""
+
+    def _read(self, file: BinaryIO) -> tuple[list[dict[str, Any]], bool]:
+        file.seek(self._read_bytes - len(self._last_bytes))
+        began_anew = file.read(len(self._last_bytes)) != self._last_bytes
+        if began_anew:
+            self._begin()
+        file.seek(self._read_bytes)
+        new = file.read()
+        end = new.rfind(b"\n") + 1
+        if end < len(new) and _record(new[end:]) is not None:
+            end = len(new)  # a whole object, whose line end is missing
+        self._last_bytes = (self._last_bytes + new[:end])[-_COMPARED_BYTES:]
+        self._read_bytes += end
+        return [record for line in new[:end].split(b"\n") if (record := _record(line)) is not None], began_anew
 
 
 def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False, verbatim: bool = False) -> None:

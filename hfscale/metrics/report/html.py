@@ -18,7 +18,8 @@ Point = tuple[float, float]
 MAX_POINTS = 300
 HEAT_MAP_ROWS = 64
 HEAT_MAP_COLUMNS = 80
-_STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+STYLE = (Path(__file__).parent / "style.css").read_text(encoding="utf-8")
+"""The style sheet of the reports."""
 _CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
@@ -37,7 +38,7 @@ def document(title: str, parts: Sequence[str]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)} · hfscale</title><style>\n{_STYLE}</style></head>\n"
+        f"<title>{escape(title)} · hfscale</title><style>\n{STYLE}</style></head>\n"
         f"<body><main>{''.join(parts)}{footer}</main></body></html>\n"
     )
 
@@ -270,6 +271,43 @@ def timeline(rows: Sequence[tuple[str, Sequence[Span], Sequence[float]]], *, beg
     return f'<div class="timeline">{"".join(lanes)}</div>'
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeatCells:
+    """Holds the cells of a heat map of ranks."""
+
+    ranks: int
+    """Number of ranks."""
+    rows: int
+    """Number of rows; with more ranks a row shows the largest number of its ranks."""
+    steps: Sequence[float]
+    """The first step of each column, (columns,)."""
+    values: Sequence[Sequence[float]]
+    """The numbers, (columns, rows)."""
+
+    def first_rank(self, row: int) -> int:
+        """Return the first rank of a row."""
+        return row * self.ranks // self.rows
+
+
+def heat_cells(samples: Sequence[tuple[float, Sequence[float]]]) -> HeatCells:
+    """Reduce numbers per rank to the cells of a heat map.
+
+    Args:
+        samples (`Sequence[tuple[float, Sequence[float]]]`): as for `heat_map`.
+    """
+    samples = [sample for sample in samples if len(sample[1]) == len(samples[-1][1])]
+    ranks = len(samples[-1][1])
+    columns = min(len(samples), HEAT_MAP_COLUMNS)
+    rows = min(ranks, HEAT_MAP_ROWS)
+    cells = []
+    for column in range(columns):
+        piece = samples[column * len(samples) // columns : (column + 1) * len(samples) // columns]
+        means = [_mean([values[rank] for _, values in piece]) for rank in range(ranks)]
+        cells.append([max(means[row * ranks // rows : (row + 1) * ranks // rows]) for row in range(rows)])
+    steps = [samples[column * len(samples) // columns][0] for column in range(columns)]
+    return HeatCells(ranks=ranks, rows=rows, steps=steps, values=cells)
+
+
 def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, form: str) -> str:
     """Draw ranks from top to bottom and steps from left to right; darker cells are larger.
 
@@ -283,21 +321,14 @@ def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, fo
     Returns:
         `str`: the heat map as HTML.
     """
-    samples = [sample for sample in samples if len(sample[1]) == len(samples[-1][1])]
-    ranks = len(samples[-1][1])
-    columns = min(len(samples), HEAT_MAP_COLUMNS)
-    rows = min(ranks, HEAT_MAP_ROWS)
-    cells = []
-    for column in range(columns):
-        piece = samples[column * len(samples) // columns : (column + 1) * len(samples) // columns]
-        means = [_mean([values[rank] for _, values in piece]) for rank in range(ranks)]
-        cells.append([max(means[row * ranks // rows : (row + 1) * ranks // rows]) for row in range(rows)])
-    largest = max(max(column) for column in cells) or 1.0
+    cells = heat_cells(samples)
+    rows = cells.rows
+    columns = len(cells.steps)
+    largest = max(max(column) for column in cells.values) or 1.0
     squares = []
-    for x, column_cells in enumerate(cells):
+    for x, column_cells in enumerate(cells.values):
         for y, value in enumerate(column_cells):
-            step = samples[x * len(samples) // columns][0]
-            title = f"rank {y * ranks // rows}, step {step:.0f}: {form.format(value)}"
+            title = f"rank {cells.first_rank(y)}, step {cells.steps[x]:.0f}: {form.format(value)}"
             squares.append(
                 f'<rect x="{x}" y="{y}" width="1.02" height="1.02" '
                 f'style="fill-opacity:{0.04 + 0.96 * value / largest:.3f}"><title>{escape(title)}</title></rect>'
@@ -305,7 +336,8 @@ def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, fo
     height = max(48, min(16 * rows, 320))
     labelled = sorted({0, rows - 1, rows // 2} if rows > 4 else set(range(rows)))
     labels = "".join(
-        f'<span class="y" style="top:{(row + 0.5) / rows * 100:.2f}%">{row * ranks // rows}</span>' for row in labelled
+        f'<span class="y" style="top:{(row + 0.5) / rows * 100:.2f}%">{cells.first_rank(row)}</span>'
+        for row in labelled
     )
     return (
         f'<figure class="chart heat"><figcaption>{escape(label)}<small>darkest: {escape(form.format(largest))}</small>'

@@ -29,6 +29,7 @@ from hfscale.metrics.report.summary import (
     bottlenecks,
     failures,
     headline,
+    rank_measures,
     recoveries,
     subtitle,
 )
@@ -226,20 +227,10 @@ def _pair(*charts: str) -> str:
 
 
 def _ranks(run: Run) -> str:
-    named = {
-        "data_wait_fraction": ("Waiting for data, by rank", "{:.0%}"),
-        "comm_fraction": ("Communicating or waiting for others, by rank: a slow rank is the pale one", "{:.0%}"),
-        "compute_s": ("Compute time of each rank, without waiting for others", "{:.3g} s"),
-        "stage_s": (
-            "Compute time of the pipeline stages per step, by rank: the slowest stage sets the pace",
-            "{:.3g} s",
-        ),
-        "memory_peak_gib": ("Peak memory, by rank", "{:.3g} GiB"),
-    }
     maps = "".join(
-        heat_map(samples, label=label, form=form)
-        for key, (label, form) in named.items()
-        if (samples := run.ranks.get(key)) and _spread(samples) > _MIN_SPREAD
+        heat_map(samples, label=measure.label, form=measure.form)
+        for measure, samples in rank_measures(run)
+        if _spread(samples) > _MIN_SPREAD
     )
     return f"<section>{maps}</section>" if maps else ""
 

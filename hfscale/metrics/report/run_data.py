@@ -16,10 +16,10 @@ from typing import Any, TypeGuard
 
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, read_status
-from hfscale.core.records import read_events, read_records
+from hfscale.core.records import RecordTail
 from hfscale.core.redaction import redact
-from hfscale.core.run_files import JSONL_NAME, MANIFEST_NAME, RANKS_NAME
-from hfscale.errors import CheckpointError, UsageError
+from hfscale.core.run_files import JSONL_NAME, MANIFEST_NAME, RANKS_NAME, TIMELINE_NAME
+from hfscale.errors import CheckpointError, StorageError, UsageError
 from hfscale.metrics.goodput import USEFUL_PHASE
 
 MAX_TEXT_LENGTH = 400
@@ -91,6 +91,8 @@ class Run:
     """How often work that training does not need has failed, by its name."""
     notes: Sequence[str] = field(default=())
     """Advice that the run computed."""
+    max_steps: int | None = None
+    """Number of steps at which the newest launch ends; None if it is unknown."""
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric at each log that has it.
@@ -135,38 +137,97 @@ def load_run(output_dir: Path) -> Run:
     Raises:
         UsageError: it is not a directory, or it has no measurements.
     """
-    if not output_dir.is_dir():
-        raise UsageError(f"{output_dir} is not a directory: give the --output_dir of a run")
-    raw = read_records(output_dir / JSONL_NAME)
-    raw_events = read_events(output_dir)
-    events = [_clean(event) for event in raw_events]
-    if not raw and not events:
+    files = RunFiles(output_dir)
+    run = files.read()
+    if files.are_empty:
         raise UsageError(
             f"{output_dir} has no {JSONL_NAME}: give the --output_dir of a run with ScalingCallback or "
             "ScalingMetricsCallback"
         )
-    records = [numbers for numbers in map(_numbers, raw) if "step" in numbers]
-    status = read_status(output_dir) or {}
-    state = status.get("status")
-    checkpoints = [_checkpoint(path) for path in list_checkpoints(output_dir)]
-    workload: dict[str, Any] = next((event for event in reversed(events) if event["event"] == "workload"), {})
-    attempts = _attempts(events, records)
-    return Run(
-        name=redact(output_dir.resolve().name),
-        status=state if state in ("running", "completed", "preempted", "failed") else "unknown",
-        reason=_text(status.get("reason")),
-        facts=workload,
-        job=next((event for event in reversed(raw_events) if event["event"] == "job"), {}),
-        records=records,
-        ranks=_ranks(output_dir / RANKS_NAME),
-        attempts=attempts,
-        checkpoints=checkpoints,
-        split=_split(output_dir, events, records),
-        findings=[event for event in events if event["event"] == "finding"],
-        recoveries=[event for event in events if event["event"] == "recovery"],
-        failures=_failures(events),
-        notes=[note for event in events if isinstance(note := event.get("advice"), str)],
-    )
+    return run
+
+
+class RunFiles:
+    """Reads the files of a run again and again; of the measurements only what was appended is read.
+
+    Args:
+        output_dir (`Path`): the `--output_dir` of the run.
+
+    Raises:
+        UsageError: it is not a directory.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        if not output_dir.is_dir():
+            raise UsageError(f"{output_dir} is not a directory: give the --output_dir of a run")
+        self._folder = output_dir
+        self._log_tail = RecordTail(output_dir / JSONL_NAME)
+        self._event_tail = RecordTail(output_dir / TIMELINE_NAME)
+        self._rank_tail = RecordTail(output_dir / RANKS_NAME)
+        self._records: list[dict[str, float]] = []
+        self._events: list[dict[str, Any]] = []
+        self._job: dict[str, Any] = {}
+        self._ranks: dict[str, list[tuple[float, list[float]]]] = {}
+        self.generation = 0
+        """How often the records have begun anew, as they do when a launch repeats steps."""
+
+    @property
+    def are_empty(self) -> bool:
+        """Whether no measurement and no event has been read."""
+        return not self._records and not self._events
+
+    def read(self) -> Run:
+        """Return the data of the run as its files have it now.
+
+        Raises:
+            StorageError: a file cannot be read.
+        """
+        try:
+            self._read_new()
+        except OSError as error:
+            raise StorageError(f"{self._folder} cannot be read: {error.strerror or error}") from None
+        records = list(self._records)
+        events = self._events
+        status = read_status(self._folder) or {}
+        state = status.get("status")
+        launches = [event for event in events if event["event"] == "launch"]
+        return Run(
+            name=redact(self._folder.resolve().name),
+            status=state if state in ("running", "completed", "preempted", "failed") else "unknown",
+            reason=_text(status.get("reason")),
+            facts=next((event for event in reversed(events) if event["event"] == "workload"), {}),
+            job=self._job,
+            records=records,
+            ranks={key: list(rows) for key, rows in self._ranks.items()},
+            attempts=_attempts(events, records),
+            checkpoints=[_checkpoint(path) for path in list_checkpoints(self._folder)],
+            split=_split(self._folder, events, records),
+            findings=[event for event in events if event["event"] == "finding"],
+            recoveries=[event for event in events if event["event"] == "recovery"],
+            failures=_failures(events),
+            notes=[note for event in events if isinstance(note := event.get("advice"), str)],
+            max_steps=int(launches[-1]["max_steps"])
+            if launches and _is_number(launches[-1].get("max_steps"))
+            else None,
+        )
+
+    def _read_new(self) -> None:
+        raw, began_anew = self._log_tail.read()
+        if began_anew:
+            self.generation += 1
+            self._records.clear()
+        self._records += [numbers for numbers in map(_numbers, raw) if "step" in numbers]
+        raw, began_anew = self._event_tail.read()
+        if began_anew:
+            self._events.clear()
+            self._job = {}
+        raw_events = [event for event in raw if isinstance(event.get("event"), str)]
+        self._job = next((event for event in reversed(raw_events) if event["event"] == "job"), self._job)
+        self._events += [_clean(event) for event in raw_events]
+        raw, began_anew = self._rank_tail.read()
+        if began_anew:
+            self._ranks.clear()
+        _add_ranks(self._ranks, raw)
 
 
 def _failures(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
@@ -256,13 +317,11 @@ def _attempts(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str
     return attempts
 
 
-def _ranks(path: Path) -> dict[str, list[tuple[float, list[float]]]]:
-    found: dict[str, list[tuple[float, list[float]]]] = {}
-    for record in read_records(path):
+def _add_ranks(found: dict[str, list[tuple[float, list[float]]]], records: Sequence[Mapping[str, Any]]) -> None:
+    for record in records:
         for key, values in record.items():
             if isinstance(values, list) and values and all(map(_is_number, values)) and _is_number(record["step"]):
                 found.setdefault(key, []).append((float(record["step"]), [float(value) for value in values]))
-    return found
 
 
 def _split(

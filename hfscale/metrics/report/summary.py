@@ -45,6 +45,41 @@ class Tile:
     """Whether the number is known; if not, the note says how to get it."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankMeasure:
+    """Describes a number per rank of `hfscale_ranks.jsonl`."""
+
+    key: str
+    """Its key in the file."""
+    label: str
+    """The caption of its heat map."""
+    form: str
+    """Format of a number."""
+
+
+_RANK_MEASURES = (
+    RankMeasure(key="data_wait_fraction", label="Waiting for data, by rank", form="{:.0%}"),
+    RankMeasure(
+        key="comm_fraction",
+        label="Communicating or waiting for others, by rank: a slow rank is the pale one",
+        form="{:.0%}",
+    ),
+    RankMeasure(key="compute_s", label="Compute time of each rank, without waiting for others", form="{:.3g} s"),
+    RankMeasure(
+        key="stage_s",
+        label="Compute time of the pipeline stages per step, by rank: the slowest stage sets the pace",
+        form="{:.3g} s",
+    ),
+    RankMeasure(key="temperature_c", label="Temperature of the GPU, by rank", form="{:.0f} °C"),
+    RankMeasure(key="memory_peak_gib", label="Peak memory, by rank", form="{:.3g} GiB"),
+)
+
+
+def rank_measures(run: Run) -> list[tuple[RankMeasure, Sequence[tuple[float, Sequence[float]]]]]:
+    """Return the numbers per rank that the run has recorded: for each measure its step and numbers at each log."""
+    return [(measure, run.ranks[measure.key]) for measure in _RANK_MEASURES if run.ranks.get(measure.key)]
+
+
 def headline(run: Run) -> list[Tile]:
     """Return the headline numbers: tokens (or steps), cost, goodput, MFU, speed and time."""
     return [_tokens(run), _cost(run), _goodput(run), _mfu(run), _speed(run), _time(run)]
