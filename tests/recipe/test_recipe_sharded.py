@@ -215,6 +215,7 @@ def test_a_compiled_fsdp2_run_resumes_without_compilation_and_the_other_way_roun
 @pytest.mark.world(2)
 @pytest.mark.parametrize("flag", ["--torch_compile", "--torch_compile_regional"])
 @pytest.mark.parametrize("config", ["fsdp2", "zero1", "zero2"])
+@pytest.mark.timeout(1200)
 def test_a_strategy_trains_and_resumes_under_inductor(folder, trained, config, flag):
     """The compiled run is stopped after two steps, and resumes: its losses are those of the plain FSDP2 run."""
     path = REPOSITORY / "accelerate_configs" / f"{config}.yaml"
