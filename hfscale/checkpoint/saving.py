@@ -10,7 +10,7 @@ import os
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -427,10 +427,20 @@ class TrainerSaving:
 
     @contextmanager
     def _writing_to_unfinished(self, run_dir: Path) -> Iterator[None]:
-        """Have Trainer's method write into the unfinished folder, which a subclass's methods see as `checkpoint-N`."""
+        """Have Trainer's method write into the unfinished folder, which a subclass's methods see as `checkpoint-N`.
+
+        They may read what they have written beside it, as ms-swift does with the first weights of PiSSA.
+        """
         step = self._trainer.state.global_step
-        opened = open_to_subclass(run_dir, step, is_holder=self.commits) if self._own_methods else nullcontext()
-        with opened, self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)):
+        own = {"save_model" if name == "_save" else name for name in self._own_methods} - {"_save_checkpoint"}
+        folder = str(unfinished_folder(run_dir, step))
+        with ExitStack() as stack:
+            if self._own_methods:
+                stack.enter_context(open_to_subclass(run_dir, step, is_holder=self.commits))
+                stack.enter_context(
+                    self._adapter.folder_shown_as(sorted(own), folder, str(run_dir / Path(folder).name))
+                )
+            stack.enter_context(self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)))
             yield
 
     def _job(self, run_dir: Path, begun: float, **parts: Any) -> CheckpointJob:

@@ -345,6 +345,23 @@ class TrainerAdapter:
         """
         return self._methods_replaced(dict.fromkeys(names, lambda *args, **kwargs: None))
 
+    def folder_shown_as(self, names: Sequence[str], folder: str, shown: str) -> AbstractContextManager[None]:
+        """Have methods of the Trainer get another path for a folder that is their first argument, in the `with` block.
+
+        Args:
+            names (`Sequence[str]`): names of methods whose first argument is the folder of a checkpoint.
+            folder (`str`): the path that Trainer passes.
+            shown (`str`): the path that they get instead.
+        """
+
+        def showing(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+                return method(shown if output_dir == folder else output_dir, *args, **kwargs)
+
+            return call
+
+        return self._methods_replaced({name: showing(getattr(self.trainer, name)) for name in names})
+
     def pushes_delayed(self, folders: list[str]) -> AbstractContextManager[None]:
         """Keep Trainer from uploading checkpoints within the `with` block.
 

@@ -1,5 +1,6 @@
 """Checkpoints of every kind of PEFT adapter: the files of plain Trainer, and an exact resume in another process."""
 
+import copy
 import json
 import shutil
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import load_file
-from tiny import tiny_model, tiny_trainer
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, set_seed
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -135,6 +136,57 @@ def test_a_resume_with_another_seed_continues_the_run(tmp_path: Path, kind: str)
     resumed = trainer_of(tmp_path / "run", kind, SpotCheckpointCallback(), seed=2)
     resumed.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
     assert losses(resumed)[SAVED:] == losses(complete)[SAVED:]
+
+
+class ConvertsPissa(Trainer):
+    """Keeps the first weights of PiSSA beside the checkpoints, and subtracts them in each save, as ms-swift does."""
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        config = self.model.peft_config["default"]
+        before, config.init_lora_weights = config.init_lora_weights, True
+        self.model.save_pretrained(Path(self.args.output_dir, "initial_model"))
+        config.init_lora_weights = before
+        return super().train(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        config = copy.copy(self.model.peft_config["default"])
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        initial = Path(str(output_dir)).parent / "initial_model"
+        converted = Path(str(output_dir), "converted")
+        self.model.save_pretrained(converted, path_initial_model_for_weight_conversion=str(initial))
+        self.model.peft_config["default"] = config
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(name in trained)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_subclass_finds_its_own_files_beside_the_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+    def train(name: str, *callbacks: Any) -> dict[str, dict[str, torch.Tensor]]:
+        options = {"save_strategy": "steps", "save_steps": SAVED, "max_steps": STEPS, "learning_rate": 0.05}
+        trainer = ConvertsPissa(
+            model=adapter_model("pissa", seed=1),
+            args=tiny_arguments(tmp_path / name, **options),
+            train_dataset=RandomTokens(),
+            callbacks=list(callbacks),
+        )
+        trainer.train()
+        return adapter_files(tmp_path / name / f"checkpoint-{SAVED}")
+
+    plain = train("plain")
+    ours = train("ours", SpotCheckpointCallback(asynchronous=asynchronous))
+    assert set(plain) == {"adapter_model.safetensors", "converted/adapter_model.safetensors"}
+    assert content(ours) == content(plain)
+    assert {
+        path.name for path in (tmp_path / "ours").iterdir() if path.is_dir() and "checkpoint" not in path.name
+    } == {
+        "initial_model",
+        ".unfinished",
+    }
+
+
+def content(files: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, list[float]]]:
+    return {file: {key: tensor.tolist() for key, tensor in tensors.items()} for file, tensors in files.items()}
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "parallel", "native"])
