@@ -315,7 +315,7 @@ def excess_steps(
     counted = [step for step in steps if step <= newest and (step not in temporary or step == best)]
     kept = {step for step in counted if step == best} | set([step for step in counted if step in complete][-1:])
     deletable = sorted(set(counted) - kept, key=lambda step: (step in complete, step))
-    return sorted(obsolete + deletable[: max(len(counted) - max(limit, len(kept)), 0)])
+    return sorted(obsolete + deletable[: max(len(counted) - limit, 0)])
 
 
 def keep_only(output_dir: str | os.PathLike[str], checkpoint: Path) -> None:

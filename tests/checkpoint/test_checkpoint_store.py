@@ -104,6 +104,13 @@ def test_a_damaged_checkpoint_is_reported_and_skipped(tmp_path, kind):
     assert latest_checkpoint(tmp_path) == str(good)
 
 
+def test_a_damaged_checkpoint_may_not_have_links_that_its_manifest_does_not_list(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, 10)
+    (checkpoint / "notes.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"notes\.json is a symbolic link"):
+        verify(checkpoint)
+
+
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/../../b", "", "a\\..\\b", MANIFEST_NAME])
 def test_a_manifest_with_a_path_outside_the_checkpoint_is_rejected(tmp_path, name):
     checkpoint = make_checkpoint(tmp_path, 1)
@@ -161,6 +168,7 @@ def test_an_empty_or_missing_folder_has_no_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "best", "temporary", "left"),
     [
+        (6, None, (), [1, 2, 3, 4]),
         (2, None, (), [3, 4]),
         (2, 1, (), [1, 4]),
         (1, 1, (), [1, 4]),
@@ -202,6 +210,13 @@ def test_files_added_after_the_commit_become_part_of_the_checkpoint(tmp_path):
         verify(checkpoint)
     update_manifest(checkpoint)
     assert set(verify(checkpoint).files) == {"model.safetensors", "trainer_state.json", "added.txt"}
+
+
+def test_a_file_that_changes_without_its_length_becomes_part_of_the_checkpoint(tmp_path):
+    checkpoint = make_checkpoint(tmp_path, 1)
+    (checkpoint / "trainer_state.json").write_text("[]")
+    update_manifest(checkpoint)
+    verify(checkpoint)
 
 
 def test_an_interrupted_rotation_leaves_no_partial_checkpoint(tmp_path, monkeypatch):

@@ -218,6 +218,14 @@ def test_intervals_that_differ_between_nodes_are_refused_on_all_ranks(tmp_path):
     assert all("--memory-interval-steps differs: 1 on rank 0, 3 on rank 1" in log for log in logs), logs
 
 
+@pytest.mark.world(2)
+def test_a_snapshot_that_has_not_been_copied_is_not_replaced(tmp_path):
+    """No supervisor copies the first one to the other node, which a restart after the loss of a node needs."""
+    assert run_ranks(2, train_supervised, tmp_path, ["1", "1"], log=tmp_path / "logs") == [0, 0]
+    kept = [path.name for path in tmp_path.rglob("checkpoint-*") if not path.is_relative_to(tmp_path / "out")]
+    assert kept == ["checkpoint-1", "checkpoint-1"]
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "often"])
 def test_an_interval_in_the_environment_that_is_no_number_of_steps_is_refused(monkeypatch, value):
     monkeypatch.setenv(INTERVAL_VARIABLE, value)

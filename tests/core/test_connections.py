@@ -10,7 +10,14 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from hfscale.core import connections
-from hfscale.core.connections import _GREETING, _PROOF_BYTES, _RANDOM_BYTES, Connection, WrongTokenError
+from hfscale.core.connections import (
+    _GREETING,
+    _PROOF_BYTES,
+    _RANDOM_BYTES,
+    CHALLENGE_S,
+    Connection,
+    WrongTokenError,
+)
 
 TOKEN = b"a secret of the tests"
 
@@ -199,6 +206,21 @@ def test_ends_without_the_token_keep_nobody_out(listener, server_of_few_files):
                 client.send({"number": number})
                 assert client.receive() == ({"number": number}, b"")
     assert server_of_few_files.poll() is None
+
+
+def test_the_oldest_of_too_many_connections_without_a_proof_is_closed(listener, server_of_few_files):
+    with ExitStack() as held:
+        first, *others = [
+            held.enter_context(socket.create_connection(listener.getsockname(), timeout=CHALLENGE_S / 4))
+            for _ in range(64 // 4 + 1)
+        ]
+        while first.recv(100):  # the greeting
+            pass
+        greeting = len(_GREETING) + _RANDOM_BYTES
+        assert len(others[-1].recv(greeting, socket.MSG_WAITALL)) == greeting
+        others[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):  # it is open
+            others[-1].recv(1)
 
 
 def test_connections_with_the_token_that_use_up_all_files_end_nothing(listener, server_of_few_files):

@@ -83,6 +83,12 @@ class TestBlame:
             assert "all_reduce (9 of group 0)" in text
             assert "train.py:3 main" in text
 
+    def test_a_rank_that_has_left_the_collective_has_reached_it(self):
+        for ranks in ((snap(waits(9)), snap(past(9))), (snap(waits(9)), snap(waits(9)), snap(past(9)))):
+            ((blame, text),) = blamed(*ranks)
+            assert blame == ()
+            assert "has not reached" not in text
+
     def test_the_cause_of_a_chain_of_waits_and_not_a_rank_in_between(self):
         """Rank 1 waits in group 1 for rank 2, and so has not reached group 0's collective."""
         one = snap(past(8), waits(3, group="1"))

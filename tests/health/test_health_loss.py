@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, SpotCheckpointCallback, latest_checkpoint
 from hfscale.errors import HealthError, UsageError
-from hfscale.health.loss import LossGuard, checksum, compare_replicas
+from hfscale.health.loss import SAMPLED_ELEMENTS, SAMPLED_PARAMETERS, LossGuard, checksum, compare_replicas
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -62,6 +62,13 @@ class TestReplicas:
         assert value == int(value) < 2**52
         assert checksum(weights, 1) == value
         assert checksum([], 1) == 0.0
+
+    def test_one_bit_of_the_largest_sample_changes_the_checksum(self):
+        """32 parameters of 1,024 elements: without a modulus the sum has more bits than a double."""
+        weights = [torch.nn.Parameter(torch.ones(SAMPLED_ELEMENTS)) for _ in range(SAMPLED_PARAMETERS)]
+        before = checksum(weights, 0)
+        weights[0].data.view(torch.int32)[0] += 1
+        assert checksum(weights, 0) != before
 
     def test_the_replica_that_differs_is_named_and_of_two_both(self):
         (found,) = compare_replicas([5.0, 5.0, 6.0, 5.0], [1.0] * 4, HOSTS, 9)

@@ -86,6 +86,11 @@ def test_a_slowness_that_changes_ranks_is_reported_once_until_it_is_over():
     assert counts == [1, 0, 0, 0, 1]
 
 
+def test_a_rank_that_is_always_the_slowest_of_uneven_ranks_is_no_slowness_that_moves():
+    rows = [[0.03 * ratio] * 50 for ratio in (1, 2, 3, 4.5)]
+    assert StragglerJudge(["a", "b", "c", "d"]).add(rows).findings == ()
+
+
 def test_16384_ranks_are_judged_in_50_ms_of_cpu():
     """Every rank judges all ranks at each log."""
     ranks, chance = 16_384, np.random.default_rng(0)

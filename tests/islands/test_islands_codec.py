@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hfscale.errors import LayoutError, UsageError
-from hfscale.facts.compression import BLOCK, CHUNK, Compression
+from hfscale.facts.compression import BLOCK, CHUNK, SPARSE_DECAY, Compression
 from hfscale.islands.codec import decode, encode, encode_with_feedback
 from hfscale.islands.flags import IslandArguments, island_callbacks
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
@@ -81,6 +81,12 @@ def test_with_error_feedback_the_sum_of_what_was_sent_approaches_the_sum_of_what
         without = decode(encode(given, compression), CHUNK, compression) * rounds
         target = rounds * given
         assert (sent - target).norm() < 0.8 * (without - target).norm()
+
+
+def test_with_top_k_what_was_not_sent_fades():
+    residual, sparse = torch.ones(CHUNK), Compression(density=4 / CHUNK)
+    encode_with_feedback(torch.zeros(CHUNK), residual, sparse)
+    assert residual.unique().tolist() == pytest.approx([0.0, SPARSE_DECAY])
 
 
 def test_not_a_number_is_not_hidden():
