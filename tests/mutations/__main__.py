@@ -11,7 +11,7 @@ Each file PACKAGE.toml beside this one lists mutations:
 A copy of the repository is mutated, and the tests run there. A mutation is caught if a test fails; one whose tests
 pass, or do not end in time, is not. The tests of a package run once without a mutation first. Arguments: names of
 packages, and `--part I/N` for every N-th mutation, beginning with the I-th (from 1). The exit code is 1 if a mutation
-was not caught.
+was not caught. With HFSCALE_RESULTS the counts are kept in a file (tests/faults/results.py).
 """
 
 import argparse
@@ -30,6 +30,10 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent / "faults"))
+
+from results import keep_result  # noqa: E402
+
 REPOSITORY = FOLDER.parents[1]
 TIMEOUT_S = 300
 COPIED = ("hfscale", "tests", "recipes", "accelerate_configs", "ds_configs", "pyproject.toml")
@@ -148,7 +152,11 @@ def main():
                 shutil.copy(source, copy / name)
         scores = {}
         for package in arguments.packages or packages():
+            began = time.monotonic()
             caught, missed = check(copy, package, part, parts)
+            counts = {"mutations": caught + len(missed), "caught": caught, "seconds": round(time.monotonic() - began)}
+            if parts == 1:
+                keep_result(package, counts)
             scores[package] = f"{caught} of {caught + len(missed)} caught"
             total += len(missed)
     for package, score in scores.items():
