@@ -103,6 +103,6 @@ def test_killed_runs_have_the_losses_of_an_uninterrupted_one(model, tmp_path, la
                 assert values == pytest.approx(expected[step], abs=tolerance), (step, layout)
         assert verify(latest_checkpoint(folder / "out")).step == STEPS
         assert {step for step, *_ in logged(folder)} == set(range(1, STEPS + 1))
-        summary = {"kills": killed, "launches": launches, "chains": chains, "largest_difference": worst}
+        summary = {"seed": SEED, "kills": killed, "launches": launches, "chains": chains, "largest_difference": worst}
         keep_result(f"native, {'other' if len(layouts) > 1 else 'same'} layouts", summary)
     sys.stdout.write(f"{json.dumps(summary)}\n")
