@@ -127,6 +127,10 @@ class Combination:
     """Whether attention is cut between the documents of a row."""
     sample_prompts: str | None = None
     """A file with prompts to generate from during the training."""
+    router_bias: float | None = None
+    """By how much the bias of routers moves towards an even load of their experts after each step."""
+    islands: int | None = None
+    """Number of islands that train together."""
     compute_metrics: bool | None = None
     """Whether the Trainer was given this function."""
     compute_loss_func: bool | None = None

@@ -1,13 +1,10 @@
 """How evenly a mixture of experts uses its experts: keys of each log, and a warning about experts without tokens.
 
-Each module of experts is called with the experts that the router has chosen for every token (transformers from 5.0:
-`experts(hidden_states, top_k_index, top_k_weights)`; under expert parallelism too, with the numbers of all experts).
-A hook adds these choices up on the device; they are read at the next log, so nothing waits for a GPU in between.
+The tokens are counted on the device (hfscale/trainer/expert_counter.py) and read at the next log, so that nothing
+waits for a GPU in between.
 """
 
-import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from transformers import TrainerState
 
 from hfscale.core.logging import get_logger
 from hfscale.trainer.collector import Arrays
+from hfscale.trainer.expert_counter import ExpertCounter
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
 
@@ -26,19 +24,15 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-CHOICES = ("top_k_index", "router_indices", "selected_experts")
-"""Names that transformers gives to the second argument of a module of experts."""
 DEAD_AFTER_TOKENS = 1000.0
 """An expert is reported if it has received no token while the average expert of its layer has received so many. With
 a balanced router a chosen expert stays without one of 1,000 expected tokens with a probability of exp(-1000)."""
 
 
 class ExpertLoad:
-    """Counts the tokens of each expert in training, as a part of the exchange at each log (`LogPart`).
+    """Exchanges the tokens of each expert in training at each log (`LogPart`).
 
-    Rank 0 adds up the counts of all ranks (`judge`); they are 8 bytes per expert, layer and rank at each log. Forwards
-    without gradients and in evaluation mode do not count. Layers that activation checkpointing computes twice count
-    twice, which changes none of the ratios.
+    Rank 0 adds up the counts of all ranks (`judge`); they are 8 bytes per expert, layer and rank at each log.
 
     Args:
         model (`nn.Module`): the model that is trained, with or without wrappers.
@@ -46,19 +40,12 @@ class ExpertLoad:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._layers = {name: module for name, module in model.named_modules() if _is_experts(module)}
-        # One more than there are experts, for choices that name none.
-        self._counts = [
-            torch.zeros(_number_of_experts(module) + 1, dtype=torch.int64, device=device)
-            for module in self._layers.values()
-        ]
+        self._counter = ExpertCounter(model, device)
+        self._layers = self._counter.layers
+        self._counts = self._counter.counts
         self._without_tokens = [np.zeros(len(counts) - 1) for counts in self._counts]
         """On rank 0: tokens that the average expert has received since each expert received its last one."""
         self._reported: set[tuple[int, int]] = set()
-        self._handles = [
-            module.register_forward_pre_hook(partial(_count, counts), with_kwargs=True)
-            for module, counts in zip(self._layers.values(), self._counts, strict=True)
-        ]
 
     def __bool__(self) -> bool:
         """Whether the model has experts whose tokens can be counted."""
@@ -66,9 +53,7 @@ class ExpertLoad:
 
     def detach(self) -> None:
         """Stop counting."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._counter.detach()
 
     def numbers(
         self, state: TrainerState, logs: Mapping[str, float], seconds: Mapping[str, float]
@@ -81,8 +66,7 @@ class ExpertLoad:
             seconds (`Mapping[str, float]`): seconds of each phase since the previous log.
         """
         counts = torch.cat(self._counts).tolist()
-        for tensor in self._counts:
-            tensor.zero_()
+        self._counter.reset()
         return {f"experts_{index}": float(count) for index, count in enumerate(counts)}
 
     def judge(self, numbers: Arrays, state: TrainerState) -> dict[str, float]:
@@ -169,31 +153,3 @@ def expert_load_of(trainer: "Trainer") -> ExpertLoad | None:
         return None  # the stages have different layers, and all ranks exchange the same numbers
     load = ExpertLoad(model_of(trainer), trainer.args.device)
     return load if load else None
-
-
-def _is_experts(module: nn.Module) -> bool:
-    if not isinstance(getattr(module, "num_experts", None), int):
-        return False
-    arguments = list(inspect.signature(type(module).forward).parameters)
-    return len(arguments) == 4 and arguments[2] in CHOICES
-
-
-def _number_of_experts(module: nn.Module) -> int:
-    """Return the number of all experts of a module; `num_experts` is that of one rank under expert parallelism."""
-    weight = next(module.parameters(recurse=False), None)
-    if weight is None:
-        return int(module.num_experts)  # type: ignore[arg-type]
-    return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 keeps the shape there; a DTensor's is global
-
-
-def _count(counts: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Add the experts that a router has chosen to the counts: a hook of a module of experts."""
-    if not (module.training and torch.is_grad_enabled()):
-        return
-    chosen = args[1] if len(args) > 1 else next(kwargs[name] for name in CHOICES if name in kwargs)
-    none = len(counts) - 1
-    experts = chosen.detach().reshape(-1).to(torch.int64)
-    experts = torch.where((experts >= 0) & (experts < none), experts, none)
-    # The counts are an input of a compiled layer, and must keep their version until it is computed again: `.data`
-    # has one of its own.
-    counts.data.scatter_add_(0, experts, torch.ones_like(experts))

@@ -507,6 +507,10 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
     router_aux_loss_coef: float | None = flag(
         "Weight of the loss that balances the experts of a mixture; 0: none. Default: as the model's config says."
     )
+    router_bias_update_rate: float = flag(
+        "Change of routers' bias per step towards an even load of the experts (DeepSeek-V3: 0.001).",
+        default=0.0,
+    )
     gradient_compression: str = flag(
         "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
     )
@@ -518,7 +522,7 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
 
     def __post_init__(self) -> None:
         require_positive(self, "powersgd_rank", "topk_fraction")
-        require_from_0(self, "compression_start_step", "router_aux_loss_coef")
+        require_from_0(self, "compression_start_step", "router_aux_loss_coef", "router_bias_update_rate")
         if self.gradient_compression in ONE_BIT_OPTIMIZERS and self.compression_start_step == 0:
             raise UsageError(
                 f"--compression_start_step 0: {self.gradient_compression} needs a warm-up in which it measures the "

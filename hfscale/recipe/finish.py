@@ -23,6 +23,7 @@ from hfscale.recipe.export import save_final_model
 from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.resume import is_finished
+from hfscale.recipe.router_bias import balance_by_bias
 from hfscale.recipe.router_loss import average_router_loss
 from hfscale.recipe.sequence_parallel import fix_sequence_parallel
 from hfscale.scaling import ScalingCallback
@@ -39,8 +40,8 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     """Call `trainer.train`, from the checkpoint to the last step, on every rank.
 
     Before, the progress bar is replaced by one that fits a terminal, the loss and whether layers are compiled are
-    chosen, the load-balancing loss is averaged, DDP is set up as `--gradient_compression` asks, FSDP2 to sum gradients
-    in fp32, and what the strategy needs on this machine is set on the Trainer.
+    chosen, experts are balanced as the flags ask, DDP is set up as `--gradient_compression` asks, FSDP2 to sum
+    gradients in fp32, and what the strategy needs on this machine is set on the Trainer.
 
     Args:
         trainer (`Trainer`): the trainer of the run, with the callbacks of `start_run`.
@@ -70,6 +71,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     compile_layers(trainer, kernels)
     choose_loss(trainer, kernels)
     average_router_loss(trainer)
+    balance_by_bias(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     end_if_preempted(scaling)
     return metrics

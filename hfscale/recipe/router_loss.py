@@ -38,8 +38,9 @@ def set_router_loss(config: "PreTrainedConfig", coefficient: float | None) -> No
     text = config.get_text_config()
     if not hasattr(text, _NAME):
         raise UsageError(
-            f"--{_NAME} {coefficient}: {text.model_type} has no load-balancing loss in transformers (the bias by "
-            "which DeepSeek-V3 and GLM-4.5 balance their experts stays as it was loaded); leave it out"
+            f"--{_NAME} {coefficient}: {text.model_type} has no load-balancing loss in transformers (for "
+            "those that balance their experts by a bias, as DeepSeek-V3 and GLM-4.5 do, there is "
+            "--router_bias_update_rate); leave it out"
         )
     text.output_router_logits = coefficient > 0
     text.router_aux_loss_coef = coefficient

@@ -29,6 +29,7 @@ from hfscale.recipe.entrypoint import check_output_dir
 from hfscale.recipe.layout import is_native, set_up_data_parallelism, set_up_parallelism
 from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
+from hfscale.recipe.router_bias import check_router_bias
 from hfscale.scaling import ScalingCallback
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import check_launch
@@ -90,6 +91,7 @@ def start_run(
     else:
         layout = _layout_of_accelerate(parallel_args, training_args)
         check_compatibility(model_args, training_args, layout)
+    check_router_bias(model_args, training_args, islands=scaling_args.islands, parallel_trainer=parallel_trainer)
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
     check_output_dir(str(output_folder(training_args)))

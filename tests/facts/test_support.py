@@ -27,11 +27,12 @@ from hfscale.parallel.stages import StagePlan
 from hfscale.planner import launchable
 from hfscale.planner.job import Job
 from hfscale.planner.option_fields import flag_of, spelling
-from hfscale.recipe.arguments import DataArguments, ModelArguments
+from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.layout import NativeParallelLayout, check_model, set_up_parallelism
 from hfscale.recipe.models import cut_document_attention
+from hfscale.recipe.router_bias import check_router_bias
 from hfscale.recipe.start import sample_generation
 from hfscale.trainer.strategy import check_launch, check_strategy
 
@@ -138,6 +139,11 @@ def consumers(monkeypatch):
 
     def rows(cp=2, **data):
         return message_of(cut_document_attention, None, SimpleNamespace(**data), None, ParallelLayout(cp=cp))
+
+    def bias(islands=1, parallel_trainer=False, **model):
+        args = RecipeTrainingArguments(output_dir="out", use_cpu=True, router_bias_update_rate=0.001)
+        changes = {"islands": islands, "parallel_trainer": parallel_trainer}
+        return message_of(check_router_bias, ModelArguments(**model), args, **changes)
 
     def samples(layout=None, can_generate=True):
         prompts = SimpleNamespace(sample_prompts="prompts.txt", sample_steps=None)
@@ -397,6 +403,9 @@ CASES = {
     ],
     "generating from prompts with transformers' own sharding": lambda c: [c.samples(NATIVE)],
     "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(can_generate=False)],
+    "updating the bias of routers with adapters": lambda c: [c.bias(use_peft=True)],
+    "updating the bias of routers on islands": lambda c: [c.bias(islands=2)],
+    "updating the bias of routers in `ParallelTrainer`": lambda c: [c.bias(parallel_trainer=True)],
     "`ParallelTrainer` with compute_metrics": lambda c: [c.trainer(given={"compute_metrics": len})],
     "`ParallelTrainer` with compute_loss_func and context parallelism": lambda c: [
         c.trainer(cp=2, given={"compute_loss_func": len})
