@@ -38,7 +38,14 @@ from hfscale.recipe.arguments import (
 )
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
-from hfscale.recipe.layout import check_model, distributed_config, is_native, number_of_experts, quantization_of
+from hfscale.recipe.layout import (
+    NativeParallelLayout,
+    check_model,
+    distributed_config,
+    is_native,
+    number_of_experts,
+    quantization_of,
+)
 from hfscale.recipe.router_bias import check_has_bias
 from hfscale.recipe.router_loss import set_router_loss
 from hfscale.trainer.native import native_layout
@@ -173,7 +180,8 @@ def load_model(
     if layout is not None:
         check_model(layout, config, training_args, block_size=length)
     if model_args.use_peft and is_native(layout):
-        check_adapted_modules(model_args, config)
+        assert isinstance(layout, NativeParallelLayout)
+        check_adapted_modules(model_args, config, ep=layout.ep)
     if empty:
         model = load_empty_model(model_args, config, training_args)
     else:
@@ -310,18 +318,18 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
     return adapted
 
 
-def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> None:
-    """Check, before weights are loaded, that the experts of a model that transformers shards get no adapters.
+def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig, *, ep: int) -> None:
+    """Check, before weights are loaded, that experts which transformers spreads over ranks get no adapters.
 
-    PEFT adds the adapter of a stacked parameter in the forward pass of its module. transformers has replaced that of
-    experts which it spreads over ranks, and together they were not tested.
+    PEFT adds the adapters of all experts to the stacked parameter of a layer, of which each rank has a part then.
 
     Args:
         args (`ModelArguments`): the target modules of the adapters.
         config (`PreTrainedConfig`): the model's config.
+        ep (`int`): ranks that share the experts of a layer.
 
     Raises:
-        UsageError: experts would get adapters, or the model has none of the target modules.
+        UsageError: such experts would get adapters, or the model has none of the target modules.
         MissingDependencyError: PEFT is not installed or too old.
     """
     with torch.device("meta"):
@@ -333,11 +341,9 @@ def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> Non
 
         with errors_name_flag("--lora_target_modules", args.lora_target_modules):
             adapted = get_peft_model(model, adapters)
-    if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
-        raise UsageError(
-            f"--lora_target_modules {' '.join(args.lora_target_modules or ())}: experts get adapters, which were not "
-            "tested with transformers' own sharding: leave it out, or name matrices of the attention alone"
-        )
+    has_adapted_experts = any(isinstance(module, ParamWrapper) for module in adapted.modules())
+    asked = Combination(strategy="native", expert_parallel=ep, expert_adapters=has_adapted_experts)
+    check_support(asked, speaker="recipe")
 
 
 def cut_document_attention(

@@ -237,17 +237,26 @@ class TestConversion:
 
 @pytest.mark.world(2)
 class TestAdapters:
-    """LoRA on the attention of a natively distributed model; the adapters are plain tensors on every rank."""
+    """LoRA on a natively distributed model; the adapters are plain tensors on every rank."""
 
-    def test_they_resume_under_another_layout(self, model, tmp_path):
+    @pytest.mark.parametrize("target", ["attention", pytest.param("experts", marks=pytest.mark.faults)])
+    def test_they_resume_under_another_layout(self, model, tmp_path, target):
         single = {"save_strategy": "steps", "save_steps": EVERY}
-        launch(Run(layout=Layout(), prepare=with_adapters, arguments=single), model, tmp_path / "single")
-        launch(Run(layout=EXPERTS, prepare=with_adapters), model, tmp_path / "run")
+        prepare, saved, other = {
+            "attention": (with_adapters, EXPERTS, Layout(fsdp=2)),
+            "experts": (with_adapters_of_experts, Layout(fsdp=2), Layout(rep=2)),
+        }[target]
+        launch(Run(layout=Layout(), prepare=prepare, arguments=single), model, tmp_path / "single")
+        launch(Run(layout=saved, prepare=prepare), model, tmp_path / "run")
         for step, values in records(tmp_path / "single").items():
             assert records(tmp_path / "run")[step] == pytest.approx(values, abs=1e-5), step
         resumed = lose_the_end(shutil.copytree(tmp_path / "run", tmp_path / "resumed"))
-        launch(Run(layout=Layout(fsdp=2), prepare=with_adapters), model, resumed)
+        launch(Run(layout=other, prepare=prepare), model, resumed)
         assert_same_end(resumed, tmp_path / "run")
+
+    def test_those_of_experts_are_refused_where_ranks_share_them(self, model, tmp_path):
+        assert 0 not in attempt(Run(layout=EXPERTS, prepare=with_adapters_of_experts), model, tmp_path)
+        assert "adapters of the experts and ep_size=2: " in errors(tmp_path)[0]
 
     def test_they_are_refused_with_tensor_parallelism(self, model, tmp_path):
         run = Run(layout=Layout(tp=2), prepare=with_adapters)
@@ -260,6 +269,17 @@ def with_adapters(model):
 
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
+
+
+def with_adapters_of_experts(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = LoraConfig(
+        r=4, target_modules=[], target_parameters=parameters, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return get_peft_model(model, config)
 
 

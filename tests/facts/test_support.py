@@ -157,9 +157,10 @@ def consumers(monkeypatch):
         run = SimpleNamespace(model=None, args=args, accelerator=accelerator, **made)
         return message_of(compress_gradients, run, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
 
-    def native(quantized=False, **sizes):
+    def native(quantized=False, adapted=False, **sizes):
         config = SimpleNamespace(distributed_config=DistributedConfig(**sizes))
         model = SimpleNamespace(is_distributed_loading_by_transformers=True, is_quantized=quantized, config=config)
+        model.modules = lambda: [type("ParamWrapper", (), {})()] if adapted else []
         run = SimpleNamespace(model=model, args=arguments({}), accelerator=SimpleNamespace(state=None))
         return message_of(check_strategy, run, {"WORLD_SIZE": "2"})
 
@@ -263,6 +264,7 @@ CASES = {
         planned(method="lora", layout=TENSOR, zero=3),
         c.recipe(model={"use_peft": True}, layout=TENSOR),
     ],
+    "adapters of experts with expert parallelism": lambda c: [c.native(adapted=True, fsdp_size=2, ep_size=2)],
     "plans of adapters with tensor or pipeline parallelism": lambda c: [
         planned(method="lora", layout=PIPELINE, zero=3)
     ],
