@@ -122,6 +122,15 @@ UNSPLIT = frozenset(
 """Widths of `layer_widths` that tensor parallelism splits only together with the sequence."""
 
 
+SCORE_COPIES: Mapping[str, int] = {"gpt_oss": 2}
+"""Family -> tensors of the size of a layer's attention scores, in the format of its queries, that exist at the peak of
+the attention's forward and backward pass beside those that are kept: 4.0 bytes per score with bf16 and 8.0 with fp32,
+by the peak of the live bytes of layers with sequences of 1,024 to 4,096 tokens (transformers 5.23,
+`eager_attention_forward`). Only of the families whose experts transformers spreads over ranks."""
+_OF_THE_MLP = ("mlp", "moe_hidden", "routed", "experts", "shared", "router", "choices", "moe_constant")
+"""Widths of `layer_widths` of what comes after the attention."""
+
+
 class KeptBytes(NamedTuple):
     """Bytes per token that are kept for the backward pass."""
 
@@ -171,6 +180,29 @@ def routed_bytes(shape: ModelShape, regime: Regime) -> float:
     """
     width = 4.0 if regime == "fp32" else 2.0
     return width * shape.top_k * shape.hidden if shape.moe else 0.0
+
+
+def attention_bytes(shape: ModelShape, regime: Regime, seq_len: int) -> float:
+    """Compute the bytes per token of a layer in use at the peak of its attention, where scores are written to memory.
+
+    They are what the attention keeps, with half of the norms and residuals, and the further tensors of its scores.
+
+    Args:
+        shape (`ModelShape`): the model.
+        regime (`Regime`): the formats in which the model computes.
+        seq_len (`int`): tokens per sequence.
+
+    Returns:
+        `float`: 0 for a family that is not in `SCORE_COPIES`.
+    """
+    copies = SCORE_COPIES.get(shape.model_type, 0)
+    if copies == 0:
+        return 0.0
+    widths = layer_widths(shape, seq_len)
+    factors = factors_of(shape.model_type, regime, "none").layer
+    kept = sum(factor * widths[name] for name, factor in factors.items() if name not in _OF_THE_MLP)
+    kept -= factors["hidden"] * widths["hidden"] / 2
+    return kept + copies * (4.0 if regime == "fp32" else 2.0) * widths["scores"]
 
 
 def has_scores(model_type: str) -> bool:

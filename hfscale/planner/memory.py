@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from hfscale.facts.activations import attention_bytes
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.activations import (
     dispatched_bytes,
@@ -25,6 +26,7 @@ from hfscale.planner.activations import (
     layers_in_flight,
     loss_bytes,
     micro_batches_in_flight,
+    regime_of,
 )
 from hfscale.planner.experts import gathered_share, kept_share, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
@@ -410,6 +412,8 @@ def _native_moments(job: Job, framework: Framework, gradients: float) -> list[_M
     are reduced when its backward pass is over, from a copy in the format of the reduction into another one of their
     shard, where a third divides them if only one rank has these experts; the copy of a unit exists until that of the
     next (transformers 5.23, distributed/fsdp.py; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    Where attention writes its scores to memory, one layer's attention may need more than all of the layer keeps; the
+    experts' gradients have been copied for their reduction before.
     """
     kept, working = kept_and_working(job, framework)
     kept_of_all = job.layer_split[0] * kept
@@ -435,6 +439,11 @@ def _native_moments(job: Job, framework: Framework, gradients: float) -> list[_M
         ),
         _Moment(kept + in_layer, 0.0, gradients, gathered + reduced * dense, at="first layer's backward pass"),
     ]
+    attention = job.tokens * attention_bytes(job.shape, regime_of(job), job.seq_len)
+    if attention > 0:
+        others = kept_of_all - kept if job.activation_checkpointing == "none" else kept_of_all
+        held = width * dense + reduced * experts * gathered_share(job)
+        moments.append(_Moment(others + ends + attention, 0.0, gradients, held, at="last layer's attention"))
     if job.activation_checkpointing == "none":
         moments.append(
             _Moment(kept_of_all + ends + in_layer, 0.0, gradients, gathered, at="last layer's forward pass")

@@ -40,6 +40,13 @@ LATENT = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rop
 MODELS = {
     "qwen3_moe": {**GROUPED, **ROUTED, "num_experts": 16, "norm_topk_prob": True},
     "mixtral": {**GROUPED, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192},
+    "gpt_oss": {
+        **GROUPED,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 192,
+        "sliding_window": 128,
+    },
     "glm4_moe": {**GROUPED, **SHARED, "first_k_dense_replace": 1},
     "deepseek_v3": {**COMMON, **SHARED, **LATENT, "num_key_value_heads": 8, "first_k_dense_replace": 1},
 }
@@ -148,6 +155,8 @@ def planned_bytes(config, sizes, kind, imbalance):
             marks=pytest.mark.faults,
         ),
         pytest.param("mixtral", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none", "full"), marks=pytest.mark.faults),
+        pytest.param("gpt_oss", {"fsdp_size": 2, "ep_size": 2}, 1.0, ("none", "full"), marks=pytest.mark.faults),
+        pytest.param("gpt_oss", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none",), marks=pytest.mark.faults),
         pytest.param("glm4_moe", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none", "full"), marks=pytest.mark.faults),
         pytest.param("deepseek_v3", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none", "full"), marks=pytest.mark.faults),
     ],
