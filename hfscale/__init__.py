@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME_OF = {
+    "AlertCallback": "hfscale.trainer.alerts",
     "CommHealthCallback": "hfscale.health.callback",
     "DiLoCoCallback": "hfscale.islands.callback",
     "LRScalingCallback": "hfscale.lr_scaling.callback",

@@ -123,7 +123,7 @@ def test_the_promised_names_of_this_version():
         "import hfscale.cli; hfscale.cli.main(['plan', 'llama-3.1-8b', '--gpu', 'H100', '--gpus', '8'])",
         "import hfscale; hfscale.estimate, hfscale.plan",
         "import hfscale.cli; hfscale.cli.main(['report', '/nowhere']), hfscale.cli.main(['autostop', '--', 'x'])",
-        "import hfscale.cli; hfscale.cli.main(['sweep', '--', '/nowhere'])",
+        "import hfscale.cli; hfscale.cli.main(['sweep', '--', '/nowhere']), hfscale.cli.main(['watch', '/nowhere'])",
     ],
 )
 def test_modules_without_torch_load_none_of_it(code):

@@ -40,6 +40,7 @@ from hfscale.checkpoint.store import (
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.core import distributed
 from hfscale.core.activity import activity
+from hfscale.core.alarms import raise_end
 from hfscale.core.best_effort import best_effort
 from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import START, TRAINING, StepAgreement
@@ -389,6 +390,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
             self._set_status(status, state.global_step, reason=self.preempted)
+            raise_end(status, state.global_step, self.preempted)
         if self.remote is not None:
             self.remote.wait(self.last_committed)
         if args.should_save and self.preempted is None:
@@ -555,6 +557,7 @@ class SpotCheckpointCallback(AdapterCallback):
             self._failure = " ".join(reason.split())
         reported = read_status(self._output_dir)
         if reported is None or reported.get("status") == "running":
+            raise_end("failed", self._running_step, self._failure)
             with suppress(OSError):  # a full disk may be why it failed, and that has been logged
                 write_status(
                     self._output_dir,

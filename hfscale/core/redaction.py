@@ -7,7 +7,7 @@ from typing import Any
 
 MASK = "[redacted]"
 _SECRET_NAME = re.compile(
-    r"token|secret|passw|(?:api|access|private)[-_]?key|credential|signature|auth(?!or)", re.IGNORECASE
+    r"token|secret|passw|webhook|(?:api|access|private)[-_]?key|credential|signature|auth(?!or)", re.IGNORECASE
 )
 _NO_SECRET_NAME = re.compile(
     r"tokens|tokeni[sz]\w*|(?:bos|eos|pad|unk|sep|cls|mask|image|per)[-_]token", re.IGNORECASE

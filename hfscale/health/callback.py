@@ -9,7 +9,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -19,6 +20,8 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 from hfscale.checkpoint.resume import newest_resumable
 from hfscale.checkpoint.store import archive
 from hfscale.core import distributed
+from hfscale.core.alarms import DISK, HEALTH, LOSS, raise_alarm
+from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
@@ -55,6 +58,8 @@ PREFLIGHT_DEADLINE_S = 60.0
 PREFLIGHT_SECONDS_PER_NODE = 1.0
 """Seconds by which the deadline of the pre-flight grows with each node after the first: NCCL's first connections take
 longer with more ranks. It is an assumption of ours, and not measured."""
+ALARM_EVERY_S = 600.0
+"""Least seconds between two alarms of the same check; each finding is logged."""
 _SPEED_PROBE_BYTES = 16 * 2**20
 _LOG_LEVELS = {"note": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _trainings = 0
@@ -137,6 +142,8 @@ class CommHealthCallback(AdapterCallback):
         self._healthy_step = 0
         self._rank_lines: RankLines | None = None
         self._replay: StepReplay | None = None
+        self._alarmed_at: dict[str, float] = {}
+        self._checkpoint_bytes = 0
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -179,11 +186,14 @@ class CommHealthCallback(AdapterCallback):
         self._begin_run()
         self._replay = replay
         self._healthy_step = state.global_step
+        self._checkpoint_bytes = _checkpoint_bytes(trainer)
         rank_store = connect_rank_store(args) if self.preflight or self.hang_after_s else None
         if not all(TRAINING.gather("start: rank store", rank_store is not None)):
             rank_store = None  # a rank that cannot reach it would be missed by the others
         if self.preflight:
             check_ranks(trainer, rank_store)
+            if is_main_process() and self._checkpoint_bytes:
+                self._raise_alarms(check_room(args, self._checkpoint_bytes), state.global_step)
         self._rank_lines = RankLines(adapter.run_dir()) if state.is_world_process_zero else None
         self._start_monitor(trainer, strategy)
         if rank_store is not None and self.hang_after_s:
@@ -229,6 +239,9 @@ class CommHealthCallback(AdapterCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._progressed()
+        if is_main_process() and self._checkpoint_bytes:
+            with best_effort("checking the room on the disk", output_folder(args)):
+                self._raise_alarms(check_room(args, self._checkpoint_bytes), state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -327,9 +340,12 @@ class CommHealthCallback(AdapterCallback):
         if comparison.loss is not None:
             bad_loss = self._losses.check(step, comparison.loss, comparison.grad_norm)
             found += [bad_loss] if bad_loss is not None else []
-        if self._rank_lines is not None and self._monitor.own_s:
-            self._rank_lines.add(step, {"compute_s": self._monitor.own_s})
+        of_ranks = {"compute_s": self._monitor.own_s, "temperature_c": self._monitor.temperatures_c}
+        measured = {name: numbers for name, numbers in of_ranks.items() if numbers}
+        if self._rank_lines is not None and measured:
+            self._rank_lines.add(step, measured)
         log_findings(found)
+        self._raise_alarms(found, step)
         # These findings follow from what all ranks have exchanged, so all ranks stop or none.
         bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
         if bad and self.on_bad_training == "stop":
@@ -338,9 +354,19 @@ class CommHealthCallback(AdapterCallback):
             self._healthy_step = step
         return {name: value for name, value in comparison.keys.items() if math.isfinite(value)}
 
+    def _raise_alarms(self, found: Sequence[Finding], step: int) -> None:
+        """Raise an alarm for each finding on the main process; the same check alarms once in `ALARM_EVERY_S`."""
+        now = time.monotonic()
+        for finding in found if is_main_process() else ():
+            if finding.level != "note" and now - self._alarmed_at.get(finding.check, -math.inf) >= ALARM_EVERY_S:
+                self._alarmed_at[finding.check] = now
+                kind = {"loss": LOSS, "disk": DISK}.get(finding.check, HEALTH)
+                raise_alarm(kind, str(finding), step=step, level=finding.level)
+
     def _replay_differs(self, finding: Finding) -> None:
         """Log what a replay has found; with `stop` end the run, on all ranks."""
         log_findings([finding])
+        self._raise_alarms([finding], self._healthy_step)
         if self.on_bad_training == "stop":
             self._stop([finding])
 
@@ -445,18 +471,37 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     log_findings([*result.findings, *result.node_findings])
 
 
-def _check_disk(trainer: Trainer) -> list[Finding]:
-    """Check space and time for checkpoints as large as this model's weights and AdamW states."""
+def _checkpoint_bytes(trainer: Trainer) -> int:
+    """Return the size of a checkpoint with this model's weights and AdamW states; 0 if nothing is saved."""
     args = trainer.args
     if args.save_strategy == "no" and not TrainerAdapter.of(trainer).callback_saves:
-        return []
+        return 0
     sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in model_of(trainer).parameters()]
     weights = sum(numel * p.element_size() for numel, p in sizes)
-    states = node.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
+    return weights + node.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
+
+
+def _check_disk(trainer: Trainer) -> list[Finding]:
+    """Check space and time for checkpoints as large as this model's weights and AdamW states."""
+    size = _checkpoint_bytes(trainer)
+    if not size:
+        return []
+    folder = output_folder(trainer.args)
+    return check_room(trainer.args, size, bytes_per_s=node.write_speed(folder, _SPEED_PROBE_BYTES))
+
+
+def check_room(args: TrainingArguments, checkpoint_bytes: int, *, bytes_per_s: float | None = None) -> list[Finding]:
+    """Check that two checkpoints fit on the disk of the output directory.
+
+    Args:
+        args (`TrainingArguments`): the training arguments.
+        checkpoint_bytes (`int`): size of one checkpoint.
+        bytes_per_s (`float`, *optional*): write speed of the disk, to check the time of a save too.
+    """
     return node.check_disk(
         output_folder(args),
-        checkpoint_bytes=weights + states,
-        bytes_per_s=node.write_speed(output_folder(args), _SPEED_PROBE_BYTES),
+        checkpoint_bytes=checkpoint_bytes,
+        bytes_per_s=bytes_per_s,
         notice_s=node.DEFAULT_NOTICE_S,
     )
 

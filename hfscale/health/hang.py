@@ -29,6 +29,7 @@ from types import FrameType
 from typing import Any
 
 from hfscale.core.activity import threads_in
+from hfscale.core.alarms import HANG, raise_alarm, settle_alarms
 from hfscale.core.findings import Finding, blamed_hosts, join_findings, limit_findings, name_ranks
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import connect
@@ -53,6 +54,8 @@ MAX_FILES = 512
 _WARM_UP_STEPS = 3
 _EXIT_CODE = 1
 _SAVE_POLL_S = 0.1
+_SETTLE_S = 5.0
+"""Seconds for which the end of the process waits for listeners of alarms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +226,9 @@ class HangWatchdog(threading.Thread):
         fix = "look whether the network of this node is lost, or the node of rank 0"
         self.findings = [Finding(level="error", check="hang", problem=problem, fix=fix)]
         silent_s = now - self._last_progress_at
-        logger.error("training hangs at step %d for %.0f s: %s", self._step, silent_s, join_findings(self.findings))
+        text = join_findings(self.findings)
+        logger.error("training hangs at step %d for %.0f s: %s", self._step, silent_s, text)
+        raise_alarm(HANG, f"training hangs for {silent_s:.0f} s: {text}", step=self._step, level="error")
         if self._abort:
             self._end_process(self.limits.floor_s)
 
@@ -306,6 +311,7 @@ class HangWatchdog(threading.Thread):
         if link is not None:
             reason = f"{self.findings[0].check}: {'; '.join(map(str, self.findings))}"
             link.ending(_EXIT_CODE, reason=reason, hosts=blamed_hosts(self.findings))
+        settle_alarms(_SETTLE_S)
         os._exit(_EXIT_CODE)
 
     def _is_saving_in_background(self) -> bool:
@@ -349,6 +355,7 @@ class HangWatchdog(threading.Thread):
         idle_s = max(snap.idle_s for snap in answers.values())
         text = join_findings(found)
         logger.error("training hangs at step %d for %.0f s: %s (see %s)", step, idle_s, text, self.folder)
+        raise_alarm(HANG, f"training hangs for {idle_s:.0f} s: {text} (see {self.folder})", step=step, level="error")
 
 
 def write_folder(

@@ -110,6 +110,8 @@ class Monitor:
         self.own_s: Sequence[float] = ()
         """On rank 0, the seconds of each rank's own work in a step, as of the last log; empty where nothing was
         timed."""
+        self.temperatures_c: Sequence[float] = ()
+        """On rank 0, the temperature of each rank's GPU as of the last log, °C; empty unless every rank has one."""
 
     def step_ended(self) -> None:
         """Report that the step has ended."""
@@ -155,6 +157,8 @@ class Monitor:
         own_s = [columns[name] for name in OWN_S if name in columns]
         judgement = self._straggler_judge.add(np.stack(own_s, axis=1) if own_s else np.empty((len(self._hosts), 0)))
         self.own_s = judgement.own_s
+        temperatures = columns["temperature_c"]
+        self.temperatures_c = temperatures.tolist() if np.isfinite(temperatures).all() else ()
         found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["step_s"])]
         if self._replicas:
             norms = columns["grad_norm"] if self._have_equal_gradients else np.full(len(self._hosts), math.nan)

@@ -236,7 +236,8 @@ class ScalingMetricsCallback(AdapterCallback):
             self._wandb_run.publish(args, state)
 
     def _release(self) -> None:
-        """Remove what the counter and the meters have put on the model."""
+        """Remove what the counter and the meters have put on the model, and record no further alarms."""
+        self._recorder.release()
         self._counter.detach()
         if self._expert_load is not None:
             self._expert_load.detach()

@@ -8,12 +8,13 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from hfscale.core.alarms import RESTART, Alarm, listen, raise_alarm
 from hfscale.core.best_effort import best_effort, return_counts, take_counts
 from hfscale.core.findings import Finding
 from hfscale.core.records import (
@@ -55,6 +56,7 @@ class RunRecorder:
         self._folder: Path | None = None
         self._ranks: RankLines | None = None
         self._workload_is_written = False
+        self._end_listening: Callable[[], None] | None = None
 
     def begin(
         self,
@@ -87,6 +89,7 @@ class RunRecorder:
             return goodput_tracker
         self._folder = folder
         self._ranks = RankLines(folder)
+        self._end_listening = listen(self._alarmed)
         last_alive: float | None = None
         events: list[dict[str, Any]] = []
         with best_effort(WRITING, folder):
@@ -107,6 +110,14 @@ class RunRecorder:
             previous_alive=last_alive if is_relaunch else None,
             **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
         )
+        if is_relaunch:
+            raise_alarm(
+                RESTART,
+                f"launch {sum(event['event'] == 'launch' for event in events) + 1} begins at step {state.global_step} "
+                f"on {args.world_size} process{'es' if args.world_size > 1 else ''}",
+                step=state.global_step,
+                level="note",
+            )
         goodput_tracker.begin(
             launched_at=launched,
             world_size=args.world_size,
@@ -115,6 +126,20 @@ class RunRecorder:
             save=saves[-1] if saves and state.global_step > 0 else None,
         )
         return goodput_tracker
+
+    def release(self) -> None:
+        """Record no further alarms: the training has ended."""
+        if self._end_listening is not None:
+            self._end_listening()
+            self._end_listening = None
+
+    def _alarmed(self, alarm: Alarm) -> None:
+        """Record an alarm, in whichever thread it is raised."""
+        if self._folder is not None:
+            fields = {"event": "alarm", "kind": alarm.kind, "level": alarm.level, "text": alarm.text}
+            with best_effort(WRITING, self._folder / TIMELINE_NAME):
+                line = {"step": alarm.step, "time": alarm.time, **fields}
+                append_record(self._folder / TIMELINE_NAME, line)
 
     @property
     def needs_workload(self) -> bool:

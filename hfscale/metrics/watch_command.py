@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from hfscale.metrics.watch.live import LiveRun, names_of
+from hfscale.metrics.watch.open_metrics import Textfile
 from hfscale.metrics.watch.server import TOKEN_VARIABLE, WatchServer
 
 EXAMPLES = (
@@ -26,12 +27,19 @@ def run(
     token: Annotated[
         str | None, typer.Option(help=f"Secret that the page asks for; better in {TOKEN_VARIABLE}.")
     ] = None,
+    textfile: Annotated[
+        Path | None,
+        typer.Option(help="Also write the metrics to this file NAME.prom, for node_exporter's textfile collector."),
+    ] = None,
 ) -> None:
     """Show runs on a page that is updated while they go on, from the files in their output directories."""
     runs = [LiveRun(output_dir) for output_dir in output_dirs]
     by_name = dict(zip(names_of(runs), runs, strict=True))
     secret = token if token is not None else os.environ.get(TOKEN_VARIABLE) or None
-    with WatchServer(by_name, host=host, port=port, token=secret) as server:
+    written = Textfile(textfile, by_name) if textfile is not None else None
+    with WatchServer(by_name, host=host, port=port, token=secret, textfile=written) as server:
+        if written is not None:
+            written.write()
         print(f"hfscale watch: {server.url} (Ctrl+C ends it)", flush=True)
         try:
             server.serve_forever()

@@ -278,6 +278,7 @@ class ScalingArguments(IslandArguments):
     scaling_baseline: str | None = flag("File of `hfscale sweep` with which scaling/efficiency is compared.")
     noise_scale: bool = flag("Measure the gradient noise scale at the steps that are logged.", default=False)
     trace_steps: str | None = flag("Optimizer steps to trace for `hfscale why`, such as 5,6.")
+    alert_webhook: str | None = flag("URL to which hangs, restarts, the end of the run and so on are posted as JSON.")
     early_stopping_patience: int | None = flag("Stop after this many evaluations without a lower loss.")
 
     def __post_init__(self) -> None:

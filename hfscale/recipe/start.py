@@ -31,6 +31,7 @@ from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
 from hfscale.recipe.router_bias import check_router_bias
 from hfscale.scaling import ScalingCallback
+from hfscale.trainer.alerts import AlertCallback
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import check_launch
 from hfscale.why.callback import TraceCallback, read_steps
@@ -132,6 +133,9 @@ def _callbacks(
     if scaling_args.trace_steps is not None:
         with parameters_are_flags(steps="trace_steps"):
             callbacks.append(TraceCallback(read_steps(scaling_args.trace_steps)))
+    if scaling_args.alert_webhook is not None:
+        with parameters_are_flags(webhook="alert_webhook"):
+            callbacks.append(AlertCallback(webhook=scaling_args.alert_webhook))
     if scaling_args.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(scaling_args.early_stopping_patience))
     return callbacks

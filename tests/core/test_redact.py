@@ -77,6 +77,17 @@ def test_secret_names_are_recognised():
     assert not any(map(is_secret_name, ("tokens", "num_tokens", "tokenizer_name", "--output_dir")))
 
 
+def test_the_url_of_a_webhook_is_secret():
+    argv = [
+        "train.py",
+        "--alert_webhook",
+        "https://hooks.example.com/T0/B1/xyz",
+        "--alert_webhook=https://a.example/b",
+    ]
+    assert redact_argv(argv, NO_ENVIRONMENT) == ["train.py", "--alert_webhook", MASK, f"--alert_webhook={MASK}"]
+    assert redact_json({"alert_webhook": "https://a.example/b"}, NO_ENVIRONMENT) == {"alert_webhook": MASK}
+
+
 def test_the_value_after_a_secret_flag_is_removed():
     argv = ["train.py", "--hub_token", "plain", "--api-key=abc", "--tokenizer_name", "gpt2", "--push_to_hub"]
     assert redact_argv(argv, NO_ENVIRONMENT) == [

@@ -20,6 +20,7 @@ from workers.health_hang import run
 from benchmarks.simulated_ranks import StoreProcess
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
+from hfscale.core.alarms import listen
 from hfscale.core.rank_store import RankStore
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.health import hang as hang_module
@@ -529,6 +530,19 @@ def test_the_end_after_a_hang_waits_for_the_checkpoint_in_the_background(tmp_pat
     with pytest.raises(Ended):
         watchdog._examine([])
     assert (tmp_path / "checkpoint-2" / MANIFEST_NAME).exists()
+
+
+def test_a_hang_raises_one_alarm_and_the_end_waits_for_its_listeners(ending):
+    watchdog, _ = ending(1)
+    heard = []
+    end = listen(heard.append, lambda limit_s: heard.append(limit_s))
+    with pytest.raises(Ended):
+        watchdog._examine([])
+    end()
+    alarm, limit_s = heard
+    assert (alarm.kind, alarm.level) == ("hang", "error")
+    assert "hangs" in alarm.text
+    assert 0 < limit_s <= 10
 
 
 @pytest.mark.parametrize(("ranks", "limit_s"), [(1, LIMITS.outside_s), (2, LIMITS.floor_s)])

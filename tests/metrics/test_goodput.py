@@ -101,6 +101,7 @@ def test_goodput_and_cost_of_a_killed_and_relaunched_training(tmp_path):
         "job",
         "save",
         "launch",
+        "alarm",  # about the restart
         "setup",
         "workload",
         "job",

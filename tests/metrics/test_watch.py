@@ -11,20 +11,25 @@ import threading
 from contextlib import contextmanager
 
 import pytest
+from conftest import REPOSITORY
 
 from hfscale.cli import main
 from hfscale.core.records import RecordTail, read_records
 from hfscale.errors import UsageError
+from hfscale.health.callback import CommHealthCallback
+from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.metrics.report.forecast import forecast
 from hfscale.metrics.report.run_data import load_run
 from hfscale.metrics.report.summary import headline
-from hfscale.metrics.watch import live
+from hfscale.metrics.watch import live, open_metrics
 from hfscale.metrics.watch.live import LiveRun
+from hfscale.metrics.watch.open_metrics import DESCRIPTIONS, Textfile, exposition, metric_name
 from hfscale.metrics.watch.page import PAGE
 from hfscale.metrics.watch.server import WatchServer
 
 BEGIN = 1_790_000_000.0
 TOKEN = "a-token-of-some-length"  # noqa: S105
+DASHBOARD = REPOSITORY / "launch" / "grafana" / "hfscale.json"
 EVERYWHERE = "0.0.0.0"  # noqa: S104
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=alert(1)>"
 
@@ -194,6 +199,22 @@ def test_the_page_has_the_numbers_of_the_report(run_dir):
     assert maps["Waiting for data, by rank"]["values"][0] == [0.01, 0.25]
     assert answer["summary"]["max_steps"] == 100
     assert answer["alive_at"] == BEGIN + 400
+
+
+def test_alarms_of_the_run_are_shown_the_newest_first(run_dir):
+    alarm = {"event": "alarm", "step": 20, "time": BEGIN + 200, "kind": "loss", "level": "warning", "text": "it jumps"}
+    strange = alarm | {"kind": "<b>", "level": "<i>", "text": 5}
+    append(run_dir / "hfscale_timeline.jsonl", alarm, alarm | {"kind": "hang", "level": "error", "step": 30}, strange)
+    with serving(run_dir) as server:
+        shown = data(server, run="run")["summary"]["alarms"]
+        text = ask(server, "/metrics")[2]
+    assert [(one["kind"], one["level"], one["step"]) for one in shown] == [
+        ("hang", "error", "30"),
+        ("loss", "warning", "20"),
+    ]
+    assert shown[1]["text"] == "it jumps"
+    assert shown[1]["time"].endswith("UTC")
+    assert 'hfscale_alarms{run="run"} 3.0' in text
 
 
 def test_only_new_records_are_sent(run_dir, no_refresh_limit):
@@ -373,6 +394,136 @@ class TestCommand:
     def test_no_token_may_be_short(self, run_dir):
         with pytest.raises(UsageError, match="16"):
             WatchServer({"run": LiveRun(run_dir)}, host="127.0.0.1", port=0, token="short")
+
+
+def families_of(text):
+    """The samples of each family of an exposition, as prometheus_client reads them."""
+    parser = pytest.importorskip("prometheus_client.openmetrics.parser", reason="needs the extra dev")
+    return {family.name: family.samples for family in parser.text_string_to_metric_families(text)}
+
+
+def shown_metrics():
+    """The queries of all panels and variables of the dashboard."""
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return queries + [one["query"] for one in dashboard["templating"]["list"]]
+
+
+class TestMetrics:
+    def test_every_line_is_read_by_the_parser_of_prometheus(self, run_dir):
+        with serving(run_dir) as server:
+            status, headers, text = ask(server, "/metrics")
+        assert status == 200
+        assert headers["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+        found = {
+            (sample.name, *sample.labels.items()): sample.value
+            for samples in families_of(text).values()
+            for sample in samples
+        }
+        run = ("run", "run")
+        assert found["hfscale_step", run] == 40
+        assert found["hfscale_tokens_per_s", run] == 40_000
+        assert found["hfscale_loss", run] == 7.0
+        assert found["hfscale_seconds_left", run] == 600
+        assert found["hfscale_status", run, ("status", "running")] == 1
+        assert found["hfscale_status", run, ("status", "failed")] == 0
+        assert found["hfscale_rank_compute_s", run, ("rank", "1")] == 2.0
+        assert not [name for name, *_ in found if "plan" in name or "temperature" in name]
+
+    def test_it_is_the_format_without_the_parser_too(self, run_dir):
+        text = exposition({"run": LiveRun(run_dir).view()})
+        *lines, last = text.splitlines()
+        assert last == "# EOF"
+        sample = re.compile(r'hfscale_[a-z0-9_]+\{run="run"(,[a-z]+="[a-z0-9]+")?\} -?[0-9.e+-]+')
+        assert [line for line in lines if not line.startswith("# ") and not sample.fullmatch(line)] == []
+        assert len(lines) > 50
+
+    def test_the_text_of_a_run_stays_in_its_label(self, tmp_path):
+        run = LiveRun(write_running(tmp_path / "run"))
+        hostile = 'a"} 1\nhfscale_step{run="b\\'
+        steps = families_of(exposition({hostile: run.view()}))["hfscale_step"]
+        assert [(sample.labels, sample.value) for sample in steps] == [({"run": hostile}, 40.0)]
+
+    def test_keys_that_are_not_of_hfscale_are_not_exported(self, run_dir):
+        keys = {"evil\nhfscale_step 1": 1.0, "scaling/x y": 1.0, "other/key": 1.0, "scaling/new_key": 2.0}
+        append(run_dir / "scaling.jsonl", log(50, **keys))
+        text = exposition({"run": LiveRun(run_dir).view()})
+        assert "hfscale_new_key" in text
+        assert not re.search("evil|x y|other.key", text)
+
+    def test_a_run_without_a_number_has_no_sample_of_it(self, tmp_path):
+        (tmp_path / "new").mkdir()
+        text = exposition({"new": LiveRun(tmp_path / "new").view()})
+        assert set(re.findall(r"^hfscale_\w+", text, re.MULTILINE)) == {
+            "hfscale_status",
+            "hfscale_checkpoints",
+            "hfscale_alarms",
+        }
+
+    def test_two_runs_share_each_family(self, tmp_path):
+        runs = {name: LiveRun(write_running(tmp_path / name)).view() for name in ("a", "b")}
+        steps = families_of(exposition(runs))["hfscale_step"]
+        assert [sample.labels["run"] for sample in steps] == ["a", "b"]
+
+    def test_each_metric_of_the_dashboard_is_exported(self, tmp_path):
+        run_dir = write_running(tmp_path / "run")
+        keys = set(
+            re.findall(r"\| `([a-z_]+/[a-z_]+)` \|", f"{ScalingMetricsCallback.__doc__}{CommHealthCallback.__doc__}")
+        )
+        exported = {f"hfscale_{metric_name(key)}" for key in keys} | {f"hfscale_{name}" for name in DESCRIPTIONS}
+        exported |= set(re.findall(r"^hfscale_\w+", exposition({"run": LiveRun(run_dir).view()}), re.MULTILINE))
+        queried = {name for query in shown_metrics() for name in re.findall(r"hfscale_\w+", query)}
+        assert len(queried) > 15
+        assert queried - exported == set()
+
+    def test_the_dashboard_has_what_grafana_needs_to_import_it(self):
+        dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+        assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= dashboard.keys()
+        panels = dashboard["panels"]
+        assert len({panel["id"] for panel in panels}) == len(panels)
+        taken = set()
+        for panel in panels:
+            place = panel["gridPos"]
+            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+            assert place["x"] + place["w"] <= 24
+            assert not cells & taken
+            taken |= cells
+            assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+            for target in panel["targets"]:
+                assert target["datasource"]["uid"] == panel["datasource"]["uid"] == "${datasource}"
+
+    def test_the_textfile_is_replaced_in_one_step_and_again(self, tmp_path, run_dir, no_refresh_limit, monkeypatch):
+        monkeypatch.setattr(open_metrics, "TEXTFILE_EVERY_S", 0.0)
+        path = tmp_path / "hfscale.prom"
+        textfile = Textfile(path, {"run": LiveRun(run_dir)})
+        textfile.write()
+        before = path.stat().st_ino
+        append(run_dir / "scaling.jsonl", log(50))
+        textfile.write_if_due()
+        assert path.stat().st_ino != before
+        assert 'hfscale_step{run="run"} 50.0' in path.read_text()
+        assert [one.name for one in tmp_path.glob("*prom*")] == ["hfscale.prom"]
+
+    def test_a_server_writes_its_textfile(self, tmp_path, run_dir):
+        runs = {"run": LiveRun(run_dir)}
+        path = tmp_path / "hfscale.prom"
+        with WatchServer(runs, host="127.0.0.1", port=0, textfile=Textfile(path, runs)) as server:
+            server.service_actions()
+        assert path.read_text().endswith("# EOF\n")
+
+    def test_a_folder_that_goes_away_is_one_warning(self, tmp_path, run_dir, monkeypatch, caplog):
+        monkeypatch.setattr(open_metrics, "TEXTFILE_EVERY_S", 0.0)
+        textfile = Textfile(tmp_path / "gone" / "hfscale.prom", {"run": LiveRun(run_dir)})
+        for _ in range(3):
+            textfile.write_if_due()
+        assert len([record for record in caplog.records if "textfile" in record.message]) == 1
+
+    @pytest.mark.parametrize(("name", "code", "part"), [("x.txt", 2, ".prom"), ("gone/x.prom", 1, "--textfile")])
+    def test_a_textfile_that_cannot_be_read_or_written_is_one_line(self, tmp_path, run_dir, capsys, name, code, part):
+        assert main(["watch", str(run_dir), "--port", "0", "--textfile", str(tmp_path / name)]) == code
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        assert part in line
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

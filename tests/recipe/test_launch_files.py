@@ -164,6 +164,8 @@ def header(path: Path) -> str:
     text = path.read_text(encoding="utf-8").removeprefix("#!/usr/bin/env bash\n")
     if path.suffix == ".py":
         return text.split('"""')[1]
+    if path.suffix == ".json":
+        return json.loads(text)["description"]
     return re.match(r"(#.*\n)*", text)[0]
 
 

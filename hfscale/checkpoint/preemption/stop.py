@@ -44,8 +44,9 @@ from hfscale.checkpoint.preemption import (
 from hfscale.checkpoint.preemption.clouds import check_cloud, watch_cloud
 from hfscale.checkpoint.preemption.notice import AWS, STOP_FILE
 from hfscale.core import distributed
+from hfscale.core.alarms import PREEMPTION, raise_alarm
 from hfscale.core.collectives import TRAINING, StepAgreement
-from hfscale.core.logging import get_logger
+from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.processes import describe_process
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import ParameterError
@@ -455,3 +456,7 @@ def _log_stop(stop: Stop) -> None:
         logger.info("%s%s: every process stops after step %d and saves it", stop.source, left, stop.step)
     else:
         logger.warning("%s: every process stops after step %d; %s", stop.source, stop.step, stop.why_not)
+    if is_main_process():
+        saved = "and saves it" if stop.save else f"and does not save it: {stop.why_not}"
+        text = f"{stop.source}{left}: every process stops after step {stop.step} {saved}"
+        raise_alarm(PREEMPTION, text, step=stop.step)

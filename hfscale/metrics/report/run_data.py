@@ -91,6 +91,8 @@ class Run:
     """How often work that training does not need has failed, by its name."""
     notes: Sequence[str] = field(default=())
     """Advice that the run computed."""
+    alarms: Sequence[Mapping[str, Any]] = ()
+    """The alarms of the run, oldest first: `kind`, `level`, `text`, `step`, `time`."""
     max_steps: int | None = None
     """Number of steps at which the newest launch ends; None if it is unknown."""
 
@@ -205,6 +207,7 @@ class RunFiles:
             findings=[event for event in events if event["event"] == "finding"],
             recoveries=[event for event in events if event["event"] == "recovery"],
             failures=_failures(events),
+            alarms=[event for event in events if event["event"] == "alarm"],
             notes=[note for event in events if isinstance(note := event.get("advice"), str)],
             max_steps=int(launches[-1]["max_steps"])
             if launches and _is_number(launches[-1].get("max_steps"))

@@ -3,6 +3,7 @@
 Every number is one that `hfscale report` computes too; here it is only put into JSON.
 """
 
+import datetime
 import hashlib
 import json
 import threading
@@ -12,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.alarms import KINDS
 from hfscale.metrics.report.forecast import Forecast, forecast
 from hfscale.metrics.report.formatting import duration, percent, size, usd
 from hfscale.metrics.report.html import heat_cells
@@ -158,6 +160,7 @@ def _summary(view: View) -> dict[str, Any]:
             for one in bottlenecks(run)[:MAX_BOTTLENECKS]
         ],
         "notes": [*run.notes[-1:], *filter(None, [failures(run)])],
+        "alarms": _alarms(run),
         "plan": _plan(view.plan),
         "marks": [attempt.first_step for attempt in run.attempts[1:]],
         "ranks": _ranks(run),
@@ -173,6 +176,21 @@ def _summary(view: View) -> dict[str, Any]:
             for one in run.checkpoints[-MAX_ROWS:]
         ],
     }
+
+
+def _alarms(run: Run) -> list[dict[str, str]]:
+    """Return the newest alarms, the newest first."""
+    return [
+        {
+            "kind": str(one.get("kind", "")),
+            "level": "error" if one.get("level") == "error" else "warning",
+            "text": str(one.get("text", "")),
+            "step": f"{one['step']:.0f}",
+            "time": datetime.datetime.fromtimestamp(one["time"], tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        }
+        for one in reversed(run.alarms[-MAX_ROWS:])
+        if one.get("kind") in KINDS
+    ]
 
 
 def _left(left: Forecast | None) -> list[dict[str, Any]]:

@@ -164,7 +164,7 @@ function header(run) {
 }
 
 function tiles(list) {
-  return element("section", { class: "tiles" }, ...list.map((tile) =>
+  return element("section", { class: `tiles of-${list.length}` }, ...list.map((tile) =>
     element("div", tile.is_known ? {} : { class: "unknown" },
       element("span", {}, tile.name), element("strong", {}, tile.value), element("small", {}, tile.note))));
 }

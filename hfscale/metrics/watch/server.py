@@ -24,6 +24,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.errors import HfScaleError, ParameterError, UsageError
 from hfscale.metrics.watch.live import CHARTS, Runs, describe
+from hfscale.metrics.watch.open_metrics import CONTENT_TYPE, Textfile, exposition
 from hfscale.metrics.watch.page import CONTENT_SECURITY_POLICY, PAGE
 
 logger = get_logger(__name__)
@@ -45,15 +46,19 @@ class WatchServer(ThreadingHTTPServer):
         host (`str`): the address to listen on.
         port (`int`): its port; 0: a free one.
         token (`str`, *optional*): the secret that each request needs; None: none is needed.
+        textfile (`Textfile`, *optional*): a file that is written while the server runs.
 
     Raises:
-        ParameterError: the token is missing or too short, or the host or port cannot be listened on.
+        UsageError: the token is missing or too short, or the host or port cannot be listened on.
     """
 
     daemon_threads = True
 
-    def __init__(self, runs: Runs, *, host: str, port: int, token: str | None = None) -> None:
+    def __init__(
+        self, runs: Runs, *, host: str, port: int, token: str | None = None, textfile: Textfile | None = None
+    ) -> None:
         self.runs = runs
+        self._textfile = textfile
         self.is_local = is_loopback(host)
         if token is None and not self.is_local:
             raise UsageError(
@@ -93,6 +98,11 @@ class WatchServer(ThreadingHTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def service_actions(self) -> None:
+        """Write the textfile where it is due; `serve_forever` calls this about twice a second."""
+        if self._textfile is not None:
+            self._textfile.write_if_due()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a connection that was lost; `_Handler` reports every other error."""
@@ -234,5 +244,14 @@ def _run(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
     return json.dumps(answer, allow_nan=False), _JSON
 
 
+def _metrics(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    return exposition({name: run.view() for name, run in server.runs.items()}), CONTENT_TYPE
+
+
 _Answer = Callable[[WatchServer, dict[str, str]], tuple[str, str]]
-_ROUTES: dict[str, _Answer] = {"/": _page, "/api/runs.json": _runs, "/api/run.json": _run}
+_ROUTES: dict[str, _Answer] = {
+    "/": _page,
+    "/api/runs.json": _runs,
+    "/api/run.json": _run,
+    "/metrics": _metrics,
+}

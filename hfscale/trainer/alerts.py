@@ -1,0 +1,181 @@
+"""`AlertCallback`: sends the alarms of a run to a webhook, in the background."""
+
+import atexit
+import http.client
+import json
+import queue
+import socket
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.core.alarms import HEALTH, Alarm, listen
+from hfscale.core.best_effort import count_failure
+from hfscale.core.redaction import redact_json
+from hfscale.errors import ParameterError
+from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+
+POST_S = 10.0
+"""Seconds that the receiver has to answer."""
+END_S = 5.0
+"""Seconds for which the end of the process waits for messages that are not sent yet."""
+MAX_WAITING = 100
+"""Number of messages that wait for a slow receiver; later ones are dropped and counted."""
+POSTING = "sending an alert"
+"""Name of this work in warnings."""
+
+
+class AlertCallback(AdapterCallback):
+    """Posts one JSON object to a URL for each alarm: `callbacks=[ScalingCallback(), AlertCallback(webhook=...)]`.
+
+    The parts of `ScalingCallback` raise the alarms; without it there are none. The main process sends them, for a hang
+    the process that reports it, in a thread of its own: a receiver that is slow, fails or is away costs the training
+    nothing and is one warning. Only the end of the process waits for messages that are not sent yet, at most five
+    seconds. The callback logs no metric keys.
+
+    | kind | when |
+    |---|---|
+    | `hang` | the ranks make no progress, with the rank that the others wait for |
+    | `loss` | the loss jumps, or is not finite |
+    | `preemption` | the ranks agree to stop after a preemption notice |
+    | `restart` | a later launch of the run begins |
+    | `disk` | two checkpoints do not fit on the disk any more |
+    | `end` | the run is completed, preempted or failed |
+    | `health` | a rank computes or communicates wrongly |
+
+    Each object has `kind`, `level` (`note`, `warning`, `error`), `text`, `step`, `time` (Unix seconds), `run` (the
+    name of the output directory) and `host`. Secrets are redacted. Redirects are not followed.
+
+    Args:
+        webhook (`str`): the URL, with http or https; it is a secret where it has a token in it.
+
+    Raises:
+        ParameterError: it is no such URL.
+    """
+
+    def __init__(self, webhook: str) -> None:
+        parts = urlsplit(webhook)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            shown = f"{parts.scheme}:…" if parts.scheme else "…"  # the rest may be a secret
+            raise ParameterError("webhook", shown, "give a URL that begins with https:// or http://")
+        self.webhook = webhook
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        self._sender: _Sender | None = None
+
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        """Listen before the other callbacks begin, and until they have reported how the training ended."""
+        self._start(adapter)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._sender is None:  # the callback was added after the Trainer was made
+            self._start(TrainerAdapter.current())
+
+    def _start(self, adapter: TrainerAdapter) -> None:
+        self._sender = _Sender(self.webhook, run=adapter.run_dir().resolve().name)
+        adapter.at_training_end(self._stop)
+
+    def _stop(self) -> None:
+        if self._sender is not None:
+            self._sender.stop()
+            self._sender = None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects: they would turn the POST into a GET of another host."""
+
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+class _Sender:
+    """Sends alarms to a URL from a thread.
+
+    Args:
+        webhook (`str`): the URL.
+        run (`str`): the name of the run.
+    """
+
+    def __init__(self, webhook: str, *, run: str) -> None:
+        self._run = run
+        self._webhook = webhook
+        self._where = urlsplit(webhook).hostname
+        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._waiting: queue.Queue[Alarm | None] = queue.Queue(MAX_WAITING)
+        threading.Thread(target=self._send_all, name="hfscale-alerts", daemon=True).start()
+        atexit.register(self.settle, END_S)
+        self._end_listening = listen(self.take, self.settle)
+
+    def stop(self) -> None:
+        """Take no further alarms; those that wait are sent."""
+        self._end_listening()
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+
+    def take(self, alarm: Alarm) -> None:
+        """Send an alarm in the background.
+
+        Args:
+            alarm (`Alarm`): what happened.
+        """
+        if alarm.kind == HEALTH and alarm.level != "error":
+            return
+        try:
+            self._waiting.put_nowait(alarm)
+        except queue.Full as error:
+            count_failure(POSTING, self._where, error)
+
+    def settle(self, limit_s: float) -> None:
+        """Wait until nothing waits any more, at most so many seconds.
+
+        Args:
+            limit_s (`float`): the longest time, seconds.
+        """
+        until = time.monotonic() + limit_s
+        with self._waiting.all_tasks_done:
+            while self._waiting.unfinished_tasks:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return
+                self._waiting.all_tasks_done.wait(left_s)
+
+    def _send_all(self) -> None:
+        while True:
+            alarm = self._waiting.get()
+            if alarm is None:
+                self._waiting.task_done()
+                atexit.unregister(self.settle)
+                return
+            try:
+                self._post(alarm)
+            except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
+                count_failure(POSTING, self._where, error)
+            finally:
+                self._waiting.task_done()
+
+    def _post(self, alarm: Alarm) -> None:
+        message = {
+            "kind": alarm.kind,
+            "level": alarm.level,
+            "text": alarm.text,
+            "step": alarm.step,
+            "time": alarm.time,
+            "run": self._run,
+            "host": socket.gethostname(),
+        }
+        request = urllib.request.Request(  # noqa: S310  the scheme was checked
+            self._webhook,
+            data=json.dumps(redact_json(message)).encode(),
+            headers={"Content-Type": "application/json"},
+            method="POST",
+        )
+        with self._opener.open(request, timeout=POST_S):
+            pass
