@@ -63,6 +63,7 @@ class Channel(Exchanges):
         self._pending: Callable[[], object] | None = None
         self._entered = 0
         self._arrivals = 0
+        self._arrived: str | None = None
         self._within: str | None = None
 
     @property
@@ -284,7 +285,9 @@ class Channel(Exchanges):
         store = self._store() if is_distributed() else None
         if store is None:
             return
-        key = f"arrived/{self._entered}"
+        if self._arrived is not None and rank() == 0:  # all ranks have left the exchange that it was for
+            store.delete_key(self._arrived)
+        self._arrived = key = f"arrived/{self._entered}"
         store.add(key, 1)
         until = time.monotonic() + PATIENCE_S
         while error is not None and store.add(key, 0) < world_size():

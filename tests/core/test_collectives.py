@@ -163,6 +163,24 @@ def test_a_rank_that_fails_before_a_collective_of_another_library_raises_though_
     assert codes[0] != 0
 
 
+@pytest.mark.world(2)
+def test_exchanges_leave_no_keys_in_the_store(tmp_path):
+    def exchange():
+        store = dist.distributed_c10d._get_default_store()
+        counts = []
+        for number in range(20):
+            with TRAINING.agreed("save"):
+                pass
+            TRAINING.combine_outcomes("sizes", number, sum, error=None)
+            dist.barrier()
+            counts.append(store.num_keys())
+            dist.barrier()
+        assert counts[-1] == counts[1], counts
+
+    codes, texts = in_ranks(exchange, tmp_path, debug="0")  # names are compared through the store
+    assert codes == [0, 0], texts
+
+
 def test_an_exchange_within_an_agreed_block_is_refused():
     with (
         pytest.raises(RuntimeError, match="'log' is nested in the agreed block 'prepare'"),
