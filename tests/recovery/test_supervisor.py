@@ -146,7 +146,7 @@ def test_a_process_that_sigkill_does_not_end_is_named_and_left(tmp_path):
         "sys.exit(main(sys.argv[1:]))"
     )
     argv = [sys.executable, "-c", supervise_it, *command(tmp_path, "leave", "--max-restarts", "0")[3:]]
-    done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=280, check=False)
+    done = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     named = [int(pid) for pid in re.findall(r"process (\d+) \(.*\) did not end .* after SIGKILL", done.stderr)]
     for pid in named:
         psutil.Process(pid).kill()
