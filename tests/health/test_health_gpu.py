@@ -171,8 +171,11 @@ def test_metric_keys_are_logged_with_a_sensor_and_absent_without():
     keys, found = compared(monitor)
     assert keys == {"gpu/temperature_c_max": 88.0, "gpu/power_w": 655.0, "gpu/throttled": 1.0}
     assert (found[0].ranks, found[0].host) == ((0,), "node")
+    assert monitor.temperatures_c == [88.0]
     monitor.stop()
-    assert compared(Monitor(hosts=["node"])) == ({}, [])
+    without_sensor = Monitor(hosts=["node"])
+    assert compared(without_sensor) == ({}, [])
+    assert without_sensor.temperatures_c == ()
     without_values = GpuThread(GpuWatch(RecordedSensor(Reading())))
     assert compared(Monitor(hosts=["node"], gpu=without_values), math.nan)[0] == {"gpu/throttled": 0.0}
 
