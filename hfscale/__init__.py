@@ -14,6 +14,7 @@ _HOME_OF = {
     "DiLoCoCallback": "hfscale.islands.callback",
     "LRScalingCallback": "hfscale.lr_scaling.callback",
     "ModelShape": "hfscale.facts.model_shape",
+    "Muon": "hfscale.optim.muon",
     "ParallelArguments": "hfscale.parallel.arguments",
     "ParallelLayout": "hfscale.facts.layout",
     "ParallelTrainer": "hfscale.parallel.trainer",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.setup import layout_axes
+from hfscale.trainer.state import requested_optimizer
 from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "micro_batch": args.train_batch_size,
         "method": adapter_method if adapters else "full",
         "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16) if adapters else 16,
-        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "optimizer": requested_optimizer(args),
         "compile": bool(args.torch_compile),
         "fused_loss": _fuses_loss(args),
         "offload": _offload(trainer),

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.training_args import OptimizerNames
 
 from hfscale.core.flags import flag, require_positive
 from hfscale.errors import LayoutError
@@ -13,6 +12,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
 from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.stages import StagePlan
+from hfscale.trainer.state import requested_optimizer
 from hfscale.trainer.strategy import gradient_compression, requested_family
 
 
@@ -171,7 +171,7 @@ def check_arguments(
         precision="fp16" if args.fp16 else precision,
         compile=bool(args.torch_compile),
         fused_loss=bool(args.use_liger_kernel) or getattr(args, "fused_loss", "none") in ("chunked", "liger"),
-        optimizer=OptimizerNames(args.optim).value,
+        optimizer=requested_optimizer(args),
         compression=gradient_compression(args),
         compute_metrics=bool(compute_metrics),
         compute_loss_func=bool(compute_loss_func),

@@ -27,6 +27,7 @@ from hfscale.facts.support import Combination, check_support
 from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
 from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
 from hfscale.recipe.fused_loss import FUSED_LOSSES
+from hfscale.recipe.optimizer import DEFAULT_OPTIMIZER, OPTIMIZERS, hidden_from_transformers
 from hfscale.recipe.recompute import RECOMPUTE_POLICIES, checkpointing_kwargs
 from hfscale.recipe.resume import keep_global_batch
 
@@ -310,6 +311,11 @@ class RecipeTrainingMixin(_TrainingArguments):
     """With TRL, the kind of records that its trainer needs: a key of `hfscale.recipe.trl.COLUMNS`."""
 
     output_dir: str | None = flag("Folder for checkpoints, metrics and the model.", default="runs/default")
+    optim: str = flag(
+        "The optimizer: one of transformers' or muon, which orthogonalizes updates of the matrices of hidden layers.",
+        default=DEFAULT_OPTIMIZER,
+        choices=OPTIMIZERS,
+    )
     logging_steps: float = flag("Steps between two logs.", default=10)
     save_total_limit: int | None = flag("Number of committed checkpoints to keep.", default=3)
     report_to: list[str] | None = field(
@@ -394,7 +400,8 @@ class RecipeTrainingMixin(_TrainingArguments):
             require("DeepSpeed", "--deepspeed")
         _check_deepspeed_config(self.deepspeed)
         pass_activation_checkpointing(self)
-        super().__post_init__()  # type: ignore[no-untyped-call]
+        with hidden_from_transformers(self):
+            super().__post_init__()  # type: ignore[no-untyped-call]
         for name in self.report_to or []:
             if name not in INTEGRATION_TO_CALLBACK:
                 raise UsageError(

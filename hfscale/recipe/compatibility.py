@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.training_args import OptimizerNames
 
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
@@ -15,6 +14,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin
 from hfscale.recipe.layout import NativeParallelLayout, is_native
+from hfscale.trainer.state import requested_optimizer
 from hfscale.trainer.strategy import compiles_full_model, gradient_compression, requested_family, requested_strategy
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def _describe(
         compile_full=compiles_full_model(args),
         has_cuda=torch.cuda.is_available(),
         device="cpu" if args.use_cpu else "gpu",
-        optimizer=OptimizerNames(args.optim).value,
+        optimizer=requested_optimizer(args),
         compression=gradient_compression(args),
         precision=args.mixed_precision,
         deepspeed_optimizer=str(config.get("optimizer", {}).get("type", "")),

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
-from transformers.training_args import OptimizerNames
 
 from hfscale.core.logging import get_logger
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.onebit import OneBitAdam, OneBitLamb, WarmUp, average, leave_or_average
 from hfscale.trainer.hooks import use_optimizer
+from hfscale.trainer.state import requested_optimizer
 from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _optimizer_of(trainer: "Trainer") -> str:
         return type(trainer.optimizer).__name__
     if trainer.optimizer_cls_and_kwargs is not None:
         return trainer.optimizer_cls_and_kwargs[0].__name__
-    return OptimizerNames(trainer.args.optim).value
+    return requested_optimizer(trainer.args)
 
 
 def _use_one_bit_optimizer(trainer: "Trainer", method: str, warm_up_steps: int) -> None:

@@ -22,11 +22,13 @@ from hfscale.recipe.entrypoint import end_if_preempted
 from hfscale.recipe.export import save_final_model
 from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.layout import finish_on_cpu
+from hfscale.recipe.optimizer import use_muon
 from hfscale.recipe.resume import is_finished
 from hfscale.recipe.router_bias import balance_by_bias
 from hfscale.recipe.router_loss import average_router_loss
 from hfscale.recipe.sequence_parallel import fix_sequence_parallel
 from hfscale.scaling import ScalingCallback
+from hfscale.trainer.fsdp2_loading import load_buffers_under_fsdp2
 from hfscale.trainer.precision import sum_gradients_in_fp32
 from hfscale.trainer.state import output_folder
 
@@ -40,8 +42,9 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     """Call `trainer.train`, from the checkpoint to the last step, on every rank.
 
     Before, the progress bar is replaced by one that fits a terminal, the loss and whether layers are compiled are
-    chosen, experts are balanced as the flags ask, DDP is set up as `--gradient_compression` asks, FSDP2 to sum
-    gradients in fp32, and what the strategy needs on this machine is set on the Trainer.
+    chosen, experts are balanced and Muon is used as the flags ask, DDP is set up as `--gradient_compression` asks,
+    FSDP2 to load buffers and to sum gradients in fp32, and what the strategy needs on this machine is set on the
+    Trainer.
 
     Args:
         trainer (`Trainer`): the trainer of the run, with the callbacks of `start_run`.
@@ -62,7 +65,9 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     use_compact_progress(trainer)
     finish_on_cpu(trainer)
     sum_gradients_in_fp32(trainer)
+    load_buffers_under_fsdp2(trainer)
     fix_sequence_parallel(trainer)
+    use_muon(trainer)
     store_gradients_in_buckets(trainer)
     _compress_gradients(trainer)
     if is_finished(trainer, checkpoint):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -47,7 +46,7 @@ from hfscale.recipe.layout import (
     quantization_of,
 )
 from hfscale.recipe.router_bias import check_has_bias
-from hfscale.recipe.router_loss import set_router_loss
+from hfscale.recipe.router_loss import name_experts, set_router_loss
 from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategy import requested_family
@@ -177,6 +176,8 @@ def load_model(
     if isinstance(training_args, RecipeTrainingArguments):
         set_router_loss(config, training_args.router_aux_loss_coef)
         check_has_bias(config, training_args.router_bias_update_rate)
+    else:
+        name_experts(config)
     if layout is not None:
         check_model(layout, config, training_args, block_size=length)
     if model_args.use_peft and is_native(layout):
@@ -186,8 +187,6 @@ def load_model(
         model = load_empty_model(model_args, config, training_args)
     else:
         model = load_weights(model_args, config, training_args, layout=layout)
-        if is_fsdp_enabled():
-            check_sent_buffers(model)
     if data_args is None:
         return model
     if data_args.document_attention and model_args.attn_implementation is None and not empty:
@@ -251,28 +250,6 @@ def load_weights(
         if sharding is None:
             return build_model(config, seed=training_args.seed, **options)
         return _build_sharded(config, training_args, sharding, options)
-
-
-def check_sent_buffers(model: nn.Module) -> None:
-    """Check that a model whose weights rank 0 sends under FSDP2 has no buffers among them.
-
-    Accelerate 1.15 sends what is sharded, and fails at a buffer of the state dict (utils/fsdp_utils.py,
-    `fsdp2_load_full_state_dict`), such as the bias by which DeepSeek-V3 balances its experts.
-
-    Args:
-        model (`nn.Module`): the loaded model.
-
-    Raises:
-        UsageError: it has such a buffer.
-    """
-    stored = model.state_dict().keys()
-    buffers = [name for name, _ in model.named_buffers() if name in stored]
-    if buffers:
-        raise UsageError(
-            f"the launcher's config has fsdp_cpu_ram_efficient_loading: true, with which Accelerate cannot send the "
-            f"buffer {buffers[0]}: set it to false (every process then reads the weights), or shard the experts with "
-            "accelerate_configs/native.yaml"
-        )
 
 
 def load_empty_model(

@@ -46,6 +46,22 @@ def set_router_loss(config: "PreTrainedConfig", coefficient: float | None) -> No
     text.router_aux_loss_coef = coefficient
 
 
+def name_experts(config: "PreTrainedConfig") -> None:
+    """Let a config give its number of experts as `num_experts`, by which TRL asks for it (1.16, `_fused_forward`).
+
+    Args:
+        config (`PreTrainedConfig`): a model's config; the map of names of its class gets an entry, as those of other
+            families have.
+    """
+    text = config.get_text_config()
+    if not hasattr(text, "output_router_logits") or hasattr(text, "num_experts"):
+        return
+    for name in ("num_local_experts", "n_routed_experts"):
+        if hasattr(text, name):
+            type(text).attribute_map = {**type(text).attribute_map, "num_experts": name}
+            return
+
+
 def average_router_loss(trainer: "Trainer") -> None:
     """Average the load-balancing loss over the ranks and micro-batches of a step. Call it before `trainer.train()`.
 

@@ -54,6 +54,15 @@ def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
     return saved
 
 
+def requested_optimizer(args: TrainingArguments) -> str:
+    """Return the name of the optimizer that a Trainer's arguments ask for, such as `adamw_torch`.
+
+    Args:
+        args (`TrainingArguments`): the arguments; `optim` is a name of transformers, or `muon` in a recipe.
+    """
+    return str(getattr(args.optim, "value", args.optim))
+
+
 def global_batch_size(trainer: Trainer) -> int:
     """Return the sequences per optimizer step: per-device batch x accumulation x data-parallel size.
 

@@ -284,7 +284,11 @@ CASES = {
     ],
     "fp8 under DeepSpeed": lambda c: [planned(precision="fp8", zero=2)],
     "offload with another optimizer than AdamW": lambda c: [planned(offload="full", zero=3, optimizer="sgd")],
-    "optimizers that Trainer does not have": lambda c: [planned(optimizer="muon", zero=3)],
+    "optimizers that Trainer does not have": lambda c: [planned(optimizer="adamw_bf16", zero=3)],
+    "Muon with ZeRO": lambda c: [
+        planned(optimizer="muon", zero=2),
+        c.recipe(ZERO, optim="muon", ds={"zero_optimization": {"stage": 2}}),
+    ],
     "other optimizers than AdamW and SGD with pipeline stages": lambda c: [
         planned(optimizer="adafactor", layout=PIPELINE, zero=3)
     ],

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import recipe_runs
 import torch
 from forked_ranks import run_ranks
 from recipe_runs import logged, make_workplace, output, run_recipe
@@ -211,11 +210,8 @@ def assert_same_run(folder, single):
     [("single", 1, ()), ("ddp", 2, ()), ("fsdp2", 2, ()), ("native", 2, NATIVE), ("zero3", 2, ())],
     ids=["single", "ddp", "fsdp2", "native", "zero3"],
 )
-def test_a_strategy_trains_and_resumes_like_one_process(
-    workplace, single, tmp_path, monkeypatch, strategy, ranks, flags
-):
+def test_a_strategy_trains_and_resumes_like_one_process(workplace, single, tmp_path, strategy, ranks, flags):
     """Killed after step 3 and started again: the bias continues from the checkpoint."""
-    monkeypatch.setitem(recipe_runs._FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
     run_recipe(folder, strategy, ranks, *FLAGS, *flags)
     assert "router bias: moves by 0.01 towards an even load after each step, in 2 layers" in output(folder)
@@ -237,14 +233,3 @@ def test_a_native_run_continues_on_one_process(workplace, single, tmp_path):
     (folder / "out" / "all_results.json").unlink()
     run_recipe(folder, "single", 1, *FLAGS)
     assert_same_run(folder, single)
-
-
-@pytest.mark.recipes
-@pytest.mark.world(2)
-def test_a_buffer_that_accelerate_cannot_send_is_refused(workplace, tmp_path):
-    """Under FSDP2, where rank 0 alone loads the weights."""
-    folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
-    with pytest.raises(
-        AssertionError, match=r"cannot send the buffer model.layers.1.mlp.gate.e_score_correction_bias"
-    ):
-        run_recipe(folder, "fsdp2", 2, *FLAGS)

@@ -1,0 +1,79 @@
+"""Under FSDP2 a recipe loads models whose experts are balanced by a bias, which is a buffer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from recipe_runs import environment_of, warm_up
+from tiny import RandomTokens
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Trainer, default_data_collator
+
+from hfscale import ParallelArguments, ScalingCallback
+from hfscale.recipe import train
+from hfscale.recipe.arguments import RecipeTrainingArguments
+from hfscale.recipe.layout import set_up_parallelism
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def small_model():
+    torch.manual_seed(0)
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            first_k_dense_replace=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            num_experts_per_tok=2,
+            n_shared_experts=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+            max_position_embeddings=64,
+        )
+    )
+
+
+def buffers_after_training(folder, result):
+    args = RecipeTrainingArguments(
+        output_dir=str(folder), use_cpu=True, bf16=False, max_steps=2, save_steps=2, dataloader_num_workers=0
+    )
+    set_up_parallelism(ParallelArguments(), args)
+    model = small_model()
+    own = torch.tensor([0.5, -0.5, 0.25, 1.0]) * (1 if dist.get_rank() == 0 else 100)  # another rank's are not used
+    model.get_buffer(BIAS).copy_(own)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=RandomTokens(),
+        data_collator=default_data_collator,
+        callbacks=[ScalingCallback()],
+    )
+    train(trainer, None)
+    values = [None, None]
+    dist.all_gather_object(values, trainer.model.get_buffer(BIAS).tolist())
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps([values, BIAS in trainer.model.state_dict()]))
+
+
+@pytest.mark.world(2)
+def test_all_ranks_train_with_the_buffers_of_rank_0_which_stay_in_the_state_dict(tmp_path):
+    warm_up()
+    folder, result = tmp_path / "out", tmp_path / "result"
+    codes = run_ranks(2, buffers_after_training, folder, result, log=tmp_path, env=environment_of("fsdp2"))
+    assert codes == [0, 0], (tmp_path / "rank-0.log").read_text()[-4000:]
+    values, is_saved = json.loads(result.read_text())
+    assert values == [[0.5, -0.5, 0.25, 1.0]] * 2
+    assert is_saved
