@@ -20,7 +20,7 @@ from hfscale import ScalingCallback
 from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.core.collectives import DEBUG_VARIABLE
 
-pytestmark = [pytest.mark.faults, pytest.mark.world(2)]
+pytestmark = [pytest.mark.faults, pytest.mark.world(2), pytest.mark.timeout(3600)]
 LOGS = int(os.environ.get("HFSCALE_DAY_LOGS", "8640"))
 LOGS_PER_SAVE = 30
 SAMPLES = 24
