@@ -49,7 +49,8 @@ _RECIPES = (
 _NEWEST = Requirement(package="transformers", minimum="5.23")
 _DEEPSPEED = Requirement(package="deepspeed", minimum="0.19.8", extra="deepspeed")
 _PEFT = Requirement(package="peft", minimum="0.18", extra="recipes")
-_TRL = Requirement(package="trl", minimum="1.16", extra="trl")
+_TRL = Requirement(package="trl", minimum="0.29.1", extra="trl")
+_TRL_OF_RECIPES = Requirement(package="trl", minimum="1.16", extra="trl")
 FEATURES = {
     "ScalingCallback": _BASE,
     # Before 1.13 Accelerate does not restore the optimizer's state under FSDP2, and nothing reports it.
@@ -67,7 +68,7 @@ FEATURES = {
     "QLoRA": (*_BASE, _PEFT, Requirement(package="bitsandbytes", minimum="0.46")),
     "W&B": (*_BASE, Requirement(package="wandb", minimum="0.31", extra="wandb")),
     "TRL": (*_BASE, _TRL),
-    "TRL recipes": (*_RECIPES, _TRL),
+    "TRL recipes": (*_RECIPES, _TRL_OF_RECIPES),
     "GPU telemetry": (*_BASE, Requirement(package="nvidia-ml-py", minimum="12", extra="gpu")),
     "Liger kernels": (*_BASE, Requirement(package="liger-kernel", minimum="0.6", extra="gpu")),
     "hfscale plan --plot": (Requirement(package="matplotlib", minimum="3.9", extra="report"),),

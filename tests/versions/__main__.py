@@ -3,7 +3,8 @@
 A corner is a row of `CORNERS`. A layered corner puts its packages in front of those of this Python; the others have an
 environment of their own. Both are kept in `.venv-versions/` and made again when their pins change. Each corner imports
 every module, trains on one process and under its strategies with two, and passes the contract tests of the callbacks
-(not with `--short`, and not where a corner is there for one strategy).
+(not with `--short`, and not where a corner is there for one strategy). A corner with a program of others runs that
+program with the callback instead.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from ports import free_port  # noqa: E402
 
 FOLDER = REPOSITORY / ".venv-versions"
 TRAINING = "tests/versions/training.py"
+PROGRAMS = "tests/versions/programs.py"
 OLDEST = "constraints-oldest.txt"
 LAYERED = (
     "transformers",
@@ -65,6 +67,8 @@ class Corner:
     """Whether the contract tests run, too."""
     short: bool = False
     """Whether `--short` runs it."""
+    program: str | None = None
+    """A program of others, with its version, that `programs.py` runs with the callback instead of all else."""
 
 
 NEWEST = ("torch", "transformers<6", "accelerate", "datasets", "peft")
@@ -99,6 +103,8 @@ CORNERS = (
     Corner(name="oldest", oldest=True, python="python3.11", strategies=("ddp",)),
     Corner(name="newest", pins=NEWEST, python="python3.11"),
     Corner(name="newest-python-3.13", pins=NEWEST, python="python3.13"),
+    Corner(name="llama-factory", program="llamafactory==0.9.5", python="python3.11"),
+    Corner(name="ms-swift", program="ms-swift==4.6.0", python="python3.11"),
 )
 
 
@@ -139,6 +145,9 @@ def passes(corner: Corner, *, contract: bool) -> bool:
         "OMP_NUM_THREADS": "1",
     }
     print(f"{corner.name}: {versions(python, environ)}", flush=True)
+    if corner.program is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(corner, corner.program, [python, PROGRAMS, corner.program.partition("==")[0], folder], environ)
     with tempfile.TemporaryDirectory() as folder:
         good = [run(corner, "imports and one process", [python, TRAINING, "single", folder], environ)]
         for strategy in corner.strategies:
@@ -156,7 +165,7 @@ def passes(corner: Corner, *, contract: bool) -> bool:
 
 def set_up(corner: Corner) -> tuple[str, list[str]]:
     """Install a corner's packages if that has not been done, and return its Python and its search path."""
-    pins = [*corner.pins]
+    pins = [*corner.pins, *([corner.program] if corner.program else [])]
     if corner.oldest:
         lines = (REPOSITORY / OLDEST).read_text(encoding="utf-8").splitlines()
         oldest = [line for line in lines if line and not line.startswith("#")]
@@ -172,7 +181,7 @@ def set_up(corner: Corner) -> tuple[str, list[str]]:
         if corner.python:
             subprocess.run([corner.python, "-m", "venv", str(folder)], check=True)
             (folder / "pins.txt").write_text("\n".join(pin for pin in pins if "=" in pin or "<" in pin))
-            names = [pin for pin in pins if "=" not in pin and "<" not in pin]
+            names = [pin for pin in pins if pin == corner.program or ("=" not in pin and "<" not in pin)]
             install = [python, "-m", "pip", "install", "-c", str(folder / "pins.txt"), *names, *TEST_PACKAGES]
             quietly([*install, "-e", f"{REPOSITORY}[recipes]"])
         elif pins:
