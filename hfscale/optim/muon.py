@@ -7,7 +7,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.conv import _ConvNd
 from torch.optim import AdamW, Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -158,7 +157,7 @@ def hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     others = {
         id(parameter)
         for owner in module.modules()
-        if isinstance(owner, nn.Embedding | _ConvNd)
+        if isinstance(owner, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d)
         for parameter in owner.parameters(recurse=False)
     }
     get_head: Any = getattr(module, "get_output_embeddings", lambda: None)

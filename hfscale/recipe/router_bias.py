@@ -100,7 +100,7 @@ def biased_routers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, experts in counter.layers.items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        holders = [module for module in parent.modules() if BIAS in module._buffers]
+        holders = [module for module in parent.modules() if BIAS in dict(module.named_buffers(recurse=False))]
         if len(holders) == 1 and _bias_of(holders[0]).shape == (number_of_experts(experts),):
             found[name] = holders[0]
     return found

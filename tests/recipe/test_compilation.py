@@ -28,6 +28,8 @@ from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.models import cut_document_attention
 from hfscale.trainer.strategy import compiles_full_model
 
+pytestmark = pytest.mark.recipes
+
 REGIONAL = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 GPU = replace(kernels("liger_kernel"), can_compile=True)
 

@@ -20,6 +20,8 @@ POSITIONS = 64
 FILLING_DISK = """
 import os, resource, runpy, sys, threading, time
 
+pytestmark = pytest.mark.recipes
+
 def fill(manifest):
     while not os.path.exists(manifest):
         time.sleep(0.001)

@@ -16,6 +16,8 @@ from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTraini
 from hfscale.recipe.start import start_run
 from hfscale.trainer.strategy import check_launch
 
+pytestmark = pytest.mark.recipes
+
 WORKER = REPOSITORY / "tests" / "workers" / "strategy.py"
 DDP = yaml.safe_load((REPOSITORY / "accelerate_configs" / "ddp.yaml").read_text())
 FSDP2 = DDP | {
