@@ -13,14 +13,13 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from hfscale import latest_checkpoint
 
+pytestmark = pytest.mark.recipes
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 400
 POSITIONS = 64
 
 # Runs a recipe on a disk that fills up as soon as the first checkpoint is committed.
 FILLING_DISK = """
 import os, resource, runpy, sys, threading, time
-
-pytestmark = pytest.mark.recipes
 
 def fill(manifest):
     while not os.path.exists(manifest):
