@@ -508,6 +508,19 @@ class ModelShape:
     def _layer_matmul_parameters(self) -> int:
         return sum(linear.matmul_parameters for linear in self._layer_linears)
 
+    @cached_property
+    def newton_schulz_flops(self) -> float:
+        """FLOPs of one Newton-Schulz iteration of Muon for the matrices of all layers.
+
+        With m the smaller and n the larger size of a matrix: X X^T and the product with X take 2 m^2 n each, and the
+        square of X X^T takes 2 m^3 (K. Jordan et al., 2024, "Runtime analysis").
+        """
+        total = 0.0
+        for linear in self._layer_linears:
+            m, n = sorted((linear.inputs, linear.outputs))
+            total += linear.copies * (4.0 * m * m * n + 2.0 * m**3)
+        return total
+
     @property
     def _embedding_linears(self) -> tuple[Linear, ...]:
         if self.embedding_width == self.hidden:

@@ -99,6 +99,8 @@ class Combination:
     """The kind of the adapters, PEFT's `peft_type` in lower case, such as `lora`."""
     frozen_adapter: bool | None = None
     """Whether parameters of the adapters do not train, and begin at random."""
+    recompute: str | None = None
+    """What is computed again in the backward pass: `none`, `selective` or `full`."""
     expert_adapters: bool | None = None
     """Whether stacked experts have adapters."""
     merge_adapters: bool | None = None

@@ -45,6 +45,7 @@ def describe(job: Job) -> Combination:
         method=job.method,
         optimizer=job.optimizer,
         offload=job.offload,
+        recompute=job.activation_checkpointing,
         gathers_weights=True,  # the emitted DeepSpeed configs do
     )
 

@@ -24,6 +24,8 @@ from hfscale.planner.tasks import generation_s, reference_s
 CPU_BYTES_S = 40e9
 """Memory bandwidth, bytes/s, of a rank's share of the CPUs, for an optimizer on the CPU (eight ranks on two
 sockets)."""
+MUON_ITERATIONS = 5
+"""Newton-Schulz iterations of an update, the default of `hfscale.Muon` and of `torch.optim.Muon`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,6 +300,18 @@ def _once_per_step(job: Job, framework: Framework, network: Network, forward: fl
     return scattered + exposed_s(network.gather_s(2.0 * trained, group), forward, framework.overlap_dp)
 
 
+def _orthogonalization_s(job: Job, rates: Rates) -> float:
+    """Time in which Muon orthogonalizes the updates of matrices, as `hfscale.optim.muon` does.
+
+    Ranks that share the rows of matrices divide them among each other; tensor-parallel ranks and replicas all compute
+    the same ones.
+    """
+    if job.optimizer != "muon" or job.method != "full":
+        return 0.0
+    shards = job.layout.dp_shard * job.layout.cp if job.zero == 3 and job.layout.tp == 1 else 1
+    return MUON_ITERATIONS * job.shape.newton_schulz_flops / (job.layout.pp * shards) / rates.bf16_matmul
+
+
 def _optimizer_s(job: Job, rates: Rates) -> float:
     """Time of the optimizer update."""
     layout = job.layout
@@ -308,7 +322,7 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     if job.pure_bf16 and job.optimizer == "adamw":
         traffic *= 0.5
     if job.offload == "none":
-        return trained * traffic / rates.memory
+        return trained * traffic / rates.memory + _orthogonalization_s(job, rates)
     host = (job.gpu.host_gb_s or 16.0) * 1e9
     # Gradients are copied to the CPU and parameters back over PCIe, and the update runs in the CPU's memory; fully
     # offloaded parameters are copied to the device for each pass of each micro-batch.

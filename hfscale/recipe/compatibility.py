@@ -81,6 +81,7 @@ def _describe(
         deepspeed_optimizer=str(config.get("optimizer", {}).get("type", "")),
         autotp=config.get("tensor_parallel", {}).get("autotp_size", 1),
         fp32_accumulation=args.bf16 is True and config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+        recompute=args.recompute,
         gathers_weights=bool(zero.get("stage3_gather_16bit_weights_on_model_save")),
         param_device=_device_of(config, "param"),
         attention=model_args.attn_implementation,

@@ -100,6 +100,7 @@ def consumers(monkeypatch):
             "bf16": True,
             "auto_find_batch_size": False,
             "torch_compile": False,
+            "recompute": "full",
             "use_liger_kernel": False,
             "neftune_noise_alpha": None,
             "include_num_input_tokens_seen": "no",
@@ -285,11 +286,20 @@ CASES = {
     "fp8 under DeepSpeed": lambda c: [planned(precision="fp8", zero=2)],
     "offload with another optimizer than AdamW": lambda c: [planned(offload="full", zero=3, optimizer="sgd")],
     "optimizers that Trainer does not have": lambda c: [planned(optimizer="adamw_bf16", zero=3)],
+    "selective recomputation with ZeRO-3": lambda c: [
+        planned(activation_checkpointing="selective", zero=3, method="qlora", offload="full"),
+        c.recipe(
+            ZERO,
+            activation_checkpointing=True,
+            recompute="selective",
+            ds={"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
+        ),
+    ],
     "Muon with ZeRO": lambda c: [
         planned(optimizer="muon", zero=2),
         c.recipe(ZERO, optim="muon", ds={"zero_optimization": {"stage": 2}}),
     ],
-    "other optimizers than AdamW and SGD with pipeline stages": lambda c: [
+    "optimizers that were not tested with pipeline stages": lambda c: [
         planned(optimizer="adafactor", layout=PIPELINE, zero=3)
     ],
     "Adafactor with parameters that torch shards": lambda c: [

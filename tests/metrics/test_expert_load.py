@@ -7,37 +7,13 @@ import numpy as np
 import pytest
 import torch
 from forked_ranks import run_ranks
-from tiny import VOCAB, tiny_trainer
+from tiny import EXPERT_SIZES, EXPERTS, tiny_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
 
 from hfscale import ScalingMetricsCallback
 from hfscale.metrics.expert_load import ExpertLoad, keys_of
 
 KEYS = {"moe/max_load", "moe/entropy", "moe/dropped_fraction"}
-EXPERTS = 4
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-}
 FAMILIES = {"mixtral": 2, "qwen3_moe": 2, "gpt_oss": 2, "deepseek_v3": 1, "glm4_moe": 1}
 """Families, and how many of the two layers have experts."""
 
@@ -45,7 +21,7 @@ FAMILIES = {"mixtral": 2, "qwen3_moe": 2, "gpt_oss": 2, "deepseek_v3": 1, "glm4_
 def expert_model(family="mixtral"):
     set_seed(0)
     latent_attention = {"num_key_value_heads": 4} if family == "deepseek_v3" else {}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | latent_attention)))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(EXPERT_SIZES | latent_attention)))
 
 
 class RouterChoices(TrainerCallback):

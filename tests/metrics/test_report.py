@@ -2,11 +2,11 @@
 
 import json
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 
 import pytest
+from browser import browser_command, needs_browser
 
 import hfscale
 from hfscale.cli import main
@@ -397,23 +397,12 @@ def test_text_and_json(tmp_path, capsys):
     assert [one["title"] for one in answer["priorities"]] == ["data wait", "restarts"]
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+@needs_browser
 def test_a_browser_renders_it_on_a_wide_screen_and_on_a_phone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     assert main(["report", str(write_run(folder)), "--html", str(tmp_path / "r.html")]) == 0
-    base = [
-        CHROMIUM,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path / 'profile'}",
-        "--disable-background-networking",
-        "--force-device-scale-factor=1",
-    ]
+    base = browser_command(tmp_path / "profile", "--force-device-scale-factor=1")
     address = (tmp_path / "r.html").as_uri()
     sizes = []
     for name, window in (("wide", "1100,1400"), ("phone", "500,1400")):

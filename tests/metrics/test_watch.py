@@ -4,13 +4,13 @@ import http.client
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import threading
 from contextlib import contextmanager
 
 import pytest
+from browser import browser_command, needs_browser
 from conftest import REPOSITORY
 
 from hfscale.cli import main
@@ -526,10 +526,7 @@ class TestMetrics:
         assert part in line
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+@needs_browser
 def test_a_browser_shows_the_run_while_it_goes_on(tmp_path, no_refresh_limit):
     """The second time the page asks, the run has gone on; and no text of the run is interpreted."""
     folder = write_running(tmp_path / "run")
@@ -548,17 +545,7 @@ def test_a_browser_shows_the_run_while_it_goes_on(tmp_path, no_refresh_limit):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
         dom = subprocess.run(
-            [
-                CHROMIUM,
-                "--headless=new",
-                "--no-sandbox",
-                "--disable-gpu",
-                f"--user-data-dir={tmp_path / 'profile'}",
-                "--disable-background-networking",
-                "--virtual-time-budget=20000",
-                "--dump-dom",
-                server.url,
-            ],
+            browser_command(tmp_path / "profile", "--virtual-time-budget=20000", "--dump-dom", server.url),
             capture_output=True,
             text=True,
             timeout=120,

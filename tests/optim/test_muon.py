@@ -7,12 +7,15 @@ from tiny import tiny_model, tiny_trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfscale import LRScalingCallback, ScalingCallback
 from hfscale.errors import ParameterError, UsageError
+from hfscale.facts.model_shape import ModelShape
 from hfscale.optim.muon import Muon, hidden_matrices
 from hfscale.optim.newton_schulz import orthogonal_factor, orthogonal_factors
+from hfscale.planner.throughput import MUON_ITERATIONS
 
 BF16 = torch.bfloat16
 
@@ -131,6 +134,15 @@ def test_a_plain_trainer_resumes_exactly_and_its_rate_is_scaled(tmp_path):
         assert torch.equal(x, y)
     batch = whole.args.per_device_train_batch_size
     assert whole.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 * batch**0.5)
+
+
+def test_the_planner_counts_the_products_of_the_iterations():
+    model = tiny_model()
+    with FlopCounterMode(display=False) as counter:
+        for matrix in hidden_matrices(model):
+            orthogonal_factor(matrix.detach(), iterations=MUON_ITERATIONS, dtype=BF16)
+    shape = ModelShape.from_config(model.config.to_dict())
+    assert counter.get_total_flops() == MUON_ITERATIONS * shape.newton_schulz_flops
 
 
 def check_shards(shape, placements):

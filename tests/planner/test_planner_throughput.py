@@ -17,9 +17,10 @@ from hfscale.facts.models import find_model
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework, framework_names, shared_constants
+from hfscale.planner.job import OPTIMIZERS
 from hfscale.planner.kernels import Rates, layer_forward
 from hfscale.planner.network import Group, Network
-from hfscale.planner.throughput import exposed_s
+from hfscale.planner.throughput import MUON_ITERATIONS, exposed_s, step_time
 
 PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 
@@ -365,3 +366,17 @@ def test_qlora_dequantises_every_matrix_in_every_pass():
     assert recomputed - estimate_job(
         replace(plain.job, activation_checkpointing="full")
     ).time.compute == pytest.approx(1.5 * expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("axes", "zero", "ranks"),
+    [({"dp_shard": 8}, 3, 8), ({"dp_replicate": 8}, 0, 1), ({"tp": 2, "dp_shard": 4}, 3, 1), ({"pp": 2}, 0, 2)],
+)
+def test_a_plan_with_muon_contains_its_products_on_the_ranks_that_share_them(axes, zero, ranks):
+    framework, shared = find_framework("hf"), shared_constants()
+    runs = {name: job(optimizer=name, zero=zero, **axes) for name in ("muon", "adamw")}
+    rates = Rates(runs["muon"], framework, shared)
+    times = {name: step_time(run, framework, shared).optimizer - framework.step_s for name, run in runs.items()}
+    traffic = {name: OPTIMIZERS[name]["traffic_bytes"] for name in runs}
+    products_s = MUON_ITERATIONS * runs["muon"].shape.newton_schulz_flops / ranks / rates.bf16_matmul
+    assert times["muon"] == pytest.approx(times["adamw"] * traffic["muon"] / traffic["adamw"] + products_s)

@@ -36,6 +36,7 @@ def arguments(world_size=8, **changes):
         "fsdp": None,
         "parallelism_config": None,
         "torch_compile": False,
+        "recompute": "full",
         "save_strategy": "no",
         "save_only_model": False,
         "bf16": True,

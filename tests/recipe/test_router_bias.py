@@ -8,38 +8,14 @@ import torch
 from forked_ranks import run_ranks
 from recipe_runs import logged, make_workplace, output, run_recipe
 from safetensors.torch import load_file
-from tiny import VOCAB, tiny_trainer
+from tiny import EXPERT_SIZES, EXPERTS, tiny_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
 
 from hfscale.errors import UsageError
 from hfscale.recipe.router_bias import BIAS, RouterBiasCallback, biased_routers, check_has_bias, update_bias
 
-EXPERTS = 4
 RATE = 0.01
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "num_experts": EXPERTS,
-    "num_local_experts": EXPERTS,
-    "n_routed_experts": EXPERTS,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
-}
+SIZES = EXPERT_SIZES | {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_shared_experts": 1}
 FAMILIES = {"deepseek_v3": 2, "glm4_moe": 2, "minimax_m2": 3, "qwen3_moe": 0, "mixtral": 0}
 """Families, and how many of the three layers have a router with a bias."""
 
