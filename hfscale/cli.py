@@ -6,6 +6,7 @@ at the end of its help. Then add lines to `COMMANDS` and `_MODULES`. Exit codes:
 2 wrong usage or a missing package.
 """
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ _MODULES = {
     "configs": "hfscale.core.configs_command",
 }
 """The module of each command, as text: importing it would load what the command needs."""
+_ALL = "--json"
+"""Loads every command, to list them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +116,7 @@ def _build(requested: str) -> typer.Typer:
     )
     app.callback()(_global_options)
     for name, summary in COMMANDS.items():
-        module = import_module(_MODULES[name]) if name == requested else None
+        module = import_module(_MODULES[name]) if requested in (name, _ALL) else None
         command = _not_loaded if module is None else module.COMMAND
         if callable(command):
             examples = "\n".join(getattr(module, "EXAMPLES", ()))
@@ -153,9 +156,20 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
+def _print_capabilities(context: typer.Context, requested: bool) -> None:
+    if requested:
+        from hfscale.capabilities import capabilities
+
+        print(json.dumps(capabilities(context.command)))
+        raise typer.Exit
+
+
 def _global_options(
     version: bool = typer.Option(
         False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+    ),
+    as_json: bool = typer.Option(
+        False, _ALL, is_eager=True, callback=_print_capabilities, help="List what hfscale can do as JSON."
     ),
 ) -> None:
     """Read the options that are given before the command."""

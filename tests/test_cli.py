@@ -11,6 +11,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
+import hfscale as hfscale_package
 from hfscale import __version__
 from hfscale.cli import COMMANDS, main
 from hfscale.core.shipped import list_configs
@@ -41,6 +42,21 @@ def test_help_answers_in_under_300_ms():
 
 def test_version():
     assert hfscale("--version").stdout.strip() == f"hfscale {__version__}"
+
+
+def test_a_program_can_list_what_there_is(capsys):
+    assert main(["--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["name"].partition(" ")[0] for one in found["commands"]} == set(COMMANDS)
+    report = next(one for one in found["commands"] if one["name"] == "report")
+    assert [(one["usage"], one["required"]) for one in report["arguments"]] == [
+        ("OUTPUT_DIR <path>", True),
+        ("[OTHER] <path>", False),
+    ]
+    assert [one["options"] for one in report["options"]] == [["--html"], ["--json"]]
+    assert found["python"] == hfscale_package.__all__
+    assert {one["name"] for one in found["shipped"]} == {config.name for config in list_configs()}
+    assert found["exit_codes"]["75"].startswith("a training was preempted")
 
 
 @pytest.mark.parametrize(

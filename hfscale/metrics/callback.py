@@ -22,7 +22,7 @@ from hfscale.metrics.meters.goodput_and_cost import GoodputMeter
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.metrics.meters.noise_scale import NoiseScaleMeter
 from hfscale.metrics.meters.utilization import UtilizationMeter
-from hfscale.metrics.recorder import RunRecorder
+from hfscale.metrics.recorder import RunRecorder, is_of_evaluation
 from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.metrics.triage import TriageWatch
 from hfscale.metrics.wandb_run import WandbRun
@@ -215,7 +215,11 @@ class ScalingMetricsCallback(AdapterCallback):
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is not None and "loss" in logs and state.is_world_process_zero:
+        if logs is None or not state.is_world_process_zero:
+            return
+        if any(map(is_of_evaluation, logs)):
+            self._recorder.evaluated(state, logs)
+        if "loss" in logs:
             self._recorder.logged(state, logs, durable=control.should_save)
             workload = self._efficiency.workload
             finding = self._triage.check(

@@ -212,6 +212,15 @@ class RunRecorder:
         """
         self._write("save", state, seconds=round(seconds, 4))
 
+    def evaluated(self, state: "TrainerState", logs: Mapping[str, float]) -> None:
+        """Record the numbers of an evaluation.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer, for its step.
+            logs (`Mapping[str, float]`): the keys that Trainer logs after an evaluation.
+        """
+        self._write("evaluation", state, metrics={key: value for key, value in logs.items() if is_of_evaluation(key)})
+
     def found(self, state: "TrainerState", finding: Finding) -> None:
         """Record a bottleneck that the triage has named.
 
@@ -249,3 +258,12 @@ class RunRecorder:
                 append_record(self._folder / TIMELINE_NAME, line)
             except OSError:  # the next log tries again
                 return_counts(counts)
+
+
+def is_of_evaluation(key: str) -> bool:
+    """Return whether Trainer logs a number of an evaluation under this key.
+
+    Args:
+        key (`str`): a key of Trainer's log.
+    """
+    return key.startswith("eval_")

@@ -1,6 +1,7 @@
 """`hfscale report`: where the time and the money of a run went, and what to change first."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfscale.metrics.report.formatting import duration, percent, size
-from hfscale.metrics.report.page import write_page
+from hfscale.metrics.report.page import write_comparison, write_page
 from hfscale.metrics.report.prediction import Prediction, comparison, predict
 from hfscale.metrics.report.run_data import Run, load_run
 from hfscale.metrics.report.summary import (
@@ -20,6 +21,7 @@ from hfscale.metrics.report.summary import (
     recoveries,
     subtitle,
 )
+from hfscale.metrics.report.two_runs import TwoRuns, answer, compare_two, rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,12 +32,24 @@ _WIDTH = 110
 _BAR_LENGTH = 30
 
 
+EXAMPLES = (
+    "hfscale report runs/train --html report.html",
+    "hfscale report runs/adamw runs/muon",
+)
+
+
 def run(
     output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="The --output_dir of a run.")],
+    other: Annotated[
+        Path | None, typer.Argument(metavar="[OTHER]", help="That of another run, to compare both.")
+    ] = None,
     html: Annotated[Path | None, typer.Option(help="Also write an HTML page (one file, needs no network).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Report on a run, finished or not, from the files in its output directory."""
+    """Report on a run, finished or not, or compare two, from the files in their output directories."""
+    if other is not None:
+        _compare(compare_two(output_dir, other), html, as_json=as_json)
+        return
     found = load_run(output_dir)
     if html is not None:
         write_page(found, html)
@@ -45,6 +59,41 @@ def run(
     _show(found)
     if html is not None:
         print(f"\nWritten: {html}")
+
+
+def _compare(found: TwoRuns, html: Path | None, *, as_json: bool) -> None:
+    if html is not None:
+        write_comparison(found, html)
+    if as_json:
+        reports = [_to_dict(run) for run in found.runs]
+        print(json.dumps({**found.to_dict(), "runs": reports, "html": str(html) if html is not None else None}))
+        return
+    _show_two(found)
+    if html is not None:
+        print(f"\nWritten: {html}")
+
+
+def _show_two(found: TwoRuns) -> None:
+    from rich.text import Text
+
+    console = _console()
+    console.print(Text(f"{answer(found)}.", style="bold"))
+    console.print()
+    console.print(_grid(rows(found)))
+    settings = [(one.name, one.first, one.second) for one in found.settings]
+    if settings:
+        console.print(Text("\nSettings that differ", style="bold"))
+        console.print(_grid(settings))
+
+
+def _grid(lines: Sequence[Sequence[str]]) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 3))
+    for name, *cells in lines:
+        table.add_row(Text(f"  {name}", style="dim"), *map(Text, cells))
+    return table
 
 
 def _to_dict(found: Run) -> dict[str, object]:
@@ -71,12 +120,9 @@ def _to_dict(found: Run) -> dict[str, object]:
 
 
 def _show(found: Run) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH)
+    console = _console()
     reason = f" ({found.reason})" if found.reason else ""
     console.print(Text(f"{found.name}: {found.status}{reason}", style="bold"))
     console.print(Text(subtitle(found)))
@@ -103,6 +149,13 @@ def _show(found: Run) -> None:
         if table.row_count:
             console.print(Text(f"\n{title}", style="bold"))
             console.print(table)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def _show_prediction(console: "Console", found: Prediction | str) -> None:

@@ -1,10 +1,11 @@
 """Compares what decides the numbers of two runs: arguments, versions, device, model and layout."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hfscale.why.difference import Earlier
-from hfscale.why.run_folder import RunFolder
+from hfscale.why.run_folder import RunFolder, read_run
 from hfscale.why.tolerance import roundoff
 
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "split_batches", "train_batch_size")
@@ -62,6 +63,19 @@ def settings_differences(a: RunFolder, b: RunFolder) -> list[Earlier]:
             if kinds_explained(name) and name not in _LAYOUT_ARGUMENTS:
                 found.append(Earlier(kind="config", name=name, a=x, b=y))
     return sorted(found, key=lambda one: ("config", "model", "layout", "numerics", "versions").index(one.kind))
+
+
+def compare_settings(first: Path, second: Path) -> list[Earlier]:
+    """Return what differs in the settings that two runs have recorded (`settings_differences`).
+
+    Args:
+        first (`Path`): the output directory of a run.
+        second (`Path`): that of another one.
+
+    Raises:
+        UsageError: one of them is not the output directory of a run.
+    """
+    return settings_differences(read_run(first), read_run(second))
 
 
 def kinds_explained(argument: str) -> tuple[str, ...]:

@@ -116,6 +116,7 @@ def test_evaluations_are_excluded_from_tokens_and_time(tmp_path):
     trainer.eval_dataset = SlowTokens(8, 0.03)
     trainer.train()
     assert logged(trainer, "scaling/tokens_seen")[-1] == 6 * TOKENS_PER_STEP
+    assert load_run(tmp_path).series("eval_loss") == list(zip(range(1, 7), logged(trainer, "eval_loss"), strict=True))
     # With 8 x 30 ms of evaluation per step the rate would be a fifth of this.
     assert min(logged(trainer, "scaling/tokens_per_s")[1:3]) > TOKENS_PER_STEP / 0.15
 

@@ -1,4 +1,4 @@
-"""Makes the HTML reports of a run and of a sweep. Each is one file that needs no network."""
+"""Makes the HTML reports of a run, of two runs and of a sweep. Each is one file that needs no network."""
 
 import datetime
 import statistics
@@ -33,6 +33,7 @@ from hfscale.metrics.report.summary import (
     recoveries,
     subtitle,
 )
+from hfscale.metrics.report.two_runs import MEAN_OF_LOGS, TwoRuns, answer, hours_of, loss_curve, rows
 
 _PHASE_COLOURS = {
     USEFUL_PHASE: "blue",
@@ -187,7 +188,10 @@ def _resumes(run: Run) -> list[float]:
 
 
 def _loss(run: Run) -> str:
-    series = [Series(name="loss", points=run.series("loss"), colour="blue")]
+    series = [
+        Series(name="loss", points=run.series("loss"), colour="blue"),
+        Series(name="evaluation", points=run.series("eval_loss"), colour="amber"),
+    ]
     return line_chart(series, label="Loss", x_name="step", marks=_resumes(run))
 
 
@@ -347,3 +351,63 @@ def _sweep_row(row: Mapping[str, Any]) -> str:
         f"<section><h2>{escape(title)}</h2>{stacked_bar([kept, *lost], label=title)}{finding_text}"
         f'<p class="note">Repeats differ by {percent(row["spread"])}.</p></section>'
     )
+
+
+def write_comparison(found: TwoRuns, path: Path) -> None:
+    """Write the comparison of two runs to an HTML file.
+
+    Args:
+        found (`TwoRuns`): the comparison (`compare_two`).
+        path (`Path`): the file; missing folders are created.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    save_page(comparison_page(found), path)
+
+
+def comparison_page(found: TwoRuns) -> str:
+    """Return the comparison of two runs as an HTML document: its answer, a table, the losses, and the settings.
+
+    Args:
+        found (`TwoRuns`): the comparison (`compare_two`).
+    """
+    head, *body = rows(found)
+    names = head[1:3]
+    settings = [(one.name, one.first, one.second) for one in found.settings]
+    parts = [
+        f"<header><h1>{escape(names[0])} and {escape(names[1])}</h1><p>{escape(answer(found))}.</p></header>",
+        f"<section><h2>Compared</h2>{_table(head, body)}</section>",
+        _pair(*_loss_charts(found, names)),
+        f"<section><h2>Settings that differ</h2>{_table(('setting', *names), settings)}</section>" if settings else "",
+    ]
+    return document(" and ".join(names), parts)
+
+
+def _loss_charts(found: TwoRuns, names: Sequence[str]) -> list[str]:
+    """Return the losses by step and by hours."""
+    key = found.loss_key
+    if key is None:
+        return []
+    label = "Evaluation loss" if key == "eval_loss" else f"Training loss, mean of {MEAN_OF_LOGS} logs"
+    by_step = [loss_curve(run, key) for run in found.runs]
+    by_hour = [hours_of(run, curve) for run, curve in zip(found.runs, by_step, strict=True)]
+    return [
+        line_chart(
+            [
+                Series(name=name, points=curve, colour=colour)
+                for name, curve, colour in zip(names, curves, ("blue", "amber"), strict=True)
+            ],
+            label=label,
+            x_name=x_name,
+        )
+        for curves, x_name in ((by_step, "step"), (by_hour, "hours since the first launch"))
+    ]
+
+
+def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    def row(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    lines = "".join(row("td", cells) for cells in body)
+    return f'<div class="wide"><table><thead>{row("th", head)}</thead><tbody>{lines}</tbody></table></div>'

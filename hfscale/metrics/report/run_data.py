@@ -21,6 +21,7 @@ from hfscale.core.redaction import redact
 from hfscale.core.run_files import JSONL_NAME, MANIFEST_NAME, RANKS_NAME, TIMELINE_NAME
 from hfscale.errors import CheckpointError, StorageError, UsageError
 from hfscale.metrics.goodput import USEFUL_PHASE
+from hfscale.metrics.recorder import is_of_evaluation
 
 MAX_TEXT_LENGTH = 400
 
@@ -87,6 +88,8 @@ class Run:
     """The bottlenecks that the triage named during the run."""
     recoveries: Sequence[Mapping[str, Any]] = ()
     """The recoveries after failures under `hfscale run`, oldest first."""
+    evaluations: Sequence[tuple[float, Mapping[str, float]]] = ()
+    """Step and numbers (`eval_loss` and so on) of each evaluation whose steps were kept, oldest first."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """How often work that training does not need has failed, by its name."""
     notes: Sequence[str] = field(default=())
@@ -100,8 +103,10 @@ class Run:
         """Return (step, value) of a metric at each log that has it.
 
         Args:
-            key (`str`): the metric key, such as `scaling/mfu`.
+            key (`str`): the metric key, such as `scaling/mfu` or `eval_loss`.
         """
+        if is_of_evaluation(key):
+            return [(step, numbers[key]) for step, numbers in self.evaluations if key in numbers]
         return [(record["step"], record[key]) for record in self.records if key in record]
 
     def last(self, key: str) -> float | None:
@@ -206,6 +211,7 @@ class RunFiles:
             split=_split(self._folder, events, records),
             findings=[event for event in events if event["event"] == "finding"],
             recoveries=[event for event in events if event["event"] == "recovery"],
+            evaluations=_evaluations(events),
             failures=_failures(events),
             alarms=[event for event in events if event["event"] == "alarm"],
             notes=[note for event in events if isinstance(note := event.get("advice"), str)],
@@ -231,6 +237,20 @@ class RunFiles:
         if began_anew:
             self._ranks.clear()
         _add_ranks(self._ranks, raw)
+
+
+def _evaluations(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, Mapping[str, float]]]:
+    """Return step and numbers of each evaluation, without those of steps that a later launch repeats."""
+    kept: dict[float, Mapping[str, float]] = {}
+    for event in events:
+        step = event.get("step")
+        if not _is_number(step):
+            continue
+        if event["event"] == "launch":
+            kept = {at: numbers for at, numbers in kept.items() if at <= step}
+        elif event["event"] == "evaluation" and isinstance(event.get("metrics"), dict):
+            kept[step] = event["metrics"]
+    return sorted(kept.items())
 
 
 def _failures(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:

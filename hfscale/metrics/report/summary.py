@@ -41,8 +41,13 @@ class Tile:
     """The number as text."""
     note: str
     """A short note that is shown below the number."""
-    is_known: bool = True
-    """Whether the number is known; if not, the note says how to get it."""
+    number: float | None = None
+    """The number itself; None if it is not known, and then the note says how to get it."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the number is known."""
+        return self.number is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +114,19 @@ def failures(run: Run) -> str | None:
 
 
 def _unknown(name: str, note: str) -> Tile:
-    return Tile(name=name, value="not known", note=note, is_known=False)
+    return Tile(name=name, value="not known", note=note)
 
 
 def _tokens(run: Run) -> Tile:
     tokens = run.last("scaling/tokens_seen")
     steps = int(run.last("step") or 0)
     if tokens is None and run.last("scaling/samples_per_s") is not None:
-        return Tile(name="Steps", value=f"{steps:,}", note="the batches have no tokens")
+        return Tile(name="Steps", value=f"{steps:,}", note="the batches have no tokens", number=steps)
     if tokens is None:
         return _unknown("Tokens", f"{steps:,} steps")
     padding = run.median("scaling/padding_fraction")
     padded = f", {percent(padding)} padding" if padding else ""
-    return Tile(name="Tokens", value=count(tokens), note=f"{steps:,} steps{padded}")
+    return Tile(name="Tokens", value=count(tokens), note=f"{steps:,} steps{padded}", number=tokens)
 
 
 def _cost(run: Run) -> Tile:
@@ -132,14 +137,14 @@ def _cost(run: Run) -> Tile:
     price = run.facts.get("usd_per_gpu_hour")
     notes = [f"{usd(per_million)} per million tokens"] if per_million is not None else []
     notes += [f"at {usd(price)} per GPU-hour"] if price is not None else []
-    return Tile(name="Cost", value=usd(cost), note=", ".join(notes))
+    return Tile(name="Cost", value=usd(cost), note=", ".join(notes), number=cost)
 
 
 def _goodput(run: Run) -> Tile:
     goodput = run.last("scaling/goodput")
     if goodput is None:
         return _unknown("Goodput", "nothing is logged yet")
-    return Tile(name="Goodput", value=percent(goodput), note="of the time since the first launch")
+    return Tile(name="Goodput", value=percent(goodput), note="of the time since the first launch", number=goodput)
 
 
 def _mfu(run: Run) -> Tile:
@@ -151,7 +156,7 @@ def _mfu(run: Run) -> Tile:
     notes = [f"HFU {percent(hfu)}"] if hfu is not None and hfu > mfu * 1.005 else []
     notes += [f"of the dense {peak_dtype} peak" if peak_dtype else "of the dense peak"]
     notes += ["counted FLOPs"] if run.facts.get("flops_source") == "counted" else []
-    return Tile(name="MFU", value=percent(mfu), note=", ".join(notes))
+    return Tile(name="MFU", value=percent(mfu), note=", ".join(notes), number=mfu)
 
 
 def _speed(run: Run) -> Tile:
@@ -160,21 +165,23 @@ def _speed(run: Run) -> Tile:
     samples = run.median("scaling/samples_per_s")
     if rate is None and samples is not None:
         processes = int(run.facts.get("world_size", 1))
-        return Tile(name="Samples per second", value=count(samples), note=f"{count(samples / processes)} per GPU")
+        note = f"{count(samples / processes)} per GPU"
+        return Tile(name="Samples per second", value=count(samples), note=note, number=samples)
     if rate is None or per_gpu is None:
         return _unknown("Tokens per second", "nothing is logged yet")
     efficiency = run.median("scaling/efficiency")
     note = f"{count(per_gpu)} per GPU"
     if efficiency is not None:
         note += f", scaling efficiency {percent(efficiency)}"
-    return Tile(name="Tokens per second", value=count(rate), note=note)
+    return Tile(name="Tokens per second", value=count(rate), note=note, number=rate)
 
 
 def _time(run: Run) -> Tile:
     if run.wall_s is None:
         return _unknown("Time", "no launch is recorded")
     number = len(run.attempts)
-    return Tile(name="Time", value=duration(run.wall_s), note=f"{number} launch{'es' if number > 1 else ''}")
+    note = f"{number} launch{'es' if number > 1 else ''}"
+    return Tile(name="Time", value=duration(run.wall_s), note=note, number=run.wall_s)
 
 
 def bottlenecks(run: Run) -> list[Finding]:

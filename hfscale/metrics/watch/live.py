@@ -149,7 +149,7 @@ def _summary(view: View) -> dict[str, Any]:
         "subtitle": subtitle(run),
         "last": last,
         "max_steps": run.max_steps,
-        "tiles": [asdict(tile) for tile in headline(run)] + _left(view.left),
+        "tiles": [asdict(tile) | {"is_known": tile.is_known} for tile in headline(run)] + _left(view.left),
         "advice": [
             {
                 "check": one.check,
