@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import Dataset
 from transformers import (
     LlamaConfig,
@@ -47,6 +47,19 @@ EXPERT_SIZES = {
 }
 """Sizes of a small mixture of experts, with the names of several families."""
 LENGTH = 16
+
+
+def byte_level_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of 320 tokens that decodes any text exactly and ends documents with `<end>`."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
 
 
 class RandomTokens(Dataset):

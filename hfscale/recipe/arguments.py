@@ -175,7 +175,7 @@ class SourceArguments:
     dataset_name: str | None = flag("Dataset of the hub, or a folder that `datasets` can load.")
     dataset_config_name: str | None = flag("Configuration of that dataset.")
     dataset_train_split: str = flag("Split of that dataset to train on.", default="train")
-    train_file: str | None = flag("Training text: .txt, .json, .jsonl, .csv or .parquet.")
+    train_file: str | None = flag("Training text: .txt, .json, .jsonl, .csv or .parquet; or token file: .ds.")
     data_mix: str | None = flag("YAML list of several datasets and files, with the weight of each.")
     validation_file: str | None = flag("Evaluation text, in one of the same formats.")
     validation_split_percentage: int = flag(

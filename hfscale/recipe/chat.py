@@ -22,7 +22,7 @@ from hfscale.core.logging import get_logger
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.preparation import kept_environment, worker_processes
-from hfscale.recipe.sources import AnyDataset, errors_name_source, shorten, source_name
+from hfscale.recipe.sources import AnyDataset, columns_of, errors_name_source, shorten, source_name
 
 logger = get_logger(__name__)
 
@@ -75,7 +75,7 @@ def chat_format(dataset: AnyDataset) -> str | None:
     Returns:
         `str` or None: `messages`, `conversations` or `completion`; None for text and for an empty dataset.
     """
-    columns = dataset.column_names or list(next(iter(dataset), ()))
+    columns = columns_of(dataset)
     for column in ("messages", "conversations"):
         if column in columns:
             return column

@@ -9,13 +9,27 @@ from hfscale.core.logging import get_logger
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments, SourceArguments, check_evaluation
 from hfscale.recipe.chat import IGNORED, chat_format, to_documents, use_chat_template
-from hfscale.recipe.packing import pack, pack_documents, set_packing_defaults, text_only
-from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
+from hfscale.recipe.packing import (
+    pack,
+    pack_documents,
+    pack_tokens,
+    set_packing_defaults,
+    text_only,
+    tokens_only,
+)
+from hfscale.recipe.sources import AnyDataset, columns_of, errors_name_source, load_splits, source_name
+from hfscale.recipe.token_files import COLUMN
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 logger = get_logger(__name__)
+
+_CHAT = "conversations"
+_TEXT = "text"
+_TOKENS = "tokens"
+_PACK = {_CHAT: pack_documents, _TEXT: pack, _TOKENS: pack_tokens}
+"""What a source has -> how its records become rows."""
 
 
 def load_datasets(
@@ -57,6 +71,9 @@ def load_packed_datasets(
     batches of about a million tokens (64 blocks, if those are more); what remains of each batch, less than one
     block, is dropped.
 
+    Records with `input_ids`, and datatrove's token files (`hfscale.recipe.token_files`), are tokenised already: their
+    documents are packed as they are, with the marks that they have, and with their `labels` if there are any.
+
     Records with `messages`, `conversations` (ShareGPT) or `prompt` and `completion` become one document each, rendered
     with the chat template, whose labels mark the tokens that `--loss_on` names. Records that cannot be trained on are
     left out, and reported with their number and the first row.
@@ -83,32 +100,34 @@ def load_packed_datasets(
     """
     if args.chat_template:
         use_chat_template(tokenizer, args.chat_template)
-    kinds: dict[str, bool] = {}  # whether a source has conversations, by its name
+    kinds: dict[str, str] = {}  # what a source has, by its name
 
     def convert(records: AnyDataset, source: SourceArguments, split: str) -> AnyDataset:
         with errors_name_source(source, split):
-            is_chat = chat_format(records) is not None
-        kinds[source_name(source, split)] = is_chat
+            kind = _kind_of(records)
+        kinds[source_name(source, split)] = kind
         _check_kinds(kinds)
-        if is_chat:
+        if kind == _CHAT:
             documents = to_documents(records, tokenizer, cast(DataArguments, source), split=split)
             if split == "train":
                 _show_samples(documents, tokenizer, args)
             return documents
-        return text_only(records, source, split=split) if args.data_mix else records
+        if not args.data_mix:
+            return records
+        return tokens_only(records) if kind == _TOKENS else text_only(records, source, split=split)
 
     is_for_chat = args.chat_template or args.loss_on not in (None, "all")
     splits = load_splits(args, seed=seed, embedded="chat" if is_for_chat else "text", convert=convert)
-    is_chat = any(kinds.values())
+    kind = next(iter(kinds.values()))
+    is_chat = kind == _CHAT
     if is_for_chat and not is_chat:
         given = f"--chat_template {args.chat_template}" if args.chat_template else f"--loss_on {args.loss_on}"
         raise UsageError(
-            f"{given} is for conversations, and {source_name(args, 'train')} has text: leave it out, or give data "
+            f"{given} is for conversations, and {source_name(args, 'train')} has {kind}: leave it out, or give data "
             "with 'messages', 'conversations' or 'prompt' and 'completion'"
         )
     set_packing_defaults(args, is_chat=is_chat)
-    pack_split = pack_documents if is_chat else pack
-    packed = {split: pack_split(records, tokenizer, args, split=split) for split, records in splits.items()}
+    packed = {split: _PACK[kind](records, tokenizer, args, split=split) for split, records in splits.items()}
     train = packed["train"]
     evaluation = packed.get("validation")
     if _is_empty(train, args, "train"):
@@ -126,13 +145,20 @@ def load_packed_datasets(
     return _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples)
 
 
-def _check_kinds(kinds: dict[str, bool]) -> None:
-    """Check that all sources have conversations, or all text."""
-    (first, is_chat), *others = kinds.items()
+def _kind_of(records: AnyDataset) -> str:
+    """Return what records have: conversations, tokens or text."""
+    if chat_format(records) is not None:
+        return _CHAT
+    columns = columns_of(records)
+    return _TOKENS if COLUMN in columns and "text" not in columns else _TEXT
+
+
+def _check_kinds(kinds: dict[str, str]) -> None:
+    """Check that all sources have conversations, or all text, or all tokens."""
+    (first, kind), *others = kinds.items()
     for name, other in others:
-        if other != is_chat:
-            has = ("conversations", "text") if is_chat else ("text", "conversations")
-            raise DataError(f"{first} has {has[0]} and {name} has {has[1]}: give both in one format")
+        if other != kind:
+            raise DataError(f"{first} has {kind} and {name} has {other}: give both in one format")
 
 
 def _show_samples(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> None:

@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset, Value
+from datasets import Dataset, Features, IterableDataset, List, Value
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -29,7 +29,8 @@ from hfscale.errors import DataError
 from hfscale.recipe.arguments import DataArguments, SourceArguments
 from hfscale.recipe.chat import IGNORED, document_marks
 from hfscale.recipe.preparation import kept_environment, worker_processes
-from hfscale.recipe.sources import AnyDataset, errors_name_source, is_continuous_text, shorten, source_name
+from hfscale.recipe.sources import AnyDataset, columns_of, errors_name_source, is_continuous_text, shorten, source_name
+from hfscale.recipe.token_files import check_vocabulary, is_mapped, largest_token, mapped_rows
 
 logger = get_logger(__name__)
 
@@ -119,6 +120,17 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
         return _map(tokens, pack_tokens, ["input_ids"], mean, args)
 
 
+def tokens_only(dataset: AnyDataset) -> AnyDataset:
+    """Return the records with `input_ids` and `labels` only, so that records of several sources can be mixed.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): records with `input_ids`.
+    """
+    with_labels = dataset if "labels" in columns_of(dataset) else dataset.map(lambda one: {"labels": one["input_ids"]})
+    types = List(Value("int64"))
+    return with_labels.select_columns(["input_ids", "labels"]).cast(Features(input_ids=types, labels=types))
+
+
 def text_only(dataset: AnyDataset, args: SourceArguments, *, split: str) -> AnyDataset:
     """Return the records with the column of text only, named `text`, so that records of several sources can be mixed.
 
@@ -137,14 +149,41 @@ def text_only(dataset: AnyDataset, args: SourceArguments, *, split: str) -> AnyD
         return selected.cast_column("text", Value("string"))
 
 
+def pack_tokens(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str
+) -> AnyDataset:
+    """Pack documents that are tokenised already into rows, those of token files without a copy where none is cut.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): records with `input_ids`; `labels` are those, if there are none.
+        tokenizer (`PreTrainedTokenizerBase`): has the token for padding, and its size is compared with the tokens.
+        args (`DataArguments`): how to pack, and the names for error messages.
+        split (`str`): `train` or `validation`.
+
+    Returns:
+        The rows. Each has the columns of `pack_rows`.
+
+    Raises:
+        DataError: tokens are not in the vocabulary.
+    """
+    is_in_files = is_mapped(dataset)
+    with errors_name_source(args, split):
+        sampled = (max(record["input_ids"], default=0) for record in _sample(dataset))
+        largest = largest_token(dataset) if is_in_files else max(sampled, default=0)
+    check_vocabulary(largest, tokenizer, source=source_name(args, split))
+    if is_in_files and args.packing == "concat" and not args.document_attention:
+        return mapped_rows(dataset, args.block_size)
+    return pack_documents(dataset, tokenizer, args, split=split)
+
+
 def pack_documents(
     documents: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str
 ) -> AnyDataset:
     """Pack documents into rows.
 
     Args:
-        documents (`Dataset` or `IterableDataset`): records with `input_ids` and `labels`. Those longer than
-            `args.block_size` are cut into several.
+        documents (`Dataset` or `IterableDataset`): records with `input_ids`, and `labels` if they differ. Those longer
+            than `args.block_size` are cut into several.
         tokenizer (`PreTrainedTokenizerBase`): has the token for padding.
         args (`DataArguments`): how to pack, and the names for error messages.
         split (`str`): `train` or `validation`.
@@ -155,11 +194,14 @@ def pack_documents(
     options = _row_options(tokenizer, args)
 
     def pack_batch(batch: Rows) -> Rows:
-        return pack_rows(zip(batch["input_ids"], batch["labels"], strict=True), **options)
+        labels = batch.get("labels", batch["input_ids"])
+        return pack_rows(zip(batch["input_ids"], labels, strict=True), **options)
 
     with errors_name_source(args, split):
-        lengths = [len(record["input_ids"]) for record in _sample(documents)]
-        return _map(documents, pack_batch, ["input_ids", "labels"], sum(lengths) / max(len(lengths), 1), args)
+        sample = _sample(documents)
+        lengths = [len(record["input_ids"]) for record in sample]
+        columns = documents.column_names or list(sample[0])
+        return _map(documents, pack_batch, columns, sum(lengths) / max(len(lengths), 1), args)
 
 
 def _row_options(tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> dict[str, Any]:

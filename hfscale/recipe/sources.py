@@ -18,6 +18,7 @@ from hfscale.recipe import corpus
 from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.cache import load_by_content
 from hfscale.recipe.mix import mix, read_mix
+from hfscale.recipe.token_files import SUFFIX, is_mapped, load_token_files, token_files
 
 logger = get_logger(__name__)
 
@@ -106,8 +107,10 @@ def _load_file(args: SourceArguments, split: str) -> AnyDataset:
         raise DataError(f"{source} does not exist{looked}: correct the path")
     if not path.is_file():
         raise DataError(f"{source} is not a file: name one, or give a folder to --dataset_name")
+    if path.suffix == SUFFIX:
+        return load_token_files([path], streaming=args.streaming, source=source)
     if builder is None:
-        raise DataError(f"{source} ends in none of {', '.join(_BUILDERS)}: rename or convert it")
+        raise DataError(f"{source} ends in none of {', '.join((*_BUILDERS, SUFFIX))}: rename or convert it")
     if path.stat().st_size == 0:
         raise DataError(f"{source} is empty")
     options = _BUILDER_OPTIONS.get(builder, {})
@@ -129,6 +132,8 @@ def _load_dataset(args: SourceArguments) -> Splits:
         return datasets.load_dataset(args.dataset_name, name=name, streaming=streaming, cache_dir=cache)
 
     folder = Path(args.dataset_name or "")
+    if folder.is_dir() and (files := token_files(folder)):
+        return {"train": load_token_files(files, streaming=args.streaming, source=source_name(args, "train"))}
     with errors_name_source(args, "train"):
         if folder.is_dir() and not args.streaming:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -146,7 +151,7 @@ def _load_dataset(args: SourceArguments) -> Splits:
 
 
 def _split(train: AnyDataset, args: SourceArguments, seed: int) -> Splits:
-    """Take a share of the records for evaluation: random ones, or the end of a continuous text."""
+    """Take a share of the records for evaluation: random ones, or the end of a continuous text or of token files."""
     share = args.validation_split_percentage
     if isinstance(train, IterableDataset):
         logger.info("no evaluation: a streamed text is not split; give --validation_file")
@@ -155,7 +160,8 @@ def _split(train: AnyDataset, args: SourceArguments, seed: int) -> Splits:
     if count == 0:
         logger.info("no evaluation: %d%% of %d records is less than one; give --validation_file", share, len(train))
         return {}
-    parts = train.train_test_split(test_size=count, seed=seed, shuffle=not is_continuous_text(args, "train"))
+    is_in_order = is_continuous_text(args, "train") or is_mapped(train)
+    parts = train.train_test_split(test_size=count, seed=seed, shuffle=not is_in_order)
     return {"train": parts["train"], "validation": parts["test"]}
 
 
@@ -183,6 +189,15 @@ def source_name(args: SourceArguments, split: str) -> str:
 def is_continuous_text(args: SourceArguments, split: str) -> bool:
     """Return whether a split is one text in lines instead of one record per document."""
     return Path(_file_of(args, split) or "").suffix.lower() == ".txt"
+
+
+def columns_of(dataset: AnyDataset) -> list[str]:
+    """Return the names of the columns, of a stream those of its first record.
+
+    Args:
+        dataset (`Dataset` or `IterableDataset`): any records.
+    """
+    return dataset.column_names or list(next(iter(dataset), ()))
 
 
 @contextmanager

@@ -1,6 +1,9 @@
 """ScalingMetricsCallback: each metric is compared with an independent count."""
 
 import json
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -424,6 +427,35 @@ def test_every_key_reaches_tensorboard(tmp_path, monkeypatch):
     for key in ours:
         seen = [(event.step, event.value) for event in events.Scalars(f"train/{key}")]
         assert seen == [(step, pytest.approx(value)) for step, value in zip((2, 4), logged(trainer, key), strict=True)]
+
+
+@pytest.mark.recipes
+def test_every_key_reaches_trackio(tmp_path):
+    """In a process of its own, because trackio reads TRACKIO_DIR at its import; its commands read the numbers back."""
+    script = (
+        "import sys; from tiny import tiny_trainer; from hfscale import ScalingMetricsCallback\n"
+        "options = {'max_steps': 4, 'logging_steps': 2, 'report_to': ['trackio'], 'project': 'ours'}\n"
+        "tiny_trainer(sys.argv[1], ScalingMetricsCallback(), run_name='one', **options).train()\n"
+    )
+    environment = {"TRACKIO_DIR": str(tmp_path / "trackio"), "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
+
+    def output(*argv):
+        done = subprocess.run(
+            [sys.executable, *argv], env=os.environ | environment, capture_output=True, timeout=280, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    def trackio(*argv):
+        return json.loads(output("-m", "trackio.cli", *argv, "--project", "ours", "--run", "one", "--json"))
+
+    output("-c", script, tmp_path / "out")
+    records = jsonl(tmp_path / "out")
+    ours = {f"train/{key}" for key in records[0] if key.startswith("scaling/")}
+    assert ours
+    assert ours <= set(trackio("list", "metrics")["metrics"])
+    rates = trackio("get", "metric", "--metric", "train/scaling/tokens_per_s")["values"]
+    assert [one["value"] for one in rates] == pytest.approx([record["scaling/tokens_per_s"] for record in records])
 
 
 @pytest.mark.world(2)

@@ -15,7 +15,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from datasets import Dataset, IterableDataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tiny import byte_level_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from hfscale.errors import DataError, StorageError
@@ -31,16 +32,7 @@ DOCUMENTS = [f"Document {number}: the quick brown fox jumps over {number * 7} la
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer, which decodes any text exactly."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator([*DOCUMENTS, "blank lines\n\n\n" * 99], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    return byte_level_tokenizer([*DOCUMENTS, "blank lines\n\n\n" * 99])
 
 
 @pytest.fixture(autouse=True)
