@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -163,6 +164,20 @@ def accelerates_variables() -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The lines of hfscale's logger, each once.
+
+    pytest also listens at loggers that do not propagate when a test begins; the logger does not once it has printed.
+    """
+    logger = logging.getLogger("hfscale")
+    monkeypatch.setattr(logger, "propagate", True)
+    own = [handler for handler in logger.handlers if not isinstance(handler, type(caplog.handler))]
+    monkeypatch.setattr(logger, "handlers", own)
+    caplog.set_level("INFO", logger="hfscale")
+    return caplog
 
 
 def needs(feature: str) -> pytest.MarkDecorator:

@@ -477,16 +477,15 @@ class TestEndOfTheProcess:
         trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
         assert trainer.state.global_step == 8
 
-    def test_a_start_at_step_0_beside_checkpoints_names_the_argument(self, tmp_path, caplog):
-        logging.getLogger("hfscale").propagate = True
+    def test_a_start_at_step_0_beside_checkpoints_names_the_argument(self, tmp_path, log):
         arguments = SAVING | {"save_steps": 2, "max_steps": 4}
         trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments)
         trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
         trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
-        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        warnings = [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
         assert warnings == []
         trainer.train()
-        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        warnings = [record.getMessage() for record in log.records if record.levelno == logging.WARNING]
         assert len(warnings) == 1
         assert "resume_from_checkpoint=" in warnings[0]
 

@@ -219,7 +219,7 @@ class TestRatesFromElsewhere:
         options = {"model": tiny_model(), "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.3})}
         assert rates(self.run(tmp_path, Trainer, **options)) == pytest.approx([4 * 0.3] * 2)
 
-    def test_a_scheduler_made_from_the_arguments_has_the_scaled_rate(self, tmp_path, caplog):
+    def test_a_scheduler_made_from_the_arguments_has_the_scaled_rate(self, tmp_path, log):
         class Own(Trainer):
             peak = None
 
@@ -229,14 +229,13 @@ class TestRatesFromElsewhere:
                 self.lr_scheduler = scheduler
                 return scheduler
 
-        logging.getLogger("hfscale").propagate = True
         trainer = self.run(tmp_path, Own, model=tiny_model())
         assert max(logged(trainer, "learning_rate")) > 1.5 * LR
         assert logged(trainer, "lr_scaling/factor") == [2] * 5
-        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert not [record for record in log.records if record.levelno >= logging.WARNING]
         Own.peak = 0.7
         trainer = self.run(tmp_path, Own, model=tiny_model())
-        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        warnings = [record.getMessage() for record in log.records if record.levelno >= logging.WARNING]
         assert len(warnings) == 1
         assert "0.7" in warnings[0]
         assert "OneCycleLR" in warnings[0]
@@ -302,11 +301,9 @@ def test_a_checkpoint_without_an_optimizer_is_not_rescaled(tmp_path):
     assert logged(trainer, "learning_rate")[2:] == pytest.approx([4 * LR] * 2)
 
 
-def test_logs_once_what_it_did_and_why(tmp_path, caplog):
-    logging.getLogger("hfscale").propagate = True
-    with caplog.at_level(logging.INFO, logger="hfscale"):
-        train(tmp_path)
-    lines = [record.getMessage() for record in caplog.records if "lr_scaling" in record.getMessage()]
+def test_logs_once_what_it_did_and_why(tmp_path, log):
+    train(tmp_path)
+    lines = [record.getMessage() for record in log.records if "lr_scaling" in record.getMessage()]
     assert len(lines) == 1
     for part in ("0.01 -> 0.02", "1 -> 4 sequences", "tokens per step x 4", "sqrt rule for AdamW", "steps kept"):
         assert part in lines[0]

@@ -1,7 +1,6 @@
 """Whether layers are compiled where no flag says so, and that compiled layers compute what the others do."""
 
 import copy
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,6 @@ pytestmark = pytest.mark.recipes
 
 REGIONAL = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 GPU = replace(kernels("liger_kernel"), can_compile=True)
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The lines of hfscale's logger."""
-    monkeypatch.setattr(logging.getLogger("hfscale"), "propagate", True)
-    caplog.set_level("INFO", logger="hfscale")
-    return caplog
 
 
 @pytest.fixture(autouse=True)

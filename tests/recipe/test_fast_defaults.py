@@ -1,7 +1,6 @@
 """Defaults of the recipes that an expert would set: nothing waits for the GPU, and the fast kernels are chosen."""
 
 import json
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,6 @@ def recipe_arguments(folder: Path, **flags: Any) -> RecipeTrainingArguments:
     short: dict[str, Any] = {"use_cpu": True, "max_steps": 4, "logging_steps": 1, "save_strategy": "no"}
     short |= {"dataloader_num_workers": 0, "disable_tqdm": True}
     return RecipeTrainingArguments(output_dir=str(folder), **(short | flags))
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The lines of hfscale's logger."""
-    monkeypatch.setattr(logging.getLogger("hfscale"), "propagate", True)
-    caplog.set_level("INFO", logger="hfscale")
-    return caplog
 
 
 # A loss that is not finite is seen.

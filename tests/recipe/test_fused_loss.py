@@ -1,7 +1,6 @@
 """The loss without all logits: equal to the ordinary one, for what a Trainer does with it, and where it cannot be."""
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -245,14 +244,6 @@ def test_examining_a_model_leaves_it_as_it_was(make_model: Any) -> None:
 
 
 # What is chosen for a Trainer, and that it trains as before.
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """The lines of hfscale's logger."""
-    monkeypatch.setattr(logging.getLogger("hfscale"), "propagate", True)
-    caplog.set_level("INFO", logger="hfscale")
-    return caplog
 
 
 def make_trainer(
