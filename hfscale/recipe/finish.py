@@ -19,9 +19,10 @@ from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.compilation import compile_layers
 from hfscale.recipe.compression import compress_gradients, store_gradients_in_buckets
 from hfscale.recipe.entrypoint import end_if_preempted
-from hfscale.recipe.export import save_final_model
+from hfscale.recipe.export import MERGED, save_final_model
 from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.layout import finish_on_cpu
+from hfscale.recipe.model_card import write_model_card
 from hfscale.recipe.optimizer import use_muon
 from hfscale.recipe.resume import is_finished
 from hfscale.recipe.router_bias import balance_by_bias
@@ -83,7 +84,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
 
 
 def finish_run(trainer: "Trainer", metrics: dict[str, float], *, merge_adapters: bool = False) -> None:
-    """Write the model, its tokenizer and the metrics into the output directory and print a summary, on every rank.
+    """Write the model with its card, tokenizer and metrics into the output directory, print a summary, on every rank.
 
     Args:
         trainer (`Trainer`): the trainer of the completed run.
@@ -95,6 +96,11 @@ def finish_run(trainer: "Trainer", metrics: dict[str, float], *, merge_adapters:
     """
     save_final_model(trainer, merge_adapters=merge_adapters)
     trainer.save_metrics("all", metrics, combined=False)
+    if trainer.args.should_save:
+        folder = output_folder(trainer.args)
+        for written in (folder, folder / MERGED) if merge_adapters else (folder,):
+            if written.is_dir():
+                write_model_card(trainer, written)
     _print_summary(trainer, _scaling_callback(trainer), metrics)
 
 
