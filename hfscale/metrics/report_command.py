@@ -18,6 +18,7 @@ from hfscale.metrics.report.summary import (
     bottlenecks,
     failures,
     headline,
+    left_out,
     recoveries,
     subtitle,
 )
@@ -135,7 +136,7 @@ def _show(found: Run) -> None:
         console.print(Text(f"  {number}. {one.check}{share}: {one.fix}. Measured: {one.problem}."))
     if not causes:
         console.print(Text("  No bottleneck found: no measured share is above its limit."))
-    for note in (*found.notes[-1:], failures(found)):
+    for note in (*found.notes[-1:], failures(found), left_out(found)):
         if note is not None:
             console.print(Text(f"  {note[:1].upper() + note[1:]}."))
     console.print(Text("\nPredicted and measured", style="bold"))

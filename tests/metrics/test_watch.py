@@ -77,6 +77,10 @@ def run_dir(tmp_path):
     return write_running(tmp_path / "run")
 
 
+def str_of(value):
+    return str(value)[:5]
+
+
 @contextmanager
 def serving(*folders, token=None, is_local=True):
     runs = {folder.name: LiveRun(folder) for folder in folders}
@@ -345,9 +349,34 @@ class TestAccess:
         )
         with serving(run_dir) as server:
             status, _, body = ask(server, "/api/run.json?run=run")
-            assert status in (200, 500)
-            assert "Traceback" not in body
+            assert status == 200, body
             assert ask(server, "/")[0] == 200
+        assert any("left out: 4 values" in note for note in json.loads(body)["summary"]["notes"])
+
+    @pytest.mark.parametrize("wrong", [10**400, -(10**400), 1e308, 1e18, -1, 0, None, True, "x", [1], {}], ids=str_of)
+    def test_no_value_in_the_place_of_a_number_hides_the_run(self, run_dir, tmp_path, wrong):
+        append(
+            run_dir / "hfscale_timeline.jsonl",
+            {"event": "recovery", "step": 20, "time": BEGIN, "rank": 0, "steps_lost": 1, "ending_s": 1.0},
+            {"event": "alarm", "step": 20, "time": BEGIN, "kind": "hang", "level": "error", "text": "t"},
+            {"event": "launch", "step": 20, "time": BEGIN + 220, "previous_alive": BEGIN, "max_steps": 100},
+            {
+                "event": "workload",
+                "step": 10,
+                "time": BEGIN,
+                "usd_per_gpu_hour": 2.5,
+                "parameters": 7,
+                "world_size": 4,
+            },
+            {"event": "end", "step": 20, "time": BEGIN + 400, "seconds": {"training": 100.0}},
+        )
+        for path in sorted(run_dir.glob("*.jsonl")):
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            append(path, *[row | {key: wrong} for row in rows for key in row if key != "event"])
+        view = LiveRun(run_dir).view()
+        json.dumps(live.describe(view), allow_nan=False)
+        assert 'hfscale_tokens_per_s{run="run"}' in exposition({"run": LiveRun(run_dir)})
+        assert main(["report", str(run_dir), "--html", str(tmp_path / "report.html")]) == 0
 
 
 class TestCommand:
@@ -431,7 +460,7 @@ class TestMetrics:
         assert not [name for name, *_ in found if "plan" in name or "temperature" in name]
 
     def test_it_is_the_format_without_the_parser_too(self, run_dir):
-        text = exposition({"run": LiveRun(run_dir).view()})
+        text = exposition({"run": LiveRun(run_dir)})
         *lines, last = text.splitlines()
         assert last == "# EOF"
         sample = re.compile(r'hfscale_[a-z0-9_]+\{run="run"(,[a-z]+="[a-z0-9]+")?\} -?[0-9.e+-]+')
@@ -441,19 +470,19 @@ class TestMetrics:
     def test_the_text_of_a_run_stays_in_its_label(self, tmp_path):
         run = LiveRun(write_running(tmp_path / "run"))
         hostile = 'a"} 1\nhfscale_step{run="b\\'
-        steps = families_of(exposition({hostile: run.view()}))["hfscale_step"]
+        steps = families_of(exposition({hostile: run}))["hfscale_step"]
         assert [(sample.labels, sample.value) for sample in steps] == [({"run": hostile}, 40.0)]
 
     def test_keys_that_are_not_of_hfscale_are_not_exported(self, run_dir):
         keys = {"evil\nhfscale_step 1": 1.0, "scaling/x y": 1.0, "other/key": 1.0, "scaling/new_key": 2.0}
         append(run_dir / "scaling.jsonl", log(50, **keys))
-        text = exposition({"run": LiveRun(run_dir).view()})
+        text = exposition({"run": LiveRun(run_dir)})
         assert "hfscale_new_key" in text
         assert not re.search("evil|x y|other.key", text)
 
     def test_a_run_without_a_number_has_no_sample_of_it(self, tmp_path):
         (tmp_path / "new").mkdir()
-        text = exposition({"new": LiveRun(tmp_path / "new").view()})
+        text = exposition({"new": LiveRun(tmp_path / "new")})
         assert set(re.findall(r"^hfscale_\w+", text, re.MULTILINE)) == {
             "hfscale_status",
             "hfscale_checkpoints",
@@ -461,9 +490,18 @@ class TestMetrics:
         }
 
     def test_two_runs_share_each_family(self, tmp_path):
-        runs = {name: LiveRun(write_running(tmp_path / name)).view() for name in ("a", "b")}
+        runs = {name: LiveRun(write_running(tmp_path / name)) for name in ("a", "b")}
         steps = families_of(exposition(runs))["hfscale_step"]
         assert [sample.labels["run"] for sample in steps] == ["a", "b"]
+
+    def test_a_run_that_cannot_be_read_is_left_out(self, run_dir, tmp_path, caplog):
+        runs = {"good": LiveRun(run_dir), "bad": LiveRun(write_running(tmp_path / "bad"))}
+        (tmp_path / "bad" / "scaling.jsonl").unlink()
+        (tmp_path / "bad" / "scaling.jsonl").symlink_to("scaling.jsonl")
+        with caplog.at_level("WARNING", logger="hfscale"):
+            text = exposition(runs)
+        assert (text.count('run="good"') > 20, text.count('run="bad"')) == (True, 0)
+        assert [record.getMessage() for record in caplog.records if "bad" in record.getMessage()]
 
     def test_each_metric_of_the_dashboard_is_exported(self, tmp_path):
         run_dir = write_running(tmp_path / "run")
@@ -471,7 +509,7 @@ class TestMetrics:
             re.findall(r"\| `([a-z_]+/[a-z_]+)` \|", f"{ScalingMetricsCallback.__doc__}{CommHealthCallback.__doc__}")
         )
         exported = {f"hfscale_{metric_name(key)}" for key in keys} | {f"hfscale_{name}" for name in DESCRIPTIONS}
-        exported |= set(re.findall(r"^hfscale_\w+", exposition({"run": LiveRun(run_dir).view()}), re.MULTILINE))
+        exported |= set(re.findall(r"^hfscale_\w+", exposition({"run": LiveRun(run_dir)}), re.MULTILINE))
         queried = {name for query in shown_metrics() for name in re.findall(r"hfscale_\w+", query)}
         assert len(queried) > 15
         assert queried - exported == set()

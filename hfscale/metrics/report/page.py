@@ -29,6 +29,7 @@ from hfscale.metrics.report.summary import (
     bottlenecks,
     failures,
     headline,
+    left_out,
     rank_measures,
     recoveries,
     subtitle,
@@ -110,7 +111,7 @@ def _tiles(tiles: Sequence[Tile]) -> str:
 
 def _bottlenecks(run: Run) -> str:
     found = bottlenecks(run)
-    lines = [*run.notes[-1:], *filter(None, [failures(run)])]
+    lines = [*run.notes[-1:], *filter(None, [failures(run), left_out(run)])]
     notes = "".join(f'<p class="note">{escape(note[:1].upper() + note[1:])}.</p>' for note in lines)
     if not found:
         return (

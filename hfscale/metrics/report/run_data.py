@@ -5,7 +5,6 @@ and no file is opened except those with known names.
 """
 
 import json
-import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, TypeGuard
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, read_status
 from hfscale.core.records import RecordTail
+from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import JSONL_NAME, MANIFEST_NAME, RANKS_NAME, TIMELINE_NAME
 from hfscale.errors import CheckpointError, StorageError, UsageError
@@ -24,6 +24,20 @@ from hfscale.metrics.goodput import USEFUL_PHASE
 from hfscale.metrics.recorder import is_of_evaluation
 
 MAX_TEXT_LENGTH = 400
+_LARGEST = 1e100
+"""No number of a run is larger; sums, squares and products of those that are left stay finite."""
+_END_OF_TIME = 253_402_300_800.0
+"""Unix seconds of the year 10000, which no calendar of Python has."""
+_TIMES = ("time", "previous_alive")
+_EVENT_NUMBERS = frozenset(
+    (
+        *("step", "max_steps", "world_size", "rank", "steps_lost", "share", "parameters", "usd_per_gpu_hour"),
+        *("sequence_length", "global_batch_size", "tokens_per_gpu"),
+        *RECOVERY_PARTS,
+        *_TIMES,
+    )
+)
+"""The fields of events that are numbers wherever they are shown or computed with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +112,8 @@ class Run:
     """The alarms of the run, oldest first: `kind`, `level`, `text`, `step`, `time`."""
     max_steps: int | None = None
     """Number of steps at which the newest launch ends; None if it is unknown."""
+    left_out: int = 0
+    """How many values in its files cannot be right, and were left out."""
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric at each log that has it.
@@ -175,6 +191,7 @@ class RunFiles:
         self._events: list[dict[str, Any]] = []
         self._job: dict[str, Any] = {}
         self._ranks: dict[str, list[tuple[float, list[float]]]] = {}
+        self._left_out = 0
         self.generation = 0
         """How often the records have begun anew, as they do when a launch repeats steps."""
 
@@ -215,9 +232,8 @@ class RunFiles:
             failures=_failures(events),
             alarms=[event for event in events if event["event"] == "alarm"],
             notes=[note for event in events if isinstance(note := event.get("advice"), str)],
-            max_steps=int(launches[-1]["max_steps"])
-            if launches and _is_number(launches[-1].get("max_steps"))
-            else None,
+            max_steps=int(launches[-1]["max_steps"]) if launches and "max_steps" in launches[-1] else None,
+            left_out=self._left_out,
         )
 
     def _read_new(self) -> None:
@@ -225,6 +241,7 @@ class RunFiles:
         if began_anew:
             self.generation += 1
             self._records.clear()
+        self._left_out += sum(_is_damaged(key, value) for record in raw for key, value in record.items())
         self._records += [numbers for numbers in map(_numbers, raw) if "step" in numbers]
         raw, began_anew = self._event_tail.read()
         if began_anew:
@@ -232,6 +249,11 @@ class RunFiles:
             self._job = {}
         raw_events = [event for event in raw if isinstance(event.get("event"), str)]
         self._job = next((event for event in reversed(raw_events) if event["event"] == "job"), self._job)
+        self._left_out += sum(
+            _is_damaged(key, value) or (key in _EVENT_NUMBERS and value is not None and not _is_valid(key, value))
+            for event in raw_events
+            for key, value in event.items()
+        )
         self._events += [_clean(event) for event in raw_events]
         raw, began_anew = self._rank_tail.read()
         if began_anew:
@@ -262,11 +284,21 @@ def _failures(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+
+
+def _is_valid(key: str, value: object) -> TypeGuard[float]:
+    """Return whether a value is a number that a field with this key can have."""
+    return _is_number(value) and (key not in _TIMES or 0 <= value < _END_OF_TIME)
+
+
+def _is_damaged(key: str, value: object) -> bool:
+    """Return whether a value is a number, and not one that this field can have."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not _is_valid(key, value)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {key: float(value) for key, value in record.items() if _is_number(value)}
+    return {key: float(value) for key, value in record.items() if _is_valid(key, value)}
 
 
 def _text(value: object) -> str | None:
@@ -274,18 +306,16 @@ def _text(value: object) -> str | None:
 
 
 def _clean(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep numbers, short texts, and dictionaries of numbers."""
+    """Keep numbers, short texts, and dictionaries of numbers; fields that are numbers keep nothing else."""
     clean: dict[str, Any] = {}
     for key, value in event.items():
-        if _is_number(value):
-            clean[key] = value
+        if key in _EVENT_NUMBERS or _is_number(value):
+            if _is_valid(key, value):
+                clean[key] = value
         elif isinstance(value, str):
             clean[key] = _text(value)
         elif isinstance(value, dict):
             clean[key] = _numbers(value)
-    for key in ("time", "step", "previous_alive"):
-        if key in clean and not _is_number(clean[key]):
-            del clean[key]
     if isinstance(clean.get("seconds"), dict) != (clean["event"] == "end"):
         clean.pop("seconds", None)
     return {"time": 0.0, "step": 0, **clean}
@@ -333,7 +363,7 @@ def _attempts(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str
                 ended=ended,
                 first_step=int(launch["step"]),
                 kept_until=kept_until,
-                world_size=int(launch["world_size"]) if _is_number(launch.get("world_size")) else None,
+                world_size=int(launch["world_size"]) if "world_size" in launch else None,
                 saves=tuple(save["time"] for save in saves),
             )
         )

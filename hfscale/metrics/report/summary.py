@@ -113,6 +113,13 @@ def failures(run: Run) -> str | None:
     return f"failed without ending the run: {', '.join(found)}" if found else None
 
 
+def left_out(run: Run) -> str | None:
+    """Return one line about values in the files of the run that cannot be right; None if there are none."""
+    if not run.left_out:
+        return None
+    return f"left out: {run.left_out} value{'s' if run.left_out > 1 else ''} in its files that cannot be right"
+
+
 def _unknown(name: str, note: str) -> Tile:
     return Tile(name=name, value="not known", note=note)
 

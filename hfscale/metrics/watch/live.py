@@ -24,6 +24,7 @@ from hfscale.metrics.report.summary import (
     bottlenecks,
     failures,
     headline,
+    left_out,
     rank_measures,
     recoveries,
     subtitle,
@@ -159,7 +160,7 @@ def _summary(view: View) -> dict[str, Any]:
             }
             for one in bottlenecks(run)[:MAX_BOTTLENECKS]
         ],
-        "notes": [*run.notes[-1:], *filter(None, [failures(run)])],
+        "notes": [*run.notes[-1:], *filter(None, [failures(run), left_out(run)])],
         "alarms": _alarms(run),
         "plan": _plan(view.plan),
         "marks": [attempt.first_step for attempt in run.attempts[1:]],

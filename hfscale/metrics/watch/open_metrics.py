@@ -7,7 +7,7 @@ number that is not known is absent. Prometheus' older text format reads the same
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from hfscale.core.best_effort import best_effort
@@ -24,7 +24,8 @@ CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 TEXTFILE_EVERY_S = 15.0
 """Seconds between two writings of a textfile: node_exporter is usually asked that often."""
 WRITING_TEXTFILE = "writing the textfile"
-"""Name of this work in warnings."""
+READING_RUN = "reading the metrics of a run"
+"""Names of this work in warnings."""
 STATUSES = ("running", "completed", "preempted", "failed", "unknown")
 _TRAINER_KEYS = ("loss", "grad_norm", "learning_rate", "epoch")
 _KEY = re.compile(r"[a-z0-9_]+(?:/[a-z0-9_]+)?")
@@ -46,25 +47,28 @@ DESCRIPTIONS = {
 _Labels = tuple[tuple[str, str], ...]
 
 
-def exposition(runs: Mapping[str, View]) -> str:
-    """Return the newest numbers of runs.
+def exposition(runs: Runs) -> str:
+    """Return the newest numbers of runs. A run that cannot be read is left out, with one warning.
 
     Args:
-        runs (`Mapping[str, View]`): the runs by name.
+        runs (`Runs`): the runs by name.
 
     Returns:
         `str`: one family after another, each with its samples, and `# EOF`.
     """
     families: dict[str, dict[_Labels, float]] = {}
     described: dict[str, str] = {}
-    for run_name, view in runs.items():
-        for name, description, labels, value in _samples(view):
+    for run_name, run in runs.items():
+        samples: list[tuple[str, str, _Labels, float]] = []
+        with best_effort(READING_RUN, run_name, errors=(Exception,)):
+            samples = list(_samples(run.view()))
+        for name, description, labels, value in samples:
             described.setdefault(name, description)
             families.setdefault(name, {}).setdefault((("run", run_name), *labels), value)
     lines = []
-    for name, samples in sorted(families.items()):
+    for name, by_labels in sorted(families.items()):
         lines += [f"# TYPE hfscale_{name} gauge", f"# HELP hfscale_{name} {described[name]}"]
-        lines += [f"hfscale_{name}{{{_labels(labels)}}} {value!r}" for labels, value in samples.items()]
+        lines += [f"hfscale_{name}{{{_labels(labels)}}} {value!r}" for labels, value in by_labels.items()]
     return "\n".join([*lines, "# EOF", ""])
 
 
@@ -150,7 +154,7 @@ class Textfile:
         Raises:
             StorageError: it cannot be written.
         """
-        text = exposition({name: run.view() for name, run in self._runs.items()})
+        text = exposition(self._runs)
         with writing(f"--textfile {self._path}", "give a file in a folder that exists and is writable"):
             write_atomically(self._path, text)
         self._written_at = time.monotonic()

@@ -245,7 +245,7 @@ def _run(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
 
 
 def _metrics(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
-    return exposition({name: run.view() for name, run in server.runs.items()}), CONTENT_TYPE
+    return exposition(server.runs), CONTENT_TYPE
 
 
 _Answer = Callable[[WatchServer, dict[str, str]], tuple[str, str]]
