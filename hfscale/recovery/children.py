@@ -31,7 +31,7 @@ def die_with_parent() -> None:
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal to a process, if it still exists.
+    """Send a signal to a process, if it still exists. A process that is stopped (SIGSTOP) goes on, to take it.
 
     Args:
         pid (`int`): its id.
@@ -39,6 +39,7 @@ def send(pid: int, number: int) -> None:
     """
     with suppress(ProcessLookupError):
         os.kill(pid, number)
+        os.kill(pid, signal.SIGCONT)
 
 
 def end_descendants(spared: Collection[psutil.Process], *, limit_s: float) -> list[psutil.Process]:

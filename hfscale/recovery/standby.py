@@ -22,6 +22,7 @@ from pathlib import Path
 from hfscale.core.logging import print_line
 from hfscale.core.rank_link import PREEMPTED
 from hfscale.core.run_memory import RunMemory
+from hfscale.recovery.children import send
 
 _RANK = Path(__file__).parent / "standby_rank.py"
 _WRAPPER = "exit_code.py"  # of launch/multinode: ends with the exit code of the training, and takes SIGUSR1
@@ -81,6 +82,7 @@ class Standby:
         assert self._write is not None
         with suppress(BrokenPipeError), os.fdopen(self._write, "w") as file:
             json.dump(dict(environ), file)
+        send(self._process.pid, signal.SIGCONT)  # one that was stopped would never become the launcher
         process = self._process
         self._process = self._write = None
         return process

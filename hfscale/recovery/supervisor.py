@@ -391,6 +391,8 @@ class Supervisor:
 
     def _rank_ended(self, launch: _Launch, pid: int) -> None:
         rank = launch.ranks.pop(pid)
+        if not launch.ranks:
+            send(launch.process.pid, signal.SIGCONT)  # a launcher that was stopped would never end
         ending = launch.endings.get(rank)
         is_expected = rank in launch.trained or (ending is not None and ending["code"] in (0, PREEMPTED))
         if launch.failed_at is None and not is_expected and self._signalled is None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import REPOSITORY
 from ports import free_port
@@ -60,6 +61,21 @@ def test_a_standby_process_ends_with_its_supervisor(tmp_path):
         os.kill(pid, 0)
     assert standby.become_launcher(environ) is None
     memory.delete()
+
+
+def test_a_standby_process_that_was_stopped_becomes_the_launcher(tmp_path):
+    memory = RunMemory.create(tmp_path)
+    (memory.folder / "imports.json").write_text('{"modules": [], "environ": {}}')
+    standby = Standby([*TORCHRUN, str(tmp_path / "no-such-script.py")], memory, lambda: None)
+    environ = os.environ | {"HFSCALE_RUN_MEMORY": str(memory.folder)}
+    standby.start(environ)
+    psutil.Process(standby.pid).suspend()
+    launcher = standby.become_launcher(environ)
+    try:
+        assert launcher.wait(timeout=200) != 0  # it has looked for the script
+    finally:
+        launcher.kill()
+        memory.delete()
 
 
 def test_a_folder_in_the_working_directory_does_not_take_the_place_of_an_installed_package(tmp_path):

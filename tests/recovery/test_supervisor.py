@@ -266,6 +266,20 @@ def test_sigterm_reaches_the_launcher_and_nothing_is_started_again(tmp_path, wai
     assert memory_folders(tmp_path) == []
 
 
+def test_a_launcher_that_was_stopped_takes_a_signal(waiting):
+    supervisor, rank = waiting
+    rank.parent().suspend()
+    supervisor.terminate()
+    assert supervisor.wait(timeout=200) == 75
+
+
+def test_a_launcher_that_was_stopped_ends_after_its_ranks(waiting):
+    supervisor, rank = waiting
+    rank.parent().suspend()
+    rank.send_signal(signal.SIGUSR1)  # this rank ends as a preempted one
+    assert supervisor.wait(timeout=200) == 75
+
+
 def test_sigusr1_reaches_the_ranks_which_end_with_75(tmp_path, waiting):
     supervisor, _ = waiting
     supervisor.send_signal(signal.SIGUSR1)
