@@ -46,31 +46,40 @@ LIMIT_S = 900  # four ranks on two busy cores take ten seconds for a step
 
 
 class Nodes:
-    """Two nodes on this machine that run one training."""
+    """The nodes of one training, on this machine. With one of them, its launches choose their ports themselves."""
 
-    def __init__(self, address, folder, env, *options, **more):
+    def __init__(self, address, folder, env, *options, count=2, arguments=None, **more):
         folder.mkdir()
-        self.folder, self.server, self.options = folder, address, options
+        self.folder, self.server, self.options, self.count = folder, address, options, count
         self.address = f"127.0.0.1:{free_port()}"
         self.running = {}
-        spec = {"folder": str(folder), "arguments": ARGUMENTS | {"save_steps": 1000, "max_steps": STEPS}, "kills": []}
-        spec |= {"env": env, "local_world": 2, "ports": [free_port() for _ in range(LOSSES + 5)]}
-        spec |= {"pauses": {"step": 0.05}, **more}
-        (folder / "spec.json").write_text(json.dumps(spec))
+        arguments = ARGUMENTS | {"save_steps": 1000, "max_steps": STEPS} | (arguments or {})
+        spec = {"folder": str(folder), "arguments": arguments, "kills": [], "env": env, "pauses": {"step": 0.05}}
+        if count > 1:
+            spec |= {"local_world": 2, "ports": [free_port() for _ in range(LOSSES + 5)]}
+        (folder / "spec.json").write_text(json.dumps(spec | more))
 
     def start(self, node):
         memory = self.folder / f"memory-{node}"
         memory.mkdir(exist_ok=True)
-        self.running[node] = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "hfscale", "run", "--nodes", "2", "--node-rank", str(node)),
-                *("--rendezvous", self.address, "--memory-dir", str(memory), "--memory-interval-steps", "1"),
-                *("--max-restarts", "50", "--log", str(self.folder / f"run-{node}.jsonl"), *self.options, "--"),
-                *(sys.executable, str(SERVER), "launch", str(self.server), str(self.folder / "spec.json")),
-            ],
-            env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HFSCALE_RUN_TOKEN": "secret"},
-            stderr=(self.folder / f"stderr-{node}").open("a"),
-        )
+        with self.standard_error(node) as stderr:
+            self.running[node] = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "hfscale", "run", "--memory-dir", str(memory)),
+                    *(["--nodes", "2", "--node-rank", str(node), "--rendezvous", self.address] * (self.count > 1)),
+                    *("--memory-interval-steps", "1", "--max-restarts", "50", "--log", str(self.log(node))),
+                    *(*self.options, "--"),
+                    *(sys.executable, str(SERVER), "launch", str(self.server), str(self.folder / "spec.json")),
+                ],
+                env=os.environ | {"PYTHONPATH": str(REPOSITORY), "HFSCALE_RUN_TOKEN": "secret"},
+                stderr=stderr,
+            )
+
+    def log(self, node):
+        return self.folder / f"run-{node}.jsonl"
+
+    def standard_error(self, node):
+        return (self.folder / f"stderr-{node}").open("a")
 
     def furthest(self, node):
         memories = (self.folder / f"memory-{node}").glob("hfscale-run-*")

@@ -80,6 +80,26 @@ class PhaseCallback(TrainerCallback):
         self.phases.enter("evaluation")
 
 
+class Trace(TrainerCallback):
+    """Appends to a file, a line each: the step after which a launch begins, the complete steps, and losses."""
+
+    def __init__(self, rank):
+        self.file = os.open(f"trace-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def write(self, *values):
+        os.write(self.file, f"{json.dumps([time.time(), *values])}\n".encode())
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.write("begin", state.global_step)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.write("done", state.global_step)
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.write("loss", state.global_step, logs["loss"])
+
+
 class Tokens(RandomTokens):
     """Enters a phase for each item; each worker process counts its own items."""
 
@@ -139,6 +159,8 @@ def train(spec, phases):
         trainer.add_callback(PhaseCallback(phases))
     trainer.phases = phases
     finish_on_cpu(trainer)
+    if spec.get("trace"):
+        trainer.add_callback(Trace(phases.rank))
     if "write_s" in spec:
 
         class SetTime(TrainerCallback):

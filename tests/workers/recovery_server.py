@@ -2,7 +2,7 @@
 
 `hfscale run -- python recovery_server.py launch SOCKET SPEC` asks the server that listens on SOCKET to fork the ranks,
 with the environment of the supervisor, and ends as a launcher does: when a rank fails, the others receive SIGTERM, and
-the exit code is 1. A rank kills itself at the moments that the trial names.
+the exit code is 1; a SIGTERM is passed on to the ranks. A rank kills itself at the moments that the trial names.
 
 On several nodes the spec has `local_world`, the ranks of each node, and `ports`, one for each launch.
 """
@@ -31,6 +31,7 @@ def launch(address, spec):
         spec["world"] = spec["local_world"] * int(environ["HFSCALE_RUN_NODES"])
         spec["first_rank"] = spec["local_world"] * int(environ["HFSCALE_RUN_NODE_RANK"])
     connection.sendall(json.dumps(spec).encode() + b"\n")
+    signal.signal(signal.SIGTERM, lambda *_: connection.sendall(b"T"))
     return int(connection.makefile().readline() or 1)
 
 
@@ -75,7 +76,7 @@ def serve(address):
 
     def wait(pids, connection):
         """Wait for all ranks as a launcher does; they are killed if the process that asked for them has ended."""
-        codes, terminated_at = {}, None
+        codes, terminated_at, is_there = {}, None, True
         while len(codes) < len(pids):
             for pid in set(pids) - set(codes):
                 ended, status = os.waitpid(pid, os.WNOHANG)
@@ -87,7 +88,9 @@ def serve(address):
             if terminated_at is not None and time.monotonic() - terminated_at > TERM_TO_KILL_S:
                 end(set(pids) - set(codes), signal.SIGKILL)
             if select.select([connection], [], [], 0.02)[0]:
-                end(set(pids) - set(codes), signal.SIGKILL)
+                told = is_there and connection.recv(1)
+                is_there, terminated_at = bool(told), terminated_at or time.monotonic()
+                end(set(pids) - set(codes), signal.SIGTERM if is_there else signal.SIGKILL)
                 time.sleep(0.02)
         return int(any(codes.values()))
 
@@ -107,7 +110,7 @@ def serve(address):
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
     while True:
         connection, _ = listener.accept()
-        spec = json.loads(connection.makefile().readline())
+        spec = json.loads(connection.makefile("rb", buffering=0).readline())
         if os.fork() == 0:  # one process for each launcher, of which there are several at a time on several nodes
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             code = wait(fork_ranks(spec), connection)
