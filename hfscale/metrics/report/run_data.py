@@ -250,7 +250,7 @@ class RunFiles:
         raw_events = [event for event in raw if isinstance(event.get("event"), str)]
         self._job = next((event for event in reversed(raw_events) if event["event"] == "job"), self._job)
         self._left_out += sum(
-            _is_damaged(key, value) or (key in _EVENT_NUMBERS and value is not None and not _is_valid(key, value))
+            _is_damaged(key, value) or (key in _EVENT_NUMBERS and value is not None and not _is_valid(value, key))
             for event in raw_events
             for key, value in event.items()
         )
@@ -287,18 +287,18 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
-def _is_valid(key: str, value: object) -> TypeGuard[float]:
+def _is_valid(value: object, key: str) -> TypeGuard[float]:
     """Return whether a value is a number that a field with this key can have."""
     return _is_number(value) and (key not in _TIMES or 0 <= value < _END_OF_TIME)
 
 
 def _is_damaged(key: str, value: object) -> bool:
     """Return whether a value is a number, and not one that this field can have."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not _is_valid(key, value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and not _is_valid(value, key)
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    return {key: float(value) for key, value in record.items() if _is_valid(key, value)}
+    return {key: float(value) for key, value in record.items() if _is_valid(value, key)}
 
 
 def _text(value: object) -> str | None:
@@ -310,7 +310,7 @@ def _clean(event: Mapping[str, Any]) -> dict[str, Any]:
     clean: dict[str, Any] = {}
     for key, value in event.items():
         if key in _EVENT_NUMBERS or _is_number(value):
-            if _is_valid(key, value):
+            if _is_valid(value, key):
                 clean[key] = value
         elif isinstance(value, str):
             clean[key] = _text(value)
