@@ -10,9 +10,26 @@ import typer
 from hfscale.errors import UsageError
 
 DEFAULT_DEADLINE_S = 120.0
+EXAMPLES = (
+    "accelerate launch -m hfscale check",
+    "hfscale check --collectives -- torchrun --nproc-per-node 2 train.py",
+)
 
 
 def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- COMMAND …]", help="The launch command to check.")
+    ] = None,
+    collectives: Annotated[
+        bool,
+        typer.Option(
+            "--collectives", help="Run the command for a few steps on CPUs: will some rank wait for ever for another?"
+        ),
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of the command.")] = 6,
+    quiet: Annotated[
+        float, typer.Option(help="Seconds without news of any rank after which ranks that wait are reported.")
+    ] = 300.0,
     deadline: Annotated[
         float, typer.Option(help="Seconds from the arrival of the last rank to the verdict.")
     ] = DEFAULT_DEADLINE_S,
@@ -29,6 +46,10 @@ def run(
 ) -> int:
     """Check this node; under `accelerate launch -m hfscale check` all ranks and the links between them too."""
     begun = time.monotonic()
+    if collectives:
+        return _check_collectives(command or [], steps, quiet, as_json)
+    if command:
+        raise UsageError(f"'{command[0]}' is not an option: a launch command is checked with --collectives")
     if deadline < 5:
         raise UsageError(f"--deadline is {deadline:g}: give at least 5 s, since starting the processes takes longer")
     if backend not in (None, "nccl", "gloo"):
@@ -52,6 +73,19 @@ def run(
     if report.is_reporter:
         print(json.dumps(report.to_dict()) if as_json else report.text(), flush=True)
     return leave(report)
+
+
+def _check_collectives(command: list[str], steps: int, quiet_s: float, as_json: bool) -> int:
+    """Run the launch command, compare the collectives of its ranks, and return the exit code."""
+    for flag, value in (("--steps", steps), ("--quiet", quiet_s)):
+        if value < 1:
+            raise UsageError(f"{flag} is {value:g}: it must be at least 1")
+    from hfscale.health.rehearsal.launch import rehearse
+    from hfscale.health.rehearsal.view import text_of
+
+    found = rehearse(command, steps=steps, quiet_s=quiet_s)
+    print(json.dumps(found.to_dict()) if as_json else text_of(found), flush=True)
+    return 0 if found.is_good else 1
 
 
 COMMAND = run

@@ -1,0 +1,119 @@
+"""What every Python process of a watched launch command runs first, before anything of the user.
+
+The command puts a folder with a `sitecustomize` module in front of PYTHONPATH, which calls `install`. That works under
+every launcher and with every script, since environment variables reach all processes. It imports nothing but a finder:
+torch, Accelerate and transformers are changed when the process imports them, and only a process that makes a process
+group is watched. A `sitecustomize` of the environment itself is run too.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+ADDRESS = "HFSCALE_REHEARSAL_SOCKET"
+"""The variable with the path of the socket on which the command listens."""
+STEPS = "HFSCALE_REHEARSAL_STEPS"
+"""The variable with the number of optimizer steps."""
+FOLDER = "HFSCALE_REHEARSAL_OUTPUT"
+"""The variable with the folder that replaces every output directory."""
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Calls a function with each of some modules when it has been imported."""
+
+    def __init__(self, functions: dict[str, Callable[[Any], None]]) -> None:
+        self._functions = functions
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        function = self._functions.pop(fullname, None)
+        if function is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            function(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def install(folder: str) -> None:
+    """Watch this process if it becomes a rank, and shorten its training.
+
+    Args:
+        folder (`str`): the folder whose `sitecustomize` calls this.
+    """
+    functions = {
+        "torch.distributed.distributed_c10d": _watch_groups,
+        "accelerate.state": _use_cpu,
+        "transformers.training_args": _shorten_arguments,
+        "transformers.trainer": _shorten_trainings,
+    }
+    sys.meta_path.insert(0, _AfterImport(functions))
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    other = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if other is not None and other.loader is not None:
+        other.loader.exec_module(importlib.util.module_from_spec(other))
+
+
+def _recorder() -> Any:
+    from hfscale.health.rehearsal.recorder import recorder
+
+    return recorder(os.environ[ADDRESS])
+
+
+def _watch_groups(c10d: Any) -> None:
+    """Record from the moment when this process makes its first process group."""
+    init, new = c10d.init_process_group, c10d.new_group
+
+    @functools.wraps(init)
+    def init_process_group(*arguments: Any, **options: Any) -> Any:
+        if "RANK" in os.environ:
+            _recorder()
+        return init(*arguments, **options)
+
+    @functools.wraps(new)
+    def new_group(ranks: Any = None, *arguments: Any, **options: Any) -> Any:
+        everyone = range(c10d.get_world_size())
+        if "RANK" in os.environ:
+            _recorder().new_group(
+                sorted(everyone if ranks is None else ranks), bool(options.get("use_local_synchronization"))
+            )
+        return new(ranks, *arguments, **options)
+
+    c10d.init_process_group = init_process_group
+    c10d.new_group = new_group
+
+
+def _use_cpu(state: Any) -> None:
+    from hfscale.trainer.short_run import use_cpu
+
+    use_cpu(state)
+
+
+def _shorten_arguments(module: Any) -> None:
+    from hfscale.trainer.short_run import shorten_arguments
+
+    shorten_arguments(module, steps=int(os.environ[STEPS]), output_dir=os.environ[FOLDER])
+
+
+def _shorten_trainings(module: Any) -> None:
+    from hfscale.trainer.short_run import shorten_trainings
+
+    def report(name: str, step: int) -> None:
+        if "RANK" in os.environ:
+            _recorder().event(name, step)
+
+    shorten_trainings(module, steps=int(os.environ[STEPS]), report=report)
