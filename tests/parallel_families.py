@@ -1,5 +1,6 @@
 """Compares loss and gradient of one step of any family, split over a mesh, with those of the unsplit model."""
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -110,16 +111,19 @@ def small_config(family: str, **overrides: Any) -> Any:
 
 def compare(job: dict[str, Any]) -> dict[str, float]:
     """Differences of loss, gradient norm and evaluation loss between `family` on `tp` x `pp` x `cp` x data parallel
-    ranks and the unsplit model; and the shapes of all tensors of the step."""
+    ranks, of which `ep` share experts, and the unsplit model; and the shapes of all tensors of the step.
+
+    With `one_choice` the router of every layer chooses the first experts for all tokens.
+    """
     world = dist.get_world_size()
     config = small_config(job["family"], **job.get("config", {}))
-    layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1), cp=job.get("cp", 1))
+    layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1), cp=job.get("cp", 1), ep=job.get("ep"))
     plan = StagePlan(schedule=job.get("schedule", "1F1B"), pp=layout.pp)
     size = (MICRO_BATCHES * layout.dp_shard * 2, job.get("length", LENGTH))
     rows = torch.randint(3, VOCAB, size, generator=torch.Generator().manual_seed(1))
     items = rows[:, 1:].numel()
 
-    unsplit = build_model(config, seed=5, dtype=torch.float32).train()
+    unsplit = _build(config, job).train()
     reference = _unsplit_loss(unsplit, rows, items, parts=MICRO_BATCHES * layout.dp_shard)
     reference.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in unsplit.parameters() if p.grad is not None])
@@ -128,7 +132,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         return view(**inputs, num_items_in_batch=items, use_cache=False).loss * layout.dp_shard * layout.cp
 
     mesh = make_mesh(layout, "cpu")
-    model = build_model(config, seed=5, dtype=torch.float32)
+    model = _build(config, job)
     parallelized = parallelize_model(
         model,
         mesh,
@@ -170,6 +174,16 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         "evaluation": abs(evaluated.item() - reference.item()),
         "shapes": sorted(shapes.seen),
     }
+
+
+def _build(config: Any, job: dict[str, Any]) -> Any:
+    model = build_model(config, seed=5, dtype=torch.float32)
+    if job.get("one_choice"):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if re.search(r"\.(gate|router)\.weight$", name):
+                    parameter.zero_()  # equal scores: torch.topk takes the first ones on a CPU
+    return model
 
 
 class Shapes(TorchDispatchMode):

@@ -84,6 +84,50 @@ class ParallelLayout:
         raise LayoutError(f"{self} needs {self.world_size} processes, but the world has {world_size}: {fix}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertLayout(ParallelLayout):
+    """Holds the sizes of a mixture of experts whose experts are spread over the ranks of a replica's stage.
+
+    Raises:
+        LayoutError: a size is not an integer of at least 1.
+    """
+
+    ep: int = 1
+    """Ranks that share the experts of a layer. They are among the ranks of the other axes: the world has no factor of
+    them."""
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that hold the same experts of a replica, and shard them."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
+    def check_experts(self) -> None:
+        """Check that groups of `ep` ranks are complete in a stage of a replica.
+
+        Raises:
+            LayoutError: they are not; the message names the sizes that fit.
+        """
+        ranks = self.dp_shard * self.cp * self.tp
+        if self.ep > 1 and (ranks % self.ep or self.ep % self.tp):
+            fitting = [size for size in range(self.tp, ranks + 1, self.tp) if ranks % size == 0]
+            multiple = f" and be a multiple of tp_size {self.tp}" if self.tp > 1 else ""
+            stage = " in a stage" if self.pp > 1 else ""
+            raise LayoutError(
+                f"ep_size {self.ep} must divide the {ranks} ranks of one replica{stage}{multiple}: choose one of "
+                f"{', '.join(map(str, fitting))}"
+            )
+
+    @property
+    def summary(self) -> str:
+        """The axes of more than one rank, such as `shard 8 pp 2 ep 4`; `one GPU` if there are none."""
+        sizes = super().summary
+        return f"{sizes} ep {self.ep}" if self.ep > 1 else sizes
+
+    def __str__(self) -> str:
+        sizes = super().__str__()
+        return f"{sizes}, experts over {self.ep} ranks" if self.ep > 1 else sizes
+
+
 def split_batch(global_batch_size: int, ranks: int, per_device: int) -> tuple[int, int] | None:
     """Divide a global batch into a per-device batch and gradient-accumulation steps.
 

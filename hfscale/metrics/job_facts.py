@@ -37,6 +37,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     in_4_bits = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
     parallel = trainer if is_parallel_trainer(trainer) else None
     native = native_layout(trainer.model)
+    spread = parallel.layout if parallel is not None else native
     adapter_method = "qlora" if in_4_bits else "lora"
     return {
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
@@ -53,7 +54,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "virtual_stages": parallel.stage_plan.per_rank if parallel is not None else 1,
         "schedule": parallel.stage_plan.schedule if parallel is not None else "1F1B",
         "sequence_parallel": parallel is not None and parallel.parallelized.sequence_parts > 1,
-        "expert_parallel": native.ep if native is not None else 1,
+        "expert_parallel": getattr(spread, "ep", 1),
         "trainer": type(trainer).__name__,
     }
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial whose slope at zero is largest: K. Jordan et al., Muon: An optimizer for hidden layers in
@@ -91,7 +91,13 @@ def _sharded_axes(matrix: DTensor) -> list[int]:
 
 def _is_whole(matrix: DTensor) -> bool:
     """Return whether this rank holds whole matrices: the complete tensor, or some of the matrices of a stack."""
-    return all(matrix.ndim == 3 and matrix.placements[axis].is_shard(0) for axis in _sharded_axes(matrix))
+    return all(matrix.ndim == 3 and _is_by_stack(matrix.placements[axis]) for axis in _sharded_axes(matrix))
+
+
+def _is_by_stack(placement: Placement) -> bool:
+    """Return whether each rank has some matrices of a stack; FSDP2 makes strided shards of what expert parallelism has
+    sharded before."""
+    return getattr(placement, "dim", None) == 0
 
 
 def _axis_of_rows(matrix: DTensor) -> int | None:

@@ -1,4 +1,4 @@
-"""Tensor x pipeline x context x data parallelism for unmodified Hugging Face causal language models.
+"""Tensor x pipeline x context x expert x data parallelism for unmodified Hugging Face causal language models.
 
 torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining and torch.distributed.checkpoint.
 
@@ -12,6 +12,7 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `partition.py`, `stages.py` | which stage holds which layers, which rank holds which stage |
 | `pipeline.py` | stages, and the schedules that run them |
 | `tensor.py`, `sequence.py`, `context.py` | tensor, sequence and context parallelism |
+| `experts.py` | expert parallelism |
 | `losses.py`, `gradients.py` | losses, gradient sums, norms and clipping over several ranks |
 | `weights.py` | initial weights, drawn or read |
 | `checkpoints.py` | checkpoints that any layout can resume, and export for `from_pretrained` |

@@ -1,14 +1,14 @@
 """The flags of the parallel axes, the layout and stages that they ask for, and the arguments that are refused."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transformers import TrainingArguments
 
 from hfscale.core.flags import flag, require_positive
 from hfscale.errors import LayoutError
-from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
 from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.stages import StagePlan
@@ -32,8 +32,8 @@ class ParallelArguments:
         "The same where transformers itself shards the model: with accelerate_configs/native.yaml (recipes/sharded)."
     )
     ep_size: int | None = flag(
-        "Ranks that share the experts of a layer, among those of a replica; transformers shards the model "
-        "(recipes/sharded)."
+        "Ranks that share the experts of a layer, among those of a replica (recipes/sharded, where transformers "
+        "shards the model) or of one of its pipeline stages (recipes/tp_pp)."
     )
     cp_size: int | None = flag(
         "Ranks that share one sequence (FSDP2: ring attention; DeepSpeed: Ulysses; tp_pp: keys gathered)."
@@ -65,6 +65,7 @@ def decide_layout(
     cp: int | None = None,
     dp_shard: int | None = None,
     dp_replicate: int | None = None,
+    ep: int | None = None,
 ) -> ParallelLayout:
     """Make the layout that the given sizes of the axes describe.
 
@@ -72,12 +73,14 @@ def decide_layout(
         world_size (`int`): the number of processes.
         tp, pp, cp, dp_replicate (`int`, *optional*): sizes of the axes; 1 where absent.
         dp_shard (`int`, *optional*): ranks that share one replica; absent: the processes divided by the other sizes.
+        ep (`int`, *optional*): ranks that share the experts of a layer, among those of the other axes of a stage.
 
     Returns:
-        The layout.
+        The layout, an `ExpertLayout` where the experts are spread.
 
     Raises:
-        LayoutError: the product of the sizes is not the world size; the message names the nearest sizes that fit.
+        LayoutError: the product of the sizes is not the world size, or `ep` does not fit the ranks of a stage; the
+            message names the nearest sizes that fit.
     """
     tp = tp or 1
     pp = pp or 1
@@ -96,7 +99,11 @@ def decide_layout(
         dp_shard = world_size // product
     layout = ParallelLayout(dp_replicate=dp_replicate, dp_shard=dp_shard, cp=cp, tp=tp, pp=pp)
     layout.check_world_size(world_size)
-    return layout
+    if ep is None or ep == 1:
+        return layout
+    spread = ExpertLayout(**asdict(layout), ep=ep)
+    spread.check_experts()
+    return spread
 
 
 def _nearest_size(world_size: int, sizes: dict[str, int]) -> str:
@@ -127,8 +134,8 @@ def plan_stages(
         UsageError: the schedule is unknown, does not support this number of stages per rank, or a size is none of
             `ParallelTrainer`'s.
     """
-    asked = Combination(engine="parallel_trainer", expert_parallel=parallel.ep_size, fsdp_size=parallel.fsdp_size)
-    check_support(asked, "expert_parallel", "fsdp_size", speaker=speaker_of(args))
+    asked = Combination(engine="parallel_trainer", fsdp_size=parallel.fsdp_size)
+    check_support(asked, "fsdp_size", speaker=speaker_of(args))
     layout = decide_layout(
         world_size or args.world_size,
         tp=parallel.tp_size,
@@ -136,6 +143,7 @@ def plan_stages(
         cp=parallel.cp_size,
         dp_shard=parallel.dp_shard_size,
         dp_replicate=parallel.dp_replicate_size,
+        ep=parallel.ep_size,
     )
     plan = StagePlan(schedule=parallel.pipeline_schedule, pp=layout.pp, virtual_stages=parallel.virtual_stages)
     plan.check_micro_batches(args.gradient_accumulation_steps)

@@ -6,7 +6,8 @@ from transformers import PreTrainedConfig
 
 from hfscale.core.logging import get_logger
 from hfscale.errors import LayoutError
-from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.experts import check_experts_divide, spreads_experts
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.support import PIPELINE_TESTED, Combination, Speaker, check_support
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.attention import attention_implementation
@@ -32,7 +33,8 @@ def check_config(
         speaker (`str`): who spells the parameters in an error, see `hfscale.facts.support.Speaker`.
 
     Raises:
-        LayoutError: heads, vocabulary or layers do not divide over the axes; the message names the nearest sizes.
+        LayoutError: heads, vocabulary, layers or experts do not divide over the axes; the message names the nearest
+            sizes.
         UsageError: the weights are quantised, or the model's family or its attention implementation does not support
             one of the axes.
     """
@@ -42,6 +44,8 @@ def check_config(
         tp=layout.tp,
         pp=layout.pp,
         cp=layout.cp,
+        expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
+        ep_plan=spreads_experts(text),
         sequence_parallel=sequence_parallel,
         family=config.model_type,
         tp_plan=bool(text.base_model_tp_plan),
@@ -64,6 +68,8 @@ def check_config(
         )
     if layout.tp > 1:
         _check_tensor_sizes(config, layout.tp)
+    if isinstance(layout, ExpertLayout):
+        check_experts_divide(layout.ep, text)
 
 
 def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:

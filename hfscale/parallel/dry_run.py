@@ -6,6 +6,7 @@ optimizer states are then counted. Activations and the loss follow the planner's
 (`hfscale.planner.memory`).
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from hfscale.core.torch_internals import FakeStore
@@ -24,7 +26,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import speaker_of
 from hfscale.parallel.checks import check_config
-from hfscale.parallel.mesh import local_tensor, make_mesh
+from hfscale.parallel.mesh import FSDP_AXES, local_tensor, make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
 from hfscale.parallel.partition import StageSpec
 from hfscale.parallel.stages import StagePlan
@@ -184,15 +186,23 @@ def _memory(
 
 
 def _gathered_bytes(parameters: Iterable[nn.Parameter], layout: ParallelLayout, *, bytes_per_weight: int) -> float:
-    shards = layout.dp_shard * layout.cp
-    if shards == 1:
+    shared = [p for p in parameters if _shards(p) > 1]
+    if not shared:
         return 0.0
-    weights = [_local_size(p) * shards * bytes_per_weight for p in parameters]
+    weights = [_local_size(p) * _shards(p) * bytes_per_weight for p in shared]
     if layout.pp == 1:
         return max(weights)  # a single stage gathers layer by layer
     # In a pipeline all weights and summed gradients stay gathered until the last micro-batch.
-    gradients = sum(_local_size(p) * shards * _GRADIENT_BYTES for p in parameters if p.requires_grad)
+    gradients = sum(_local_size(p) * _shards(p) * _GRADIENT_BYTES for p in shared if p.requires_grad)
     return sum(weights) + gradients
+
+
+def _shards(parameter: nn.Parameter) -> int:
+    """Return the number of ranks between which FSDP2 divides what this rank computes with."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=True)
+    return math.prod(size for axis, size in axes if axis in FSDP_AXES)
 
 
 def _local_size(parameter: nn.Parameter) -> int:

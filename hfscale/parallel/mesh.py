@@ -4,7 +4,8 @@ Ranks count fastest along `tp`, then `cp`, `dp_shard`, `dp_replicate`, and slowe
 parallel group exchange activations in every layer, so they are neighbours inside a node; only the hidden states that
 one stage sends to the next cross the slowest links (Narayanan et al. 2021, arXiv 2104.04473, takeaway #1). Parameters
 are sharded over `dp_shard` and `cp` together, as one axis `dp_shard_cp`: ranks that share a sequence hold the same
-parameters.
+parameters. With expert parallelism a second mesh over the same ranks has the axes `ep`, which counts fastest, and
+`efsdp` in place of `tp` and `dp_shard_cp`.
 """
 
 from dataclasses import dataclass
@@ -17,12 +18,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hfscale.core.torch_internals import StridedShard
-from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard_cp", "tp")
 """Names of the mesh axes over which parameters are sharded or replicated, slowest first."""
 _AXES_WITH_CP = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-_SHARDING_ORDER = ("tp", "dp_shard_cp")  # FSDP2 shards what tensor parallelism has sharded before
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep")
+"""Names of the mesh axes over which experts are sharded or replicated, slowest first."""
+FSDP_AXES = ("efsdp", "dp_shard_cp")
+"""Names of the mesh axes over which FSDP2 shards: experts that are spread, and everything else."""
+_SHARDING_ORDER = ("ep", "tp", *FSDP_AXES)  # FSDP2 shards what the first two have sharded before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,8 @@ class ParallelMesh:
     """All ranks, by `AXES`."""
     cp_mesh: DeviceMesh | None = None
     """The ranks that share this rank's sequences, in the order of their parts; None without context parallelism."""
+    expert_mesh: DeviceMesh | None = None
+    """All ranks, by `EXPERT_AXES`; None without expert parallelism."""
 
     @property
     def pp_rank(self) -> int:
@@ -76,6 +83,20 @@ class ParallelMesh:
             return self.device_mesh["dp_replicate", "dp_shard_cp"]
         return self.device_mesh["dp_shard_cp"]
 
+    @property
+    def efsdp(self) -> int:
+        """The number of ranks of a replica that hold the same experts as this one, and shard them."""
+        assert self.expert_mesh is not None  # expert parallelism is asked for
+        return self.expert_mesh["efsdp"].size()
+
+    @property
+    def expert_data_mesh(self) -> DeviceMesh:
+        """The mesh for `fully_shard` of experts, as `data_mesh` for everything else."""
+        assert self.expert_mesh is not None  # expert parallelism is asked for
+        if self.layout.dp_replicate > 1:
+            return self.expert_mesh["dp_replicate", "efsdp"]
+        return self.expert_mesh["efsdp"]
+
 
 def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
     """Make the mesh of a layout over the default process group. Call it on every rank.
@@ -98,9 +119,12 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
     if layout.cp > 1:
         sizes_with_cp = tuple(getattr(layout, axis) for axis in _AXES_WITH_CP)
         cp_mesh = init_device_mesh(device_type, sizes_with_cp, mesh_dim_names=_AXES_WITH_CP)["cp"]
-    return ParallelMesh(
-        layout=layout, device_mesh=init_device_mesh(device_type, sizes, mesh_dim_names=AXES), cp_mesh=cp_mesh
-    )
+    expert_mesh = None
+    if isinstance(layout, ExpertLayout) and layout.ep > 1:
+        expert_sizes = (layout.pp, layout.dp_replicate, layout.efsdp, layout.ep)
+        expert_mesh = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
+    return ParallelMesh(layout=layout, device_mesh=device_mesh, cp_mesh=cp_mesh, expert_mesh=expert_mesh)
 
 
 # --- shards of tensors -----------------------------------------------------------------------------------------------
@@ -114,14 +138,14 @@ def shard_dim(placement: Placement) -> int | None:
 def _local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the part of a full tensor that this rank holds of a parameter, without communication.
 
-    It is a view of `full` where it is contiguous, else a copy. `parameter` is a `DTensor` over axes of `AXES`, or a
-    tensor of which every rank holds all.
+    It is a view of `full` where it is contiguous, else a copy. `parameter` is a `DTensor` over axes of `AXES` or of
+    `EXPERT_AXES`, or a tensor of which every rank holds all.
     """
     if not isinstance(parameter, DTensor):
         return full
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names
-    assert names is not None  # those of `AXES`
+    assert names is not None  # those of `AXES` or `EXPERT_AXES`
     for axis in _SHARDING_ORDER:
         if axis not in names:
             continue
@@ -149,7 +173,8 @@ def copy_local_shard(parameter: torch.Tensor, full: torch.Tensor) -> None:
     """Set a parameter to the values of a full tensor: each rank copies its own shard.
 
     Args:
-        parameter (`torch.Tensor`): a `DTensor` over axes of `AXES`, or a plain tensor; changed in place.
+        parameter (`torch.Tensor`): a `DTensor` over axes of `AXES` or `EXPERT_AXES`, or a plain tensor; changed in
+            place.
         full (`torch.Tensor`): values of the parameter's full shape.
     """
     local_tensor(parameter).copy_(_local_shard(full, parameter))

@@ -1,7 +1,7 @@
 """A causal language model parallelized over a mesh: split into stages, each sharded over its ranks."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hfscale.errors import UsageError
 from hfscale.parallel.context import ContextParallel
+from hfscale.parallel.experts import apply_expert_parallel, expert_parallel_plan, is_of_experts, shard_experts
 from hfscale.parallel.gradients import TiedWeight
 from hfscale.parallel.losses import RouterBalanceLoss, VocabParallelLoss, keep_logits_sharded
 from hfscale.parallel.mesh import ParallelMesh
@@ -116,7 +117,9 @@ def parallelize_model(
     device = torch.device(mesh.device_mesh.device_type)
 
     # 1. Make every plan first: all of them need the names, shapes and ties of the unsplit model.
+    expert_plan = expert_parallel_plan(model, mesh.expert_mesh["ep"].size()) if mesh.expert_mesh is not None else {}
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
+    tensor_plan = {name: style for name, style in tensor_plan.items() if not is_of_experts(name, expert_plan)}
     packed = packed_parameters(model)
     structure = ModelStructure.of(model)
     is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
@@ -140,8 +143,10 @@ def parallelize_model(
     # 3. Remove the other stages' layers, so that they are neither sharded nor moved to the device.
     remove_other_stages(model, structure, own_specs)
 
-    # 4. Shard over tensor parallel ranks before data parallel ones, because FSDP2 shards these shards again.
+    # 4. Shard over tensor and expert parallel ranks before data parallel ones: FSDP2 shards these shards again.
     partial_gradients = _shard_over_tensor_ranks(model, structure, tensor_plan, sequence_plan, mesh)
+    if expert_plan:
+        apply_expert_parallel(model, expert_plan, mesh)
 
     # 5. Move real weights to the device after step 4, so that it never has to hold more than this rank's shards.
     if not _is_on_meta(model):
@@ -157,7 +162,7 @@ def parallelize_model(
 
     # 7. Shard over data and context parallel ranks.
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
-        _shard_over_data_ranks(model, structure, stages, mesh, compute_dtype, packed)
+        _shard_over_data_ranks(model, structure, stages, mesh, compute_dtype, packed, expert_plan)
 
     # 8. Give a model on the meta device its memory and values last, when every parameter is this rank's shard.
     was_on_meta = _is_on_meta(model)
@@ -260,8 +265,10 @@ def _shard_over_data_ranks(
     mesh: ParallelMesh,
     compute_dtype: torch.dtype | None,
     packed: Mapping[str, PackedParameter],
+    expert_plan: Mapping[str, str],
 ) -> None:
-    """Apply FSDP2 or HSDP to each layer, the embedding, the norm with the head, and the rest of each stage.
+    """Apply FSDP2 or HSDP to each layer's spread experts and the rest of the layer, the embedding, the norm with the
+    head, and the rest of each stage.
 
     With several stages the parameters stay gathered between forward and backward, because gathering them for each
     micro-batch would cost more than the pipeline gains; a single stage gathers them twice, as full sharding does.
@@ -271,13 +278,16 @@ def _shard_over_data_ranks(
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {
+    options: dict[str, Any] = {"reshard_after_forward": has_single_stage, "mp_policy": policy}
+    if expert_plan:
+        # Their inputs stay as the layer computes them: routing weights in fp32 are not rounded.
+        kept = replace(policy, cast_forward_inputs=False)
+        shard_experts(model, expert_plan, mesh, packed, options | {"mp_policy": kept})
+    options |= {
         # The rows of a packed parameter belong to several matrices: it is sharded by columns, so that each part stays
         # one rectangle.
         "shard_placement_fn": lambda parameter: Shard(1) if id(parameter) in packed_by_rows else None,
         "mesh": mesh.data_mesh,
-        "reshard_after_forward": has_single_stage,
-        "mp_policy": policy,
     }
     is_shared = structure.tied and has_single_stage  # one weight with two uses is gathered with the whole stage
     for unit in _fsdp_units(model, structure, is_shared=is_shared):

@@ -20,7 +20,8 @@ from transformers.distributed import DistributedConfig
 
 from hfscale.core.versions import require
 from hfscale.errors import LayoutError, UsageError
-from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.experts import check_experts_divide, spreads_experts
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.trainer.strategy import let_fsdp_run_on_cpu, requested_family
@@ -29,23 +30,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 _ENVIRONMENT = "PARALLELISM_CONFIG_{}_SIZE"  # where `accelerate launch` puts a config's `parallelism_config`
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that the configs of transformers have for the number of routed experts."""
-_DISPATCH = "ep_dispatch_experts"
-"""The style of transformers' expert-parallel plans that sends tokens to the ranks of their experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class NativeParallelLayout(ParallelLayout):
+class NativeParallelLayout(ExpertLayout):
     """Holds the sizes with which transformers itself shards a model while it is loaded; `dp_shard` is its `fsdp_size`.
 
     Raises:
         LayoutError: a size is not an integer of at least 1.
     """
-
-    ep: int = 1
-    """Ranks that share the experts of a layer. They are among the ranks of the other axes: the world has no factor of
-    them."""
 
     def check_world_size(self, world_size: int) -> None:
         """Check that the sizes multiply to the processes that were started.
@@ -64,21 +57,6 @@ class NativeParallelLayout(ParallelLayout):
             f"fsdp_size {self.dp_shard} x dp_replicate_size {self.dp_replicate} x tp_size {self.tp} needs "
             f"{self.world_size} processes, but the world has {world_size}: start {self.world_size} processes{fix}"
         )
-
-    def check_experts(self) -> None:
-        """Check that groups of `ep` ranks are complete in a replica.
-
-        Raises:
-            LayoutError: they are not; the message names the sizes that fit.
-        """
-        ranks = self.dp_shard * self.tp
-        if self.ep > 1 and (ranks % self.ep or self.ep % self.tp):
-            fitting = [size for size in range(self.tp, ranks + 1, self.tp) if ranks % size == 0]
-            multiple = f" and be a multiple of tp_size {self.tp}" if self.tp > 1 else ""
-            raise LayoutError(
-                f"ep_size {self.ep} must divide the {ranks} ranks of one replica{multiple}: choose one of "
-                f"{', '.join(map(str, fitting))}"
-            )
 
 
 def is_native(layout: ParallelLayout | None) -> bool:
@@ -299,12 +277,12 @@ def check_model(
             asked,
             strategy="native",
             expert_parallel=layout.ep,
-            ep_plan=_DISPATCH in (getattr(text, "base_model_ep_plan", None) or {}).values(),
+            ep_plan=spreads_experts(text),
             quantized=quantization_of(config) not in (None, "mxfp4"),  # `load_weights` dequantises those of gpt-oss
         )
     check_support(asked, speaker="recipe")
     if isinstance(layout, NativeParallelLayout):
-        _check_experts_divide(layout.ep, text)
+        check_experts_divide(layout.ep, text)
     if layout.tp == layout.cp == 1:
         return
     heads = text.num_attention_heads
@@ -328,15 +306,6 @@ def check_model(
             )
 
 
-def number_of_experts(config: "PreTrainedConfig") -> int | None:
-    """Return the number of routed experts of a layer; None for a dense model.
-
-    Args:
-        config (`PreTrainedConfig`): the config of the language model.
-    """
-    return next((count for name in _EXPERTS if (count := getattr(config, name, None))), None)
-
-
 def quantization_of(config: "PreTrainedConfig") -> str | None:
     """Return the method by which the weights of a checkpoint are quantised, such as `mxfp4`; None if they are not.
 
@@ -346,14 +315,6 @@ def quantization_of(config: "PreTrainedConfig") -> str | None:
     found: Any = getattr(config, "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return None if found is None else str(getattr(method, "value", method))
-
-
-def _check_experts_divide(ep: int, config: "PreTrainedConfig") -> None:
-    experts = number_of_experts(config)
-    if ep > 1 and experts is not None and experts % ep:
-        raise LayoutError(
-            f"ep_size {ep} does not divide the model's {experts} experts: choose one of {_divisors(experts)}"
-        )
 
 
 def _divisors(number: int) -> str:

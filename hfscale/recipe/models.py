@@ -24,6 +24,7 @@ from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
 from hfscale.errors import CheckpointError, UsageError
+from hfscale.facts.experts import number_of_experts
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.weights import build_model
@@ -42,7 +43,6 @@ from hfscale.recipe.layout import (
     check_model,
     distributed_config,
     is_native,
-    number_of_experts,
     quantization_of,
 )
 from hfscale.recipe.router_bias import check_has_bias

@@ -7,6 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 import hfscale
 from hfscale.core.redaction import MASK, is_secret_name, redact
 from hfscale.core.versions import allows_tf32
+from hfscale.facts.layout import ParallelLayout
 from hfscale.trainer.native import native_layout
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import global_batch_size, model_of
@@ -69,7 +71,7 @@ def layout_axes(trainer: "Trainer", strategy: str) -> dict[str, int]:
     """
     world = trainer.args.world_size
     if is_parallel_trainer(trainer):
-        return dict(vars(trainer.layout))
+        return {axis.name: getattr(trainer.layout, axis.name) for axis in fields(ParallelLayout)}
     native = native_layout(trainer.model)
     if native is not None:
         sizes = {"dp_replicate": native.dp_replicate, "dp_shard": native.fsdp, "tp": native.tp}

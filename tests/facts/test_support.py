@@ -68,7 +68,8 @@ def planned(stack="hf", family="llama", layout=None, **options):
 
 
 def layout_of(sizes):
-    """The layout of a recipe: that of transformers' own sharding where the sizes have `ep`."""
+    """The layout of a recipe: that of transformers' own sharding, which `ParallelTrainer` reads too, where the sizes
+    have `ep`."""
     return (NativeParallelLayout if "ep" in sizes else ParallelLayout)(**sizes)
 
 
@@ -135,7 +136,7 @@ def consumers(monkeypatch):
             config._attn_implementation = attention
         if quantised:
             config.quantization_config = {"quant_method": "gptq"}
-        layout = ParallelLayout(**layout)
+        layout = layout_of(layout)
         return message_of(check_config, config, layout, StagePlan(pp=layout.pp), sequence_parallel=sequence_parallel)
 
     def rows(cp=2, **data):
@@ -223,7 +224,6 @@ CASES = {
         c.sizes(FSDP, fsdp_size=8),
         c.sizes(ZERO, fsdp_size=8),
     ],
-    "expert parallelism in `ParallelTrainer`": lambda c: [c.stages(ep_size=2)],
     "sizes of transformers' own sharding in `ParallelTrainer`": lambda c: [c.stages(fsdp_size=8)],
     "QLoRA with transformers' own sharding": lambda c: [c.recipe(model=QLORA, layout=NATIVE)],
     "torch.compile with transformers' own sharding": lambda c: [
@@ -239,7 +239,8 @@ CASES = {
         c.recipe(layout=EXPERTS, fused_loss="liger"),
     ],
     "expert parallelism of families without a plan in transformers": lambda c: [
-        c.recipe_model(LlamaConfig(**SMALL), **EXPERTS)
+        c.recipe_model(LlamaConfig(**SMALL), **EXPERTS),
+        c.trainer_model(**EXPERTS),
     ],
     "plans of expert parallelism with tensor, pipeline or context parallelism": lambda c: [
         planned(layout={"tp": 2, "dp_shard": 4}, expert_parallel=4, zero=3),

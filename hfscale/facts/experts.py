@@ -1,0 +1,45 @@
+"""What the configs of transformers say about the experts of a mixture."""
+
+from typing import Any
+
+from hfscale.errors import LayoutError
+
+DISPATCH_STYLE = "ep_dispatch_experts"
+"""The style of transformers' expert-parallel plans that sends tokens to the ranks of their experts."""
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names that the configs of transformers have for the number of routed experts."""
+
+
+def number_of_experts(config: Any) -> int | None:
+    """Return the number of routed experts of a layer; None for a dense model.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the language model.
+    """
+    return next((count for name in _COUNTS if (count := getattr(config, name, None))), None)
+
+
+def spreads_experts(config: Any) -> bool:
+    """Return whether transformers has a plan by which the experts of a family exchange tokens over ranks.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the language model.
+    """
+    return DISPATCH_STYLE in (getattr(config, "base_model_ep_plan", None) or {}).values()
+
+
+def check_experts_divide(ep: int, config: Any) -> None:
+    """Check that every rank gets the same number of experts.
+
+    Args:
+        ep (`int`): ranks that share the experts of a layer.
+        config (`PreTrainedConfig`): the config of the language model.
+
+    Raises:
+        LayoutError: the number of experts is smaller than `ep`, or not a multiple of it; the message names the sizes
+            that fit.
+    """
+    experts = number_of_experts(config)
+    if ep > 1 and experts is not None and experts % ep:
+        fitting = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
+        raise LayoutError(f"ep_size {ep} does not divide the model's {experts} experts: choose one of {fitting}")

@@ -1,0 +1,87 @@
+"""Expert parallelism of `ParallelTrainer`: experts spread over the ranks of a stage train as those of one process."""
+
+import pytest
+import torch
+from parallel_families import compare
+from parallel_world import in_world, tiny_config, train
+from test_parallel import FIRST, same, wrong
+from transformers import AutoModelForCausalLM
+
+from hfscale.errors import LayoutError, UnsupportedModelError
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.parallel.arguments import decide_layout
+from hfscale.parallel.checks import check_config
+from hfscale.parallel.experts import expert_parallel_plan
+from hfscale.parallel.stages import StagePlan
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+QWEN = {"family": "qwen3_moe", "model": EXPERTS}
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")
+TOLERANCE = 1e-5
+
+
+def weights_of(folder):
+    """The tensors of a folder for `from_pretrained`."""
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    return model.state_dict()
+
+
+def check_weights(found, expected):
+    """Assert that two exported models have the same tensors."""
+    one, other = weights_of(found), weights_of(expected)
+    assert one.keys() == other.keys()
+    assert max((one[name] - other[name]).abs().max().item() for name in one) <= TOLERANCE
+
+
+def test_experts_on_two_ranks_train_as_in_one_process(tmp_path):
+    """Losses, gradient norms before they are clipped, evaluations, and the weights after three steps."""
+    alone = QWEN | {"export": str(tmp_path / "one")}
+    spread = QWEN | {"parallel": {"ep_size": 2}, "export": str(tmp_path / "two")}
+    shared = QWEN | {"parallel": {"tp_size": 2, "ep_size": 2}, "empty": True, "export": str(tmp_path / "shared")}
+    (expected,) = in_world(1, train, [alone])
+    assert max(expected["grad_norm"]) > 1, "nothing is clipped"
+    for job, found in zip((spread, shared), in_world(2, train, [spread, shared]), strict=True):
+        same(found, expected, first=FIRST, later=TOLERANCE)
+        check_weights(job["export"], tmp_path / "one")
+
+
+def test_families_with_and_without_tokens_for_every_rank():
+    jobs = {family: {"family": family, "ep": 2} for family in FAMILIES}
+    jobs["one choice"] = {"family": "qwen3_moe", "ep": 2, "one_choice": True}
+    assert wrong(jobs, in_world(2, compare, list(jobs.values()))) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"ep": 3}, "ep_size 3 must divide the 8 ranks of one replica: choose one of 1, 2, 4, 8"),
+        ({"pp": 2, "ep": 8}, "ep_size 8 must divide the 4 ranks of one replica in a stage: choose one of 1, 2, 4"),
+        ({"dp_replicate": 8, "ep": 2}, "ep_size 2 must divide the 1 ranks"),
+        ({"tp": 4, "ep": 2}, "and be a multiple of tp_size 4: choose one of 4, 8"),
+    ],
+)
+def test_groups_that_are_not_complete_in_a_stage_are_refused(sizes, message):
+    with pytest.raises(LayoutError) as caught:
+        decide_layout(8, **sizes)
+    assert message in str(caught.value)
+
+
+def test_experts_that_cannot_be_spread_are_refused():
+    spread = ExpertLayout(dp_shard=8, ep=8)
+    with pytest.raises(LayoutError, match="ep_size 8 does not divide the model's 4 experts: choose one of 1, 2, 4"):
+        check_config(tiny_config("qwen3_moe", **EXPERTS), spread, StagePlan())
+    with pytest.raises(UnsupportedModelError, match=r"ep_size=8.*llama.*leave ep_size out"):
+        check_config(tiny_config("llama"), spread, StagePlan())
+    with torch.device("meta"):
+        dense = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", **EXPERTS, mlp_only_layers=[0, 1]))
+    with pytest.raises(UnsupportedModelError, match="no layer whose experts"):
+        expert_parallel_plan(dense, 2)
+
+
+def test_a_layout_without_spread_experts_is_the_one_of_earlier_checkpoints():
+    assert type(decide_layout(8, ep=1)) is type(decide_layout(8)) is ParallelLayout
+    layout = decide_layout(32, pp=2, cp=2, tp=2, ep=4)
+    assert (layout.ep, layout.efsdp, layout.world_size) == (4, 4, 32)
+    assert "experts over 4 ranks" in str(layout)
+    assert layout.summary == "shard 4 cp 2 tp 2 pp 2 ep 4"
