@@ -379,6 +379,53 @@ def test_slurm_starts_a_launcher_per_node(slurm, fake_python, tmp_path):
     assert (tmp_path / "scontrol").read_text() == "show hostnames gpu[1-2]\n"
 
 
+def test_slurm_starts_the_launchers_in_a_container(slurm, fake_python, tmp_path):
+    config = {"PYTHON": fake_python, "CONFIG_FILE": "accelerate_configs/ddp.yaml"}
+    container = {"CONTAINER_IMAGE": "/shared/a.sqsh", "CONTAINER_MOUNTS": "/data:/data,/runs:/runs"}
+    done = run("bash", SBATCH, "recipes/ddp/train.py", env=slurm | config | container)
+    assert done.code == 0, done.err
+    here = REPOSITORY
+    options = f"--container-image=/shared/a.sqsh --container-workdir={here} --no-container-entrypoint "
+    assert f"{options}--container-mounts={here}:{here},/data:/data,/runs:/runs bash" in (tmp_path / "srun").read_text()
+    alone = run("bash", SBATCH, "recipes/ddp/train.py", env=slurm | config | {"CONTAINER_MOUNTS": "/data:/data"})
+    assert (alone.code, "CONTAINER_MOUNTS=/data:/data is given without" in alone.err) == (WRONG_USAGE, True)
+
+
+# --- Hugging Face Jobs -----------------------------------------------------------------------------------------------
+
+
+JOBS = LAUNCH / "huggingface" / "jobs.sh"
+BUCKET = {"BUCKET": "me/runs", "IMAGE": "registry.example.com/hfscale:0.1.0", "DRY_RUN": "1", "HF_TOKEN": "planted"}
+
+
+def test_hugging_face_jobs_reads_the_command():
+    """Its own command line resolves the job, without a connection."""
+    done = run(JOBS, env=BUCKET | {"HF": str(Path(sys.executable).parent / "hf")})
+    assert done.code == 0, done.err
+    job = dict(re.findall(r"^  (\w+) +(.+)$", done.out, re.MULTILINE))
+    assert job["command"].split()[:2] == ["/workspace/launch/multinode/accelerate.sh", DEFAULT[0]]
+    assert (job["flavor"], job["timeout"], job["attempts"]) == ("a100x8", "24h", "20")
+    assert job["volumes"] == "hf://buckets/me/runs:/runs"
+    assert "planted" not in done.out
+    assert {"MAIN_IP=127.0.0.1", "NODES=1", "GPUS_PER_NODE=8"} <= set(re.findall(r"\w+=[\w./]+", done.out))
+
+
+@pytest.mark.parametrize(
+    ("change", "argv", "error"),
+    [
+        ({"BUCKET": ""}, [], "BUCKET is not set"),
+        ({"BUCKET": "runs"}, [], "BUCKET=runs is not OWNER/NAME"),
+        ({"IMAGE": ""}, [], "IMAGE is not set"),
+        ({}, ["recipes/ddp/train.py", "--output_dir", "runs/x"], "--output_dir does not lie in /runs"),
+        ({}, ["recipes/ddp/train.py"], "--output_dir does not lie in /runs"),
+    ],
+)
+def test_a_job_that_could_keep_nothing_is_refused(change, argv, error):
+    done = run(JOBS, *argv, env=BUCKET | {"HF": "/nonexistent"} | change)
+    assert done.code == WRONG_USAGE
+    assert error in done.err
+
+
 @pytest.mark.parametrize(
     ("code", "env", "requeues"),
     [
