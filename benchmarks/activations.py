@@ -7,12 +7,11 @@ activations` compares the table with models of the catalogue at their full width
 """
 
 import csv
-import random
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
-from hfscale.facts.activations import REGIMES, Regime, end_widths, kept_bytes, layer_widths
+from benchmarks.small_models import MEASURED, RECURRENT, Sample, samples_of
+from hfscale.facts.activations import REGIMES, Regime, kept_bytes
 from hfscale.facts.config_reader import ALIASES
-from hfscale.facts.families import FAMILIES
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -45,17 +44,12 @@ from hfscale.recipe.recompute import checkpointing_kwargs
 
 TABLE = Path(__file__).parent.parent / "hfscale" / "facts" / "activations.csv"
 RECOMPUTE = ("none", "selective", "full")
-TRIES = 80
-"""Small models that are drawn per family, of which those are measured whose widths are new."""
-CHECKS = 3
-LAYER_COUNTS = {"gemma2": (2, 3, 4), "gpt_oss": (2, 4)}
-"""Numbers of layers, where they are not 1 to 3: Gemma 2 has layers of two kinds, and gpt-oss an odd number of matrix
-products per layer, of which selective recomputation keeps every second."""
-NOT_MEASURED = ("gemma4_text", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Families whose parameters and FLOPs are known, and whose activations are not measured."""
-MEASURED = tuple(family for family in FAMILIES if family not in NOT_MEASURED)
 SEQ_LEN = 32
 LORA_RANK = 16
+EXACT = 1e-6
+"""Relative error of a sample below which a fit is exact."""
+EXPLAINED = 0.001
+"""Relative error of a sample that needs no further width to be explained."""
 ZERO = 0.02
 """Bytes per unit of a width below which a factor is an effect of rounding."""
 
@@ -216,118 +210,17 @@ def live_bytes(model: PreTrainedModel, regime: Regime, rows: int, seq_len: int) 
 
 
 def bytes_per_token(model: PreTrainedModel, regime: Regime, seq_len: int) -> float:
-    """Bytes that each further token keeps; what does not grow with tokens, such as copies of weights, is left out."""
+    """Bytes that each further token keeps; what does not grow with tokens, such as copies of weights, is left out.
+
+    What carries a state along the sequence is computed in chunks, and keeps more or less of the first and the last.
+    There the bytes are those of the tokens by which a sequence of twice the length is longer.
+    """
+    if model.config.model_type in RECURRENT:
+        return (live_bytes(model, regime, 1, 2 * seq_len) - live_bytes(model, regime, 1, seq_len)) / seq_len
     return (live_bytes(model, regime, 2, seq_len) - live_bytes(model, regime, 1, seq_len)) / seq_len
 
 
 # -- the table --------------------------------------------------------------------------------------------------------
-
-
-def sample(family: str, random_: random.Random) -> dict[str, Any]:
-    """Draws a small config of a family, under the names of hfscale's keys."""
-    # CodeGen splits queries in four parts, and copies them where a part has several heads.
-    heads = random_.choice((8, 16) if family == "codegen" else (2, 4, 6, 8))
-    head_dim = random_.choice((8, 16, 24, 32))
-    known = {field.name for field in fields(CONFIG_MAPPING[family])}
-    if family in ("qwen3_moe", "glm4_moe", "dots1"):  # their classes read the key without declaring it
-        known.add("head_dim")
-    is_free = ("head_dim" in known or "kv_lora_rank" in known) and family != "helium"
-    is_eager = family in ("gemma2", "gpt_oss")  # their attention copies keys and values, but not those of one head
-    layers = random_.choice(LAYER_COUNTS.get(family, (1, 2, 3)))
-    experts = random_.choice((4, 6, 8))
-    dense = random_.randint(0, layers - 1)
-    wanted: dict[str, Any] = {
-        "vocab_size": 64,
-        "hidden_size": 24 * random_.randint(2, 6) if is_free else heads * head_dim,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": random_.choice([n for n in (1, 2, 3, 4, 6, 8) if heads % n == 0 and n > is_eager]),
-        "head_dim": head_dim,
-        "intermediate_size": 8 * random_.randint(5, 20),
-        "n_inner": 8 * random_.randint(5, 20),
-        "ffn_dim": 8 * random_.randint(5, 20),
-        "ffn_hidden_size": 8 * random_.randint(5, 20),
-        "moe_intermediate_size": 8 * random_.randint(3, 12),
-        "shared_intermediate_size": 8 * random_.randint(3, 12),
-        "shared_expert_intermediate_size": 8 * random_.randint(3, 12),
-        "num_experts": experts,
-        "num_experts_per_tok": 2 if family == "phimoe" else random_.randint(1, 4),
-        "n_shared_experts": random_.randint(1, 2),
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": dense,
-        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": list(range(random_.randint(0, layers - 1))),
-        "sliding_window": random_.choice((8, 64)),
-        "use_sliding_window": True,
-        "max_window_layers": random_.randint(0, layers),
-        "layer_types": None,
-        "sliding_window_pattern": random_.choice((2, 3)),
-        "window_size": 8,
-        "attention_types": [[["global"], layers]],
-        "rotary_dim": 8,
-        "max_position_embeddings": 128,
-        "q_lora_rank": 4 * random_.randint(4, 10),
-        "kv_lora_rank": 4 * random_.randint(4, 10),
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": random_.choice((8, 16, 24)),
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "use_parallel_residual": random_.choice((True, False)),
-        "use_qk_norm": random_.choice((True, False)),
-        "qk_layernorm": random_.choice((True, False)),
-    }
-    if "kv_lora_rank" in known:
-        wanted["num_key_value_heads"] = heads
-        wanted.pop("head_dim")
-    config = {}
-    for key, value in wanted.items():
-        for name in ALIASES.get(key, (key,)):
-            if name in known and value is not None:
-                config[name] = value
-                break
-    return config
-
-
-@dataclass
-class Sample:
-    """A small model."""
-
-    config: Any
-    shape: ModelShape
-    seq_len: int
-    rank: int
-
-    def widths(self, regime: Regime) -> dict[str, float]:
-        """Widths that the bytes of the complete model are proportional to."""
-        rank = self.rank if regime.startswith("lora") else 0
-        layer = layer_widths(self.shape, self.seq_len, rank=rank)
-        ends = end_widths(self.shape, self.seq_len)
-        return {f"layer {name}": self.shape.layers * width for name, width in layer.items()} | {
-            f"ends {name}": width for name, width in ends.items()
-        }
-
-
-def samples_of(family: str) -> list[Sample]:
-    """Draws as many small models as the widths need, and `CHECKS` more, which test the fit."""
-    random_ = random.Random(0)  # noqa: S311
-    chosen: list[Sample] = []
-    rows: list[list[float]] = []
-    checks = 0
-    for _ in range(TRIES):
-        config = CONFIG_MAPPING[family](**sample(family, random_))
-        shape = ModelShape.from_config(config.to_dict())
-        drawn = Sample(config, shape, random_.choice((16, 32)), random_.choice((2, 4, 8)))
-        row = list(drawn.widths("lora").values())
-        is_new = np.linalg.matrix_rank(np.array([*rows, row])) > len(rows) - checks
-        if is_new or checks < CHECKS:
-            checks += not is_new
-            rows.append(row)
-            chosen.append(drawn)
-    return chosen
 
 
 def measure_sample(drawn: Sample) -> dict[tuple[Regime, str], float]:
@@ -360,15 +253,26 @@ def fit(family: str) -> Iterator[tuple[Regime, str, dict[str, float], float]]:
     found = [measure_sample(drawn) for drawn in samples]
     for regime, kind in product(REGIMES, ("none", "selective")):
         rows = [drawn.widths(regime) for drawn in samples]
-        names = independent(rows)
-        matrix = np.array([[row[name] for name in names] for row in rows])
         target = np.array([bytes_[regime, kind] for bytes_ in found])
-        scale = np.abs(matrix).max(axis=0)
-        solution = np.linalg.lstsq(matrix / scale, target, rcond=None)[0] / scale
-        factors = {name: float(value) for name, value in zip(names, solution, strict=True)}
+        factors, error = solve(rows, independent(rows), target)
+        # Of widths that the small models hardly tell apart, those are left out that explain nothing.
+        for name in sorted(factors, key=lambda name: abs(factors[name]) * np.mean([row[name] for row in rows])):
+            fewer, larger = solve(rows, [other for other in factors if other != name], target)
+            if larger <= (EXPLAINED if error > EXACT else EXACT):
+                factors, error = fewer, larger
         factors = {name: round(value, 3) for name, value in factors.items() if abs(value) > ZERO}
         fitted = np.array([sum(row[name] * value for name, value in factors.items()) for row in rows])
         yield regime, kind, factors, float(np.abs(fitted / target - 1).max())
+
+
+def solve(
+    rows: list[dict[str, float]], names: list[str], target: np.ndarray[Any, np.dtype[np.float64]]
+) -> tuple[dict[str, float], float]:
+    """Solves for the bytes per unit of some widths, and returns them with the largest relative error of a sample."""
+    matrix = np.array([[row[name] for name in names] for row in rows])
+    scale = np.abs(matrix).max(axis=0)
+    solution = np.linalg.lstsq(matrix / scale, target, rcond=None)[0] / scale
+    return dict(zip(names, map(float, solution), strict=True)), float(np.abs(matrix @ solution / target - 1).max())
 
 
 def independent(rows: list[dict[str, float]]) -> list[str]:
@@ -441,6 +345,8 @@ def catalogue_config(name: str, layers: int | None = None) -> Any:
     if layers is not None:
         key = next(key for key in ALIASES["num_hidden_layers"] if key in values)
         values[key] = min(layers, values[key])
+        if "hybrid_override_pattern" in values:
+            values["hybrid_override_pattern"] = values["hybrid_override_pattern"][:layers]
     if not any(catalogue_shape(name).windows) and "sliding_window" in {f.name for f in fields(CONFIG_MAPPING[family])}:
         values["sliding_window"] = None
     return CONFIG_MAPPING[family](**values)
@@ -465,6 +371,18 @@ def build_fake(config: Any, regime: Regime, recomputed: str, mode: FakeTensorMod
     return model
 
 
+def planned_per_token(shape: ModelShape, regime: Regime, recomputed: str, seq_len: int, rank: int) -> float:
+    """The table's bytes for what `bytes_per_token` measures."""
+
+    def kept_at(tokens: int) -> float:
+        kept = kept_bytes(shape, regime, recomputed, tokens, rank if regime.startswith("lora") else 0)
+        return shape.layers * (kept.unsplit + kept.split) + kept.ends
+
+    if shape.model_type in RECURRENT:
+        return 2 * kept_at(2 * seq_len) - kept_at(seq_len)
+    return kept_at(seq_len)
+
+
 def errors_of(name: str, seq_len: int = 4096) -> dict[str, float]:
     """Relative errors of the table for a catalogue model at its full width, by regime and recomputation."""
     config = catalogue_config(name, LAYERS)
@@ -473,8 +391,7 @@ def errors_of(name: str, seq_len: int = 4096) -> dict[str, float]:
     # transformers' experts need bf16 weights on fake tensors.
     regimes = [regime for regime in REGIMES if shape.moe is None or regime not in ("fp32", "autocast")]
     for regime, kind in product(regimes, RECOMPUTE):
-        kept = kept_bytes(shape, regime, kind, seq_len, LORA_RANK if regime.startswith("lora") else 0)
-        planned = shape.layers * (kept.unsplit + kept.split) + kept.ends
+        planned = planned_per_token(shape, regime, kind, seq_len, LORA_RANK)
         mode = FakeTensorMode()
         model = build_fake(config, regime, kind, mode)
         with mode, gpu_kernels():
@@ -539,7 +456,7 @@ def planned_peak_bytes(shape: ModelShape, rows: int, seq_len: int, **changes: An
 def measure() -> dict[str, Any]:
     """Compares the table with every catalogue model, and the planner's peaks with counted ones."""
     models = {}
-    for name in [name for name in catalogue_names() if catalogue()[name]["model_type"] not in NOT_MEASURED]:
+    for name in catalogue_names():
         models[name] = {key: round(error, 4) for key, error in errors_of(name).items()}
         print(name, models[name], flush=True)
     peaks = {}

@@ -8,11 +8,12 @@ import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from operator import and_
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.facts.layer_shape import AttentionShape
+from hfscale.facts.layer_shape import AttentionShape, LinearAttentionShape, MambaShape
 from hfscale.facts.model_shape import ModelShape
 
 Regime = Literal["fp32", "autocast", "bf16", "mixed", "lora", "lora_bf16"]
@@ -45,7 +46,7 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
     share = shape.moe_share
     widths = {
         "hidden": shape.hidden,
-        **_attention_widths(shape, seq_len),
+        **_attention_widths(shape, seq_len, rank),
         "value": attention.query_width if attention.latent_width else 0,
         "mlp": shape.dense_share * shape.mlp.ffn if shape.mlp else 0,
         "latent": attention.latent_width,
@@ -60,14 +61,68 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
         "moe_constant": share,
         "parallel": shape.hidden if shape.parallel_residual else 0,
         "norms": shape.hidden * shape.norms_per_layer,
+        "mlp_hidden": shape.dense_share * shape.hidden if shape.mlp_only else 0,
+        "mlp_constant": shape.dense_share if shape.mlp_only else 0,
+        "mlp_rank": shape.dense_share * rank if shape.mlp_only else 0,
+        "moe_rank": share * rank if shape.other_layers else 0,
+        **_recurrent_widths(shape, seq_len, rank),
     }
     return {name: float(width) for name, width in widths.items()}
 
 
-def _attention_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
+DELTA_CHUNK = 64
+"""Tokens that transformers' gated delta rule computes at once (transformers 5.23, `torch_chunk_gated_delta_rule`)."""
+
+
+def _recurrent_widths(shape: ModelShape, seq_len: int, rank: int) -> dict[str, float]:
+    """The widths of what carries a state along the sequence in an average layer, and of layers that are one part
+    only.
+
+    transformers computes both kinds in chunks: `states` are those of all chunks, per token, and `decay` the weights
+    between the states of any two chunks.
+    """
+    recurrent = shape.recurrent
+    share = shape.recurrent_share
+    names = ("hidden", "inner", "keys", "expanded", "heads", "scores", "states", "decay", "rank", "constant")
+    widths = dict.fromkeys((f"recurrent_{name}" for name in (*names, "mlp", "shared", "router")), 0.0)
+    if isinstance(recurrent, LinearAttentionShape):
+        heads = recurrent.value_heads
+        own = {
+            "inner": recurrent.value_width,
+            "keys": recurrent.key_width,
+            "expanded": heads * recurrent.head_dim,
+            "heads": heads,
+            "states": heads * recurrent.head_dim * recurrent.value_head_dim / DELTA_CHUNK,
+        }
+    elif isinstance(recurrent, MambaShape):
+        heads = recurrent.heads
+        own = {
+            "inner": recurrent.inner_width,
+            "keys": recurrent.groups * recurrent.state,
+            "expanded": heads * recurrent.state,
+            "heads": heads,
+            "scores": heads * recurrent.chunk,
+            "states": recurrent.inner_width * recurrent.state / recurrent.chunk,
+            "decay": heads * (seq_len / recurrent.chunk + 1) ** 2 / seq_len,
+        }
+    else:
+        return widths
+    for name, width in {**own, "hidden": shape.hidden, "rank": rank, "constant": 1}.items():
+        widths[f"recurrent_{name}"] = share * width
+    if not shape.mlp_only:
+        # Which matrix products of an MLP selective recomputation keeps depends on how many are before them.
+        with_experts = sum(map(and_, shape.other_layers, shape.moe_layers)) / shape.layers
+        widths["recurrent_mlp"] = (share - with_experts) * (shape.mlp.ffn if shape.mlp else 0)
+        widths["recurrent_shared"] = with_experts * (shape.moe.shared_ffn if shape.moe else 0)
+        widths["recurrent_router"] = with_experts * (shape.moe.experts if shape.moe else 0)
+    return widths
+
+
+def _attention_widths(shape: ModelShape, seq_len: int, rank: int) -> dict[str, float]:
     """The widths of attention in an average layer."""
     names = ("query", "kv", "heads", "kv_heads", "scores", "masked_query", "masked_kv", "broadcast_query")
-    widths = dict.fromkeys((*names, "broadcast_kv", "mask", "normed", "normed_heads"), 0.0)
+    joined = ("joined", "joined_keys", "joined_rank", "joined_router", "joined_moe_rank")
+    widths = dict.fromkeys((*names, "broadcast_kv", "mask", "normed", "normed_heads", *joined), 0.0)
     for kind in shape.layer_kinds:
         attention = kind.mixer
         if not isinstance(attention, AttentionShape):
@@ -92,6 +147,11 @@ def _attention_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
             "mask": is_masked * seq_len,
             "normed": (queries + keys) * attention.qk_norm,
             "normed_heads": (attention.heads + attention.kv_heads) * attention.qk_norm,
+            "joined_keys": keys if attention.values_are_keys else 0,
+            "joined": shape.hidden if attention.values_are_keys else 0,
+            "joined_rank": rank if attention.values_are_keys else 0,
+            "joined_router": shape.moe.experts if attention.values_are_keys and shape.moe else 0,
+            "joined_moe_rank": rank if attention.values_are_keys and shape.moe else 0,
         }
         for name, width in own.items():
             widths[name] += kind.share * width
@@ -105,9 +165,11 @@ def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
         shape (`ModelShape`): the model.
         seq_len (`int`): tokens per sequence.
     """
+    other = shape.other_attention
     widths = {
         "hidden": shape.hidden,
         "head_dim": shape.attention.head_dim,
+        "other_head_dim": other.head_dim if isinstance(other, AttentionShape) else 0,
         "embedding": shape.embedding_width if shape.embedding_width != shape.hidden else 0,
         "seq": seq_len,
         "mask": seq_len if any(window is not None and window <= seq_len for window in shape.windows) else 0,

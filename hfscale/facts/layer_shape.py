@@ -69,6 +69,13 @@ class AttentionShape:
         return sum(linear.parameters for linear in self.linears) + self.other_parameters
 
     @property
+    def values_are_keys(self) -> bool:
+        """Whether one projection makes keys and values (Gemma 4's layers without a window)."""
+        return not any(linear.path.endswith("v_proj") for linear in self.linears) and any(
+            linear.path.endswith("k_proj") for linear in self.linears
+        )
+
+    @property
     def query_width(self) -> int:
         """Width of the attention's output, before its projection."""
         return self.heads * self.value_head_dim
@@ -244,6 +251,8 @@ class MoeShape:
     """Whether LoRA on all linear layers adapts the routed experts (`ExpertFamily.adapted`)."""
     router_scales: int = 0
     """Parameters of the router besides its matrix."""
+    router_adapted: bool = False
+    """Whether LoRA on all linear layers adapts the router too (`ExpertFamily.router_adapted`)."""
 
     @property
     def parameters(self) -> int:
@@ -511,6 +520,7 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
         linears=stacked + shared,
         adapted=family.adapted,
         router_scales=hidden + experts if family.router_scales else 0,
+        router_adapted=family.router_adapted,
     )
 
 

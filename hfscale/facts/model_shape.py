@@ -451,14 +451,16 @@ class ModelShape:
     @property
     def _paths_without_adapter(self) -> set[str]:
         """Paths that LoRA on all linear layers leaves out: dense MLPs and shared experts where PEFT adapts the routed
-        ones, otherwise routed experts and their router."""
+        ones, otherwise routed experts and their router; the output of Mamba-2 layers, which PEFT refuses."""
+        refused = {"mixer.out_proj"} if isinstance(self.recurrent, MambaShape) else set()
         if self.moe is None:
-            return set()
+            return refused
         dense = self.mlp.linears if self.mlp else ()
         shared = tuple(linear for linear in self.moe.linears if linear.copies == 1)
         routed = tuple(linear for linear in self.moe.linears if linear.copies > 1)
-        left_out = (*dense, *shared) if self.moe.adapted else (*routed, self.moe.router[0])
-        return {linear.path for linear in left_out}
+        router = () if self.moe.router_adapted else self.moe.router[:1]
+        left_out = (*dense, *shared) if self.moe.adapted else (*routed, *router)
+        return refused | {linear.path for linear in left_out}
 
     def _adapter(self, linear: Linear, r: int, *, active: bool) -> int:
         """Parameters of the adapters of all copies of a matrix, or of those that a token passes. Experts' gate and up,

@@ -126,7 +126,7 @@ class ModelArguments:
         """Return the config of the LoRA adapters, or None without `--use_peft`.
 
         Args:
-            model (`PreTrainedModel`, *optional*): the model, whose routers get no adapters where all linear layers do.
+            model (`PreTrainedModel`, *optional*): the model, of whose linear layers PEFT cannot adapt some.
             attention_only (`bool`): whether only the attention gets adapters where no modules are named.
 
         Raises:
@@ -140,13 +140,13 @@ class ModelArguments:
         modules: list[str] | str = self.lora_target_modules or "all-linear"
         if model is not None and attention_only and not self.lora_target_modules:
             modules = _attention_matrices(model)
-        routers = [] if modules != "all-linear" or model is None else _linear_routers(model)
+        left_out = [] if modules != "all-linear" or model is None else _without_adapter(model)
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
             target_modules=modules,
-            exclude_modules=routers or None,
+            exclude_modules=left_out or None,
             task_type="CAUSAL_LM",
         )
 
@@ -158,10 +158,12 @@ def _attention_matrices(model: PreTrainedModel) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in linear if name.rpartition(".")[0] in attention})
 
 
-def _linear_routers(model: PreTrainedModel) -> list[str]:
-    """Return the names of routers that are linear layers and return a tuple (PhiMoE), which PEFT cannot adapt."""
+def _without_adapter(model: PreTrainedModel) -> list[str]:
+    """Return the names of linear layers that PEFT cannot adapt: routers that return a tuple (PhiMoE), and the output
+    of Mamba-2 layers, whose weight a fused kernel reads (PEFT 0.21, `_check_lora_target_modules_mamba`)."""
     linear = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return sorted({name.rpartition(".")[2] for name, kind in linear if kind.__name__.endswith("Router")})
+    routers = {name.rpartition(".")[2] for name, kind in linear if kind.__name__.endswith("Router")}
+    return sorted(routers | ({"out_proj"} if model.config.model_type == "nemotron_h" else set()))
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from hfscale.facts.families import FAMILIES, rules
 from hfscale.facts.families.family import COMMON_DEFAULTS
 from hfscale.facts.layer_shape import AttentionShape, MambaShape
 from hfscale.facts.model_shape import ModelShape
+from hfscale.recipe.arguments import ModelArguments
 
 LLAMA = {
     "vocab_size": 101,
@@ -582,6 +583,7 @@ LORA_CASES = [
     ("glm4_moe_lite", 1, "all-linear"),
     *((family, 1, "all-linear") for family in ("qwen2_moe", "granitemoeshared", "gpt_oss")),
     *((family, 1, "all-linear") for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
+    *((family, 1, "all-linear") for family in ("gemma4_text", "nemotron_h")),
 ]
 
 
@@ -589,6 +591,8 @@ def lora_model(family: str, case: dict[str, Any], target_modules: Any, *, device
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(transformers_config(family, case), attn_implementation="eager")
         with warnings.catch_warnings(action="ignore"):  # PEFT reads a deprecated property of transformers
+            if target_modules == "all-linear":
+                return get_peft_model(model, ModelArguments(use_peft=True, lora_r=5).lora_config(model))
             return get_peft_model(model, LoraConfig(r=5, target_modules=target_modules))
 
 

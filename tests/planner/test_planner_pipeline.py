@@ -8,7 +8,6 @@ import pytest
 from planner_jobs import job
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.activations import NOT_MEASURED
 from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.families import FAMILIES
@@ -77,7 +76,7 @@ def test_the_head_has_the_cost_that_the_trainer_gives_it():
 
 
 def test_every_family_with_a_tensor_parallel_plan_has_pipelines_and_sequence_parallelism():
-    planned = set(FAMILIES) - set(NOT_MEASURED)
+    planned = set(FAMILIES) - {"gemma4_text"}  # its larger models, which are sized, do not embed the tokens again
     assert planned - PIPELINE_TESTED == planned & set(PIPELINE_UNSUPPORTED)
     assert set(PIPELINE_UNSUPPORTED).isdisjoint(planned - TENSOR_PARALLEL_PLAN_MISSING)
     assert planned - set(SEQUENCE_PARALLEL_TESTED) <= {

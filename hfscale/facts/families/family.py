@@ -78,6 +78,8 @@ class ExpertFamily:
     """Whether the router has a bias that is a parameter; a buffer is not counted."""
     router_scales: bool = False
     """Whether the router has a scale for each element of the hidden size and for each expert."""
+    router_adapted: bool = False
+    """Whether LoRA on all linear layers adapts the router although it leaves the routed experts out."""
     shared: tuple[str, ...] = ()
     """Paths of the matrices of the expert that every token passes, as in `Family.mlp`."""
     shared_width: Count = 0
