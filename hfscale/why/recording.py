@@ -175,8 +175,8 @@ class StepRecorder:
                 hook = functools.partial(self._gradient, "backward", name, f"gradient of {value_name}")
                 self._handles.append(tensor.register_hook(hook))
 
-    def _gradient(self, phase: str, name: str, value_name: str, gradient: torch.Tensor) -> None:
-        if not self._is_in_micro:
+    def _gradient(self, phase: str, name: str, value_name: str, gradient: torch.Tensor | None) -> None:
+        if not self._is_in_micro or gradient is None:  # autograd calls hooks of values that got no gradient too
             return
         with self._recording():
             if phase == "backward":

@@ -95,6 +95,12 @@ def test_equal_runs_have_equal_traces(plain, tmp_path):
         assert {event.phase for event in first} >= {"forward", "backward", "gradient", "clipping", "optimizer", "rng"}
 
 
+def test_mixed_precision_is_traced(tmp_path):
+    """Under autocast autograd calls the hooks of some values without a gradient."""
+    runs = [launch(Training(arguments={"bf16": True}), tmp_path / name, "single") for name in ("a", "b")]
+    assert compare_runs(*runs).first_difference.kind == "none"
+
+
 def test_a_trace_changes_nothing_and_is_gone_afterwards(tmp_path):
     traced = train(Training(), tmp_path / "traced")
     untraced = train(Training(trace=()), tmp_path / "untraced")
