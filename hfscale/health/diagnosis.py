@@ -27,7 +27,7 @@ from typing import Any
 from torch._C import _distributed_c10d
 
 from hfscale.core.activity import activity_of
-from hfscale.core.findings import Finding, rank_error
+from hfscale.core.findings import Finding, name_ranks, rank_error
 
 _LISTED_RANKS = 512
 """Size of a group up to which a snapshot lists its ranks one by one."""
@@ -386,18 +386,30 @@ def _blame_when_all_wait(
         problem = f"has called {most_common[2]} but its GPU has not started it: an earlier kernel hangs there"
         return [blame(rank, problem, _SEE_STACK) for rank in sorted(not_started)]
     if len(not_started) == len(waiting):  # of NCCL: gloo's positions do not have the start
+        count_of_all = "all" if len(waiting) == len(snapshots) else f"{len(waiting)} of {len(snapshots)}"
         problem = (
-            f"all ranks have queued the same collective ({next(iter(waiting.values()))}), and it does not end: a GPU "
-            "has not arrived there, or a link hangs; which GPU is unknown, since no start of a kernel is recorded"
+            f"{count_of_all} ranks have queued the same collective ({next(iter(waiting.values()))}), and it does not "
+            "end: a GPU has not arrived there, or a link hangs; which GPU is unknown, since no start of a kernel is "
+            "recorded"
         )
         fix = (
             "start with TORCH_NCCL_ENABLE_TIMING=1, with which NCCL's flight recorder has the starts, if it is not "
             "set; look at all GPUs (nvidia-smi, kernel logs) and links (hfscale check under the launcher)"
         )
         return [Finding(level="error", check="hang", problem=problem, fix=fix)]
-    problem = f"all ranks are {next(iter(waiting.values()))}, and it does not end"
+    problem = f"{_who_waits(waiting, snapshots)}, and it does not end"
     fix = "a link, a switch or a GPU's DMA hangs: run hfscale check under the launcher"
     return [Finding(level="error", check="hang", problem=problem, fix=fix)]
+
+
+def _who_waits(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]) -> str:
+    """Return which ranks are in the one collective in which ranks wait, and which have left it already."""
+    left = sorted(snapshots.keys() - waiting.keys())
+    collective = next(iter(waiting.values()))
+    if not left:
+        return f"all ranks are {collective}"
+    names = f"{name_ranks(left)} ha{'ve' if len(left) > 1 else 's'} left it ({snapshots[left[0]].activity})"
+    return f"{name_ranks(sorted(waiting))} {'are' if len(waiting) > 1 else 'is'} {collective}, {names}"
 
 
 def _blame_when_nobody_waits(snapshots: Mapping[int, Snapshot], blame: Blame) -> list[Finding]:

@@ -89,6 +89,8 @@ class TestBlame:
             ((blame, text),) = blamed(*ranks)
             assert blame == ()
             assert "has not reached" not in text
+            assert "all ranks" not in text
+            assert re.search(r"ranks? 0.* in all_reduce .* rank \d has left it \(in compute of step 5", text)
 
     def test_the_cause_of_a_chain_of_waits_and_not_a_rank_in_between(self):
         """Rank 1 waits in group 1 for rank 2, and so has not reached group 0's collective."""
@@ -130,6 +132,8 @@ class TestBlame:
         assert "all_reduce [[4]] (9 of group 0)" in text
         assert "which GPU is unknown" in text
         assert "TORCH_NCCL_ENABLE_TIMING=1" in text
+        ((ranks, text),) = blamed(*(snap(*positions_of([dump])) for _ in range(2)), snap(past(9)))
+        assert "2 of 3 ranks have queued" in text
 
     def test_no_rank_waits(self):
         (((rank,), _),) = blamed(snap(step=5), snap(step=4), snap(step=5))
