@@ -1,6 +1,7 @@
 """Wheel and sdist: their contents, and the wheel installed in an empty environment and used from another folder."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, run_process
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from recipe_runs import FLAGS, make_workplace
+from test_launch_files import EXTRAS as IMAGE_EXTRAS
 
 from hfscale import __version__
 from hfscale.core.shipped import list_configs
@@ -102,6 +106,38 @@ def test_the_metadata_is_complete(distributions):
     extras = set(project()["optional-dependencies"])
     assert {line.removeprefix("Provides-Extra: ") for line in lines if line.startswith("Provides-Extra")} == extras
     assert "# hfscale" in lines  # the README is the long description
+
+
+def pins_of(path):
+    """The version of each package in a file of pip, and how many hashes it has."""
+    text = (REPOSITORY / path).read_text(encoding="utf-8")
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#")]
+    found = [line.split() for line in lines]
+    versions = {canonicalize_name(words[0].partition("==")[0]): words[0].partition("==")[2] for words in found}
+    hashes = [len([w for w in words if re.fullmatch("--hash=sha256:[0-9a-f]{64}", w)]) for words in found]
+    return versions, hashes
+
+
+def names_of(requirements):
+    return {canonicalize_name(Requirement(one).name) for one in requirements} - {"hfscale"}
+
+
+def test_every_package_that_is_asked_for_is_pinned():
+    about = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    asked = names_of([*about["build-system"]["requires"], *project()["dependencies"]])
+    asked |= {name for extra in project()["optional-dependencies"].values() for name in names_of(extra)}
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    asked |= {word for line in re.findall(r"\$\(PIP\) (.*)", makefile) for word in line.split() if word.isalpha()}
+    assert asked - pins_of("constraints.txt")[0].keys() == set()
+
+
+def test_the_image_is_made_of_the_pinned_versions_with_hashes():
+    pinned, (locked, hashes) = pins_of("constraints.txt")[0], pins_of("launch/docker/requirements.txt")
+    assert min(hashes) > 0
+    assert {name: version for name, version in locked.items() if pinned.get(name, version) != version} == {}
+    extras = project()["optional-dependencies"]
+    needed = [*project()["dependencies"], "hatchling", *(one for name in IMAGE_EXTRAS for one in extras[name])]
+    assert names_of(needed) - locked.keys() == set()
 
 
 def test_the_readme_names_every_extra():

@@ -899,7 +899,8 @@ def docker_problems(text: str) -> list[str]:
             problems.append(f"{name} is a shell line")
         if name == "RUN":
             installs = re.findall(r"pip install[^&]*", value)
-            problems += [f"{install}: no constraints" for install in installs if "-c constraints.txt" not in install]
+            problems += [f"{one}: no hashes" for one in installs if not re.search("--require-hashes|--no-deps", one)]
+            problems += [f"{one}: builds" for one in installs if "--no-deps" in one and "-isolation" not in one]
     if not users or users[-1] in ("root", "0"):
         problems.append("runs as root")
     if "ENTRYPOINT" not in [name for name, _ in steps]:
@@ -925,7 +926,8 @@ def test_dockerfile(path):
         ("USER ${RUN_AS}", "", "runs as root"),
         ("RUN_AS=trainer", "RUN_AS=root", "runs as root"),
         ('ENTRYPOINT ["/workspace/launch/multinode/accelerate.sh"]', "ENTRYPOINT a.sh", "ENTRYPOINT is a shell line"),
-        ("-c constraints.txt torch", "torch", "pip install --no-cache-dir torch: no constraints"),
+        ("--require-hashes ", "", "pip install --no-cache-dir -r requirements.txt: no hashes"),
+        (" --no-build-isolation", "", 'pip install --no-cache-dir --no-deps ".[recipes,trl,wandb,gpu]": builds'),
     ],
 )
 def test_a_bad_dockerfile_is_found(old, new, problem):
