@@ -191,6 +191,9 @@ class Run(Nodes):
         until = time.monotonic() + WAIT_S
         while left := [one for one in self.processes() if self.node_of(one) == node]:
             assert time.monotonic() < until, f"left by a supervisor that has ended: {left}: {self.report()}"
+            for process in left:  # nobody else continues a launcher that an earlier fault has stopped
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
             time.sleep(0.05)
         self.readers.pop(node).wait(WAIT_S)
 
@@ -209,6 +212,8 @@ class Run(Nodes):
         elif kind == "closed":
             self.readers[fault.node].kill()
         elif kind in ("stop", "pause", "SIGSTOP"):
+            if fault.name == "SIGSTOP: rank":  # during a save a rank may be silent for half an hour (docs/health.md)
+                self.watch(lambda: self.done() % SAVE_STEPS in (1, 2) or not self.running, fault)
             found = self.send(fault, signal.SIGSTOP)
             if kind != "SIGSTOP":
                 time.sleep(fault.seconds)
