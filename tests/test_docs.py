@@ -28,6 +28,7 @@ import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
 from hfscale import ParallelArguments
 from hfscale.cli import COMMANDS, main
+from hfscale.metrics.report.html import STYLE
 from hfscale.planner.plot import labels_of
 from hfscale.recipe.arguments import DataArguments, ModelArguments, ScalingArguments
 from hfscale.recipe.mix import SOURCE_FLAGS
@@ -493,3 +494,13 @@ def test_the_glossary_is_in_order():
     terms = re.findall(r"^\| ([^|]+?) \|", text_of(REPOSITORY / "docs" / "glossary.md"), re.MULTILINE)[2:]
     assert terms == sorted(terms, key=str.lower)
     assert len(terms) > 30
+
+
+@pytest.mark.parametrize("name", re.findall(r"gallery/(\w+\.html)", text_of(REPOSITORY / "docs" / "gallery.md")))
+def test_reports_of_the_gallery_have_the_form_of_todays_reports(name):
+    page = text_of(REPOSITORY / "docs" / "gallery" / name)
+    assert f"<style>\n{STYLE}</style>" in page, "run python docs/gallery.py"
+    assert "<script" not in page
+    assert not re.search(r"(src|href)=.?https?:", page)
+    assert "/tmp/" not in page
+    assert not set(re.findall(r'"/[a-z]+/[^"<]*"', page))
