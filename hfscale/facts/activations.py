@@ -6,7 +6,7 @@ The bytes are a sum of widths times factors. The factors are in `activations.csv
 
 import csv
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from operator import and_
 from pathlib import Path
@@ -179,7 +179,10 @@ def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
 
 
 UNSPLIT = frozenset(
-    ("hidden", "moe_hidden", "routed", "parallel", "norms", "constant", "moe_constant", "router", "choices", "mask")
+    (
+        *("hidden", "moe_hidden", "mlp_hidden", "joined", "routed", "parallel", "norms"),
+        *("constant", "moe_constant", "mlp_constant", "router", "joined_router", "choices", "mask"),
+    )
 )
 """Widths of `layer_widths` that tensor parallelism splits only together with the sequence."""
 
@@ -220,7 +223,7 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
     factors = factors_of(shape.model_type, regime, recompute)
     widths = layer_widths(shape, seq_len, rank=rank)
     parts = {name: factor * widths[name] for name, factor in factors.layer.items()}
-    unsplit = sum(part for name, part in parts.items() if name in UNSPLIT)
+    unsplit = sum(part for name, part in parts.items() if name in UNSPLIT or name.startswith("recurrent_"))
     ends = end_widths(shape, seq_len)
     # Their outputs are kept by the rank that has the token, which weighs them (transformers 5.23,
     # distributed/expert_parallel.py, `AllToAllEP`).
@@ -231,6 +234,34 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
         dispatched=max(0.0, parts.get("experts", 0.0) + parts.get("routed", 0.0) - outputs),
         ends=sum(factor * ends[name] for name, factor in factors.ends.items()),
     )
+
+
+@lru_cache(maxsize=512)
+def of_fullest_layer(shape: ModelShape, regime: Regime, seq_len: int, rank: int = 0) -> ModelShape:
+    """Return a model of one layer, that which keeps most without recomputation, where layers have different mixers.
+
+    Args:
+        shape (`ModelShape`): the model; it is returned as it is if every layer has the same attention.
+        regime (`Regime`): the formats in which the model computes.
+        seq_len (`int`): tokens per sequence.
+        rank (`int`): rank of the LoRA adapters; 0 without adapters.
+    """
+    if not shape.other_layers:
+        return shape
+    mlp_only = shape.mlp_only or (False,) * shape.layers
+    kinds = set(zip(shape.moe_layers, shape.windows, shape.other_layers, mlp_only, strict=True))
+    layers = [
+        replace(
+            shape,
+            layers=1,
+            moe_layers=(is_moe,),
+            windows=(window,),
+            other_layers=(is_other,),
+            mlp_only=(is_mlp,) if shape.mlp_only else (),
+        )
+        for is_moe, window, is_other, is_mlp in kinds
+    ]
+    return max(layers, key=lambda layer: sum(kept_bytes(layer, regime, "none", seq_len, rank)[:2]))
 
 
 def routed_bytes(shape: ModelShape, regime: Regime) -> float:

@@ -6,7 +6,8 @@ All byte counts are per rank unless a docstring states otherwise.
 import math
 from dataclasses import replace
 
-from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes, routed_bytes
+from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes, of_fullest_layer, routed_bytes
+from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import in_flight
 from hfscale.planner.experts import imbalance_of
 from hfscale.planner.frameworks import Framework, shared_constants
@@ -207,12 +208,22 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     boundary = residual * job.tokens * shape.hidden / (tp if job.sequence_parallel else 1)
     if job.activation_checkpointing == "none":
         return all_activations + scores, 0.0
+    if framework.kept is None and shape.other_layers:
+        fullest = replace(job, shape=_fullest(job))
+        all_activations = layer_bytes(fullest, framework) + _gathered_inputs(fullest, framework)
+        if job.activation_checkpointing == "selective":
+            return selective_bytes(job, framework), all_activations + scores - selective_bytes(fullest, framework)
     if job.activation_checkpointing == "full":
         return boundary, all_activations + scores
     if framework.name == "megatron":
         return all_activations - _megatron_dropped(job, framework), scores
     kept = min(all_activations, selective_bytes(job, framework))
     return kept, all_activations + scores - kept
+
+
+def _fullest(job: Job) -> ModelShape:
+    rank = job.lora_rank if job.method != "full" else 0
+    return of_fullest_layer(job.shape, regime_of(job), job.seq_len, rank)
 
 
 def _score_bytes(job: Job, framework: Framework) -> float:

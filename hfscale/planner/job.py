@@ -195,7 +195,7 @@ class Job(LayoutOptions):
         pp = self.layout.pp
         cp = self.layout.cp
         shape = self.shape
-        check_memory_is_known(shape)
+        check_memory_is_known(shape, self.stack)
         heads = shape.attention.heads
         kv_heads = shape.attention.kv_heads
         if heads % kv_heads:
@@ -322,17 +322,24 @@ class Job(LayoutOptions):
             )
 
 
-def check_memory_is_known(shape: ModelShape) -> None:
-    """Check that the memory of a model's layers is known, whatever computes them.
+def check_memory_is_known(shape: ModelShape, stack: str) -> None:
+    """Check that the memory of a model's layers is known as a framework computes them.
 
     Args:
         shape (`ModelShape`): the model.
+        stack (`str`): the training framework.
 
     Raises:
-        UnsupportedModelError: some of its layers carry a state or have other heads, and they were not measured.
+        UnsupportedModelError: some of its layers carry a state or have other heads, and they were not measured, or
+            only in transformers.
     """
-    if shape.other_attention is not None:
-        factors_of(shape.model_type, "mixed", "none")
+    if shape.other_attention is None:
+        return
+    if stack != "hf":
+        raise UnsupportedModelError(
+            f"the memory of {shape.model_type} is not known in the stack {stack}, only in hf: use --stack hf"
+        )
+    factors_of(shape.model_type, "mixed", "none")
 
 
 def check_pure(pure_bf16: bool, precision: Precision) -> None:

@@ -178,7 +178,7 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
         UsageError: the bandwidth between nodes is not above 0, or no peak of the device is known for the precision.
         UnsupportedModelError: the memory of the model is not known.
     """
-    check_memory_is_known(request.shape)
+    check_memory_is_known(request.shape, request.stack)
     if gpus > request.gpus_per_node and gpus % request.gpus_per_node:
         down = gpus // request.gpus_per_node * request.gpus_per_node
         raise LayoutError(

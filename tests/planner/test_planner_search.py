@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from planner_jobs import job
 
 from hfscale import estimate as estimate_layout
 from hfscale import plan
@@ -14,6 +15,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner import memory
+from hfscale.planner.activations import kept_and_working
 from hfscale.planner.advice import simplicity
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
@@ -46,14 +48,29 @@ def strategies(result):
 
 
 class TestSearch:
-    @pytest.mark.parametrize("stack", ["hf", "titan", "megatron"])
+    @pytest.mark.parametrize("stack", ["titan", "megatron"])
     @pytest.mark.parametrize("model", ["qwen3.5-9b", "gemma-4-31b", "nemotron-3-nano-30b-a3b"])
     def test_a_model_whose_memory_is_not_known_is_refused_in_one_line(self, model, stack):
         asked = request(model, gpus=16, stack=stack)
-        with pytest.raises(UnsupportedModelError, match=f"the memory of {asked.shape.model_type} is not known"):
+        with pytest.raises(UnsupportedModelError, match=f"the memory of {asked.shape.model_type} is not known in the"):
             search(asked, 16)
-        with pytest.raises(UnsupportedModelError, match="only its parameters and FLOPs are"):
+        with pytest.raises(UnsupportedModelError, match="only in hf: use --stack hf"):
             estimate_layout(model, gpu="H100-80GB", layout={"dp_shard": 8}, seq_len=4096, stack=stack)
+
+    @pytest.mark.parametrize("model", ["qwen3.5-9b", "gemma-4-26b-a4b", "nemotron-3-nano-30b-a3b"])
+    def test_a_model_with_layers_of_several_kinds_is_planned(self, model):
+        choices, _ = search(request(model, gpus=16), 16)
+        assert choices
+
+    def test_recomputation_needs_the_memory_of_the_fullest_layer(self):
+        shape = find_model("qwen3-next-80b-a3b")
+        linear = replace(shape, layers=1, moe_layers=(True,), windows=(None,), other_layers=(True,))
+        stack = find_framework("hf")
+        of_all, of_linear = (
+            kept_and_working(job(shape=one, dp_shard=8, activation_checkpointing="full"), stack)
+            for one in (shape, linear)
+        )
+        assert sum(of_all) == pytest.approx(sum(of_linear))
 
     @pytest.mark.parametrize("framework", ["hf", "titan", "megatron"])
     @pytest.mark.parametrize(("model", "gpus"), [("llama-3.1-70b", 64), ("mixtral-8x7b", 16), ("gemma-3-4b", 24)])
