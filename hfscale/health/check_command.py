@@ -26,6 +26,15 @@ def run(
             "--collectives", help="Run the command for a few steps on CPUs: will some rank wait for ever for another?"
         ),
     ] = False,
+    parity: Annotated[
+        bool,
+        typer.Option(
+            "--parity", help="Train a small version of the model: does the command compute what one process computes?"
+        ),
+    ] = False,
+    small_model: Annotated[
+        bool, typer.Option("--small-model", help="With --collectives: fewer and narrower layers, random weights.")
+    ] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps of the command.")] = 6,
     quiet: Annotated[
         float, typer.Option(help="Seconds without news of any rank after which ranks that wait are reported.")
@@ -46,10 +55,17 @@ def run(
 ) -> int:
     """Check this node; under `accelerate launch -m hfscale check` all ranks and the links between them too."""
     begun = time.monotonic()
-    if collectives:
-        return _check_collectives(command or [], steps, quiet, as_json)
+    if collectives and parity:
+        raise UsageError("--collectives and --parity are two checks: give one of them")
+    if collectives or parity:
+        _check_positive(steps, quiet)
+        if parity:
+            return _check_parity(command or [], steps, quiet, as_json)
+        return _check_collectives(command or [], steps, quiet, small_model, as_json)
     if command:
-        raise UsageError(f"'{command[0]}' is not an option: a launch command is checked with --collectives")
+        raise UsageError(
+            f"'{command[0]}' is not an option: a launch command is checked with --collectives or --parity"
+        )
     if deadline < 5:
         raise UsageError(f"--deadline is {deadline:g}: give at least 5 s, since starting the processes takes longer")
     if backend not in (None, "nccl", "gloo"):
@@ -75,16 +91,28 @@ def run(
     return leave(report)
 
 
-def _check_collectives(command: list[str], steps: int, quiet_s: float, as_json: bool) -> int:
-    """Run the launch command, compare the collectives of its ranks, and return the exit code."""
+def _check_positive(steps: int, quiet_s: float) -> None:
     for flag, value in (("--steps", steps), ("--quiet", quiet_s)):
         if value < 1:
             raise UsageError(f"{flag} is {value:g}: it must be at least 1")
+
+
+def _check_collectives(command: list[str], steps: int, quiet_s: float, small: bool, as_json: bool) -> int:
+    """Run the launch command, compare the collectives of its ranks, and return the exit code."""
     from hfscale.health.rehearsal.launch import rehearse
     from hfscale.health.rehearsal.view import text_of
 
-    found = rehearse(command, steps=steps, quiet_s=quiet_s)
+    found = rehearse(command, steps=steps, quiet_s=quiet_s, small=small)
     print(json.dumps(found.to_dict()) if as_json else text_of(found), flush=True)
+    return 0 if found.is_good else 1
+
+
+def _check_parity(command: list[str], steps: int, quiet_s: float, as_json: bool) -> int:
+    """Run the launch command and one process, compare what they compute, and return the exit code."""
+    from hfscale.health.rehearsal.parity import check_parity
+
+    found = check_parity(command, steps=steps, quiet_s=quiet_s)
+    print(json.dumps(found.to_dict()) if as_json else found.text(), flush=True)
     return 0 if found.is_good else 1
 
 

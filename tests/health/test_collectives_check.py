@@ -1,4 +1,4 @@
-"""`hfscale check --collectives`: plain scripts under real launchers, with a collective that depends on the rank."""
+"""`hfscale check --collectives` and `--parity`: plain scripts under real launchers, right ones and wrong ones."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 from ports import free_port
+from results import keep_result
 
 from hfscale.cli import main
 
@@ -22,6 +23,7 @@ def torchrun(*argv):
 def check(capsys, tmp_path, monkeypatch):
     """Return a function that checks a command in an empty folder, and returns the report."""
     monkeypatch.chdir(tmp_path)
+    Path(tmp_path, "ds_configs").symlink_to(REPOSITORY / "ds_configs")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
 
     def run(*command, code, flags=()):
@@ -33,9 +35,25 @@ def check(capsys, tmp_path, monkeypatch):
     return run
 
 
-def sides(report):
+def accelerate(config, *argv):
+    """Return `accelerate launch` with a shipped config."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file"]
+    return [*launcher, str(REPOSITORY / "accelerate_configs" / f"{config}.yaml"), "--mixed_precision", "no", *argv]
+
+
+def shown(side):
+    """What a rank did, in one line without paths."""
+    entry = side["entry"]
+    how = side["ended"].partition(chr(10))[0]
+    return f"rank {side['rank']}: {entry['name']} {entry['sizes']}, {entry['phase']}, {entry['module']}; {how}"
+
+
+def keep(layout, case, report):
+    """Keep what was found in the result file, if one is asked for."""
     found = report["difference"]
-    return found["kind"], *((side["rank"], side["entry"]["name"]) for side in (found["a"], found["b"]))
+    entry = found and {side: shown(found[side]) for side in ("a", "b")}
+    kind = found and found["kind"]
+    keep_result(f"{layout}: {case}", {"found": kind, "sides": entry, "collectives": sum(report["phases"].values())})
 
 
 @pytest.mark.recipes
@@ -46,26 +64,27 @@ def test_a_plain_script_passes_and_leaves_nothing_behind(check, tmp_path):
     assert report["world_size"] == 2
     assert report["events"] == {"step": 6, "log": 8, "evaluation": 1, "save": 1, "end of data": 1}
     assert {"forward", "backward", "evaluation"} <= report["phases"].keys()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["ds_configs"]
 
 
 @pytest.mark.recipes
 @pytest.mark.world(2)
 @pytest.mark.parametrize(
-    ("fault", "found", "phase"),
+    ("fault", "kind", "entered", "phase"),
     [
-        ("barrier", ("entry", (0, "barrier"), (1, "allreduce")), "script"),
-        ("save", ("missing", (0, "allreduce"), (1, "barrier")), "save"),
-        ("error", ("missing", (0, "allreduce"), (1, "allreduce")), "backward"),
-        ("group", ("missing", (0, "new_group"), (1, "barrier")), "evaluation"),
+        ("barrier", "entry", "barrier", "script"),
+        ("save", "entry", "allreduce", "save"),
+        ("error", "missing", "allgather", "data"),
+        ("group", "entry", "new_group", "evaluation"),
     ],
 )
-def test_a_collective_of_one_rank_is_found_with_both_stacks(check, fault, found, phase):
+def test_a_collective_of_one_rank_is_found_with_both_stacks(check, fault, kind, entered, phase):
     report = check(*torchrun(SCRIPTS / "trainer_script.py", "--fault", fault), code=1)
-    assert sides(report)[0] == found[0]
-    assert sides(report)[1] == found[1]
-    first = report["difference"]["a"]["entry"]
-    assert first["phase"] == phase
+    keep("ddp", f"rank 0 only: {fault}", report)
+    found = report["difference"]
+    assert (found["kind"], found["a"]["rank"], found["b"]["rank"]) == (kind, 0, 1)
+    first = found["a"]["entry"]
+    assert (first["name"], first["phase"]) == (entered, phase)
     assert any("trainer_script.py" in frame for frame in first["stack"])
 
 
@@ -75,6 +94,8 @@ def test_a_collective_of_one_rank_is_found_with_both_stacks(check, fault, found,
         (["--collectives"], "give the launch command after --"),
         (["--collectives", "--", "/no/such/program"], "'/no/such/program' is not a program"),
         (["--collectives", "--steps", "0", "--", "true"], "--steps is 0"),
+        (["--collectives", "--parity", "--", "true"], "--collectives and --parity are two checks"),
+        (["--parity", "--", "true"], "true has started no rank"),
         (["--collectives", "--", "true"], "true has started no rank"),
         (["--", "true"], "'true' is not an option"),
     ],
@@ -91,3 +112,71 @@ def test_a_command_that_fails_by_itself_is_not_called_a_wait(capsys, tmp_path):
     script.write_text("raise SystemExit('no data')\n")
     assert main(["check", "--collectives", "--", sys.executable, str(script)]) == 1
     assert "The command failed by itself:\n\nno data" in capsys.readouterr().out
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        ("fsdp2", "text-only"),
+        ("fsdp2", "generation"),  # DeepSpeed #8262, under FSDP2
+        ("zero3", "text-only"),  # DeepSpeed #7170, ms-swift #9639
+    ],
+)
+def test_what_depends_on_the_batch_of_a_rank_is_found(check, layout, case):
+    script = SCRIPTS / "layouts_script.py"
+    report = check(*accelerate(layout, script, "--case", case), code=1)
+    keep(layout, case, report)
+    assert report["difference"]["kind"] in ("entry", "size", "missing")
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("layout", "case"), [("fsdp2", "text-only")])
+def test_scripts_that_do_what_the_threads_recommend_pass(check, layout, case):
+    script = SCRIPTS / "layouts_script.py"
+    report = check(*accelerate(layout, script, "--case", case, "--fixed"), code=0)
+    keep(layout, f"{case}, fixed", report)
+    assert report["events"]["step"] == 6
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("uneven", "size"),  # rank 0 averages gradients, rank 1 sums its scores
+        ("size", "size"),
+    ],
+)
+def test_a_loop_without_trainer(check, case, kind):
+    report = check(*torchrun(SCRIPTS / "loop_script.py", "--case", case), code=1)
+    keep("loop", case, report)
+    assert report["difference"]["kind"] == kind
+
+
+@pytest.fixture
+def parity(capsys, tmp_path, monkeypatch):
+    """Return a function that compares a command with one process, and returns the report."""
+    monkeypatch.chdir(tmp_path)
+    Path(tmp_path, "ds_configs").symlink_to(REPOSITORY / "ds_configs")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+
+    def run(*command, code):
+        found = main(["check", "--parity", "--json", "--steps", "3", "--", *map(str, command)])
+        report = json.loads(capsys.readouterr().out)
+        assert found == code, report
+        return report
+
+    return run
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize("layout", ["ddp"])
+def test_a_layout_computes_what_one_process_computes(parity, layout):
+    report = parity(*accelerate(layout, SCRIPTS / "trainer_script.py"), code=0)
+    assert report["ok"] is True
+    assert [step["step"] for step in report["steps"]] == [1, 2, 3]
+    assert all({"loss", "grad_norm"} <= step["asked"].keys() & step["one"].keys() for step in report["steps"])

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,11 @@ STEPS = "HFSCALE_REHEARSAL_STEPS"
 """The variable with the number of optimizer steps."""
 FOLDER = "HFSCALE_REHEARSAL_OUTPUT"
 """The variable with the folder that replaces every output directory."""
+COMPARED = "HFSCALE_REHEARSAL_ACCUMULATION"
+"""The variable of runs that are compared: how many times as many micro-batches a step has."""
+SMALL = "HFSCALE_REHEARSAL_SMALL_MODEL"
+"""The variable that makes models small."""
+_TRACED_STEPS = (1, 2)
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -61,6 +67,8 @@ def install(folder: str) -> None:
         "transformers.training_args": _shorten_arguments,
         "transformers.trainer": _shorten_trainings,
     }
+    if SMALL in os.environ:
+        functions["transformers.modeling_utils"] = _make_models_small
     sys.meta_path.insert(0, _AfterImport(functions))
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     other = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
@@ -103,10 +111,23 @@ def _use_cpu(state: Any) -> None:
     use_cpu(state)
 
 
+def _make_models_small(module: Any) -> None:
+    from hfscale.trainer.small_model import make_models_small
+
+    make_models_small(module)
+
+
 def _shorten_arguments(module: Any) -> None:
     from hfscale.trainer.short_run import shorten_arguments
 
-    shorten_arguments(module, steps=int(os.environ[STEPS]), output_dir=os.environ[FOLDER])
+    accumulation = os.environ.get(COMPARED)
+    shorten_arguments(
+        module,
+        steps=int(os.environ[STEPS]),
+        output_dir=os.environ[FOLDER],
+        accumulation=None if accumulation is None else int(accumulation),
+        alone=accumulation is not None and "RANK" not in os.environ,
+    )
 
 
 def _shorten_trainings(module: Any) -> None:
@@ -116,4 +137,17 @@ def _shorten_trainings(module: Any) -> None:
         if "RANK" in os.environ:
             _recorder().event(name, step)
 
-    shorten_trainings(module, steps=int(os.environ[STEPS]), report=report)
+    prepare = _compare if COMPARED in os.environ else None
+    shorten_trainings(module, steps=int(os.environ[STEPS]), report=report, prepare=prepare)
+
+
+def _compare(trainer: Any) -> None:
+    """Give a Trainer the weights that the compared run has too, and keep what it computes."""
+    from hfscale.trainer.short_run import keep_log
+    from hfscale.trainer.small_model import start_equally
+    from hfscale.why.callback import TraceCallback
+
+    start_equally(trainer.model)
+    if not trainer.is_deepspeed_enabled:
+        trainer.add_callback(TraceCallback(_TRACED_STEPS, operations=False))
+    keep_log(trainer, Path(os.environ[FOLDER]))

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 from hfscale.errors import UsageError
 from hfscale.health.rehearsal.comparison import Comparison
 from hfscale.health.rehearsal.entries import Difference, Entry
-from hfscale.health.rehearsal.hook import ADDRESS, FOLDER, STEPS
+from hfscale.health.rehearsal.hook import ADDRESS, FOLDER, SMALL, STEPS
 
 _SITECUSTOMIZE = "from hfscale.health.rehearsal.hook import install\ninstall({folder!r})\n"
 _PATIENCE_S = 15.0
@@ -64,6 +64,7 @@ class _Rank:
         self.connection = connection
         self.rank = -1
         self.pid = 0
+        self.argv: list[str] = []
         self.error = ""
         self._buffer = b""
 
@@ -77,7 +78,7 @@ class _Rank:
         return None
 
 
-class _Listener:
+class Listener:
     """Takes the messages of all ranks until one differs or the command has ended."""
 
     def __init__(self, server: socket.socket, ended: socket.socket, quiet_s: float) -> None:
@@ -117,6 +118,7 @@ class _Listener:
         for message in messages:
             if message["kind"] == "hello":
                 rank.rank, rank.pid = message["rank"], message["pid"]
+                rank.argv = message["argv"]
                 self.world_size = max(self.world_size, message["world_size"])
             elif message["kind"] == "error":
                 rank.error = "\n  ".join([f"it has ended with {message['text']}", *message["stack"]])
@@ -128,55 +130,97 @@ class _Listener:
                     return
 
 
-def rehearse(command: Sequence[str], *, steps: int, quiet_s: float) -> Rehearsal:
+def rehearse(command: Sequence[str], *, steps: int, quiet_s: float, small: bool = False) -> Rehearsal:
     """Run a launch command for a few steps on CPUs and compare what its ranks enter.
 
     Args:
         command (`Sequence[str]`): the command, one word per element.
         steps (`int`): optimizer steps of each training.
         quiet_s (`float`): seconds without any news after which ranks that wait are reported.
+        small (`bool`): whether transformers models are made with fewer and narrower layers, and random weights.
 
     Raises:
         UsageError: the command is missing or not a program, or it has started fewer than two ranks.
     """
-    words = list(command)
-    program = shutil.which(words[0]) if words else None
-    if program is None:
-        given = f"'{words[0]}' is not a program" if words else "it is missing"
-        raise UsageError(
-            "give the launch command after --, such as hfscale check --collectives -- torchrun --nproc-per-node 2 "
-            f"train.py; {given}"
-        )
+    words = find_program(command)
     with tempfile.TemporaryDirectory(prefix="hfscale-check-") as name:
-        folder = Path(name)
-        code, listener, log = _run([program, *words[1:]], folder, steps, quiet_s)
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        code, listener, tail = run_watched(words, Path(name), _variables(steps, small), quiet_s)
     if listener.world_size < 2 and code == 0:
-        raise UsageError(
-            f"{shlex.join(words)} has started {'one rank' if listener.world_size else 'no rank'}, and nothing to "
-            "compare: give the number of processes, as in accelerate launch --multi_gpu --num_processes 2 or "
-            "torchrun --nproc-per-node 2"
-        )
+        raise too_few_ranks(command, listener.world_size)
     comparison = listener.comparison
     return Rehearsal(
-        command=shlex.join(words),
+        command=shlex.join(command),
         world_size=listener.world_size,
         difference=listener.difference,
-        failure=_failure(listener, tail) if code and listener.difference is None else "",
+        failure=failure_of(listener, tail) if code and listener.difference is None else "",
         groups=comparison.groups,
         phases=dict(comparison.counts),
         events=dict(listener.events),
     )
 
 
-def _failure(listener: _Listener, tail: str) -> str:
-    """Return why a command has failed: the error of its lowest rank with one, or the end of its output."""
+def find_program(command: Sequence[str]) -> list[str]:
+    """Return a command with the path of its program.
+
+    Args:
+        command (`Sequence[str]`): the command, one word per element.
+
+    Raises:
+        UsageError: it is missing or not a program.
+    """
+    program = shutil.which(command[0]) if command else None
+    if program is None:
+        given = f"'{command[0]}' is not a program" if command else "it is missing"
+        raise UsageError(
+            "give the launch command after --, such as hfscale check --collectives -- torchrun --nproc-per-node 2 "
+            f"train.py; {given}"
+        )
+    return [program, *command[1:]]
+
+
+def too_few_ranks(command: Sequence[str], world_size: int) -> UsageError:
+    """Return the error about a command that has started fewer than two ranks.
+
+    Args:
+        command (`Sequence[str]`): the command.
+        world_size (`int`): the number of ranks.
+    """
+    return UsageError(
+        f"{shlex.join(command)} has started {'one rank' if world_size else 'no rank'}, and nothing to "
+        "compare: give the number of processes, as in accelerate launch --multi_gpu --num_processes 2 or "
+        "torchrun --nproc-per-node 2"
+    )
+
+
+def failure_of(listener: Listener, tail: str) -> str:
+    """Return why a command has failed: the error of its lowest rank with one, or the end of its output.
+
+    Args:
+        listener (`Listener`): what its ranks have said.
+        tail (`str`): the end of its output.
+    """
     failed = sorted((rank.rank, rank.error) for rank in listener.ranks if rank.error)
     return f"rank {failed[0][0]}: {failed[0][1]}" if failed else tail
 
 
-def _run(words: list[str], folder: Path, steps: int, quiet_s: float) -> tuple[int, _Listener, Path]:
-    """Run the command; return its exit code, the listener and the file with its output."""
+def _variables(steps: int, small: bool) -> dict[str, str]:
+    return {STEPS: str(steps)} | ({SMALL: "1"} if small else {})
+
+
+def run_watched(
+    words: list[str], folder: Path, variables: Mapping[str, str], quiet_s: float
+) -> tuple[int, Listener, str]:
+    """Run a command whose ranks announce what they enter.
+
+    Args:
+        words (`list[str]`): the command.
+        folder (`Path`): an empty folder; the training writes into its folder `output`.
+        variables (`Mapping[str, str]`): environment variables of `hook`.
+        quiet_s (`float`): seconds without any news after which ranks that wait are reported.
+
+    Returns:
+        `tuple[int, Listener, str]`: its exit code, what its ranks have said, and the end of its output.
+    """
     log = folder / "output.log"
     address = folder / "ranks"
     ended, tell = socket.socketpair()
@@ -188,7 +232,7 @@ def _run(words: list[str], folder: Path, steps: int, quiet_s: float) -> tuple[in
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(folder, address, steps),
+            env=_environment(folder, address, variables),
             start_new_session=True,
         )
 
@@ -198,16 +242,17 @@ def _run(words: list[str], folder: Path, steps: int, quiet_s: float) -> tuple[in
 
         waits = threading.Thread(target=wait, daemon=True)
         waits.start()
-        listener = _Listener(server, ended, quiet_s)
+        listener = Listener(server, ended, quiet_s)
         with _ended_at_the_end(process, listener):
             listener.run()
             if listener.difference is None:
                 process.wait()
         waits.join()
-    return process.returncode, listener, log
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+    return process.returncode, listener, tail
 
 
-def _environment(folder: Path, address: Path, steps: int) -> dict[str, str]:
+def _environment(folder: Path, address: Path, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of the command: no GPU, no trackers, and our module in front of the search path."""
     injected = folder / "injected"
     injected.mkdir()
@@ -216,17 +261,16 @@ def _environment(folder: Path, address: Path, steps: int) -> dict[str, str]:
     changes = {
         "PYTHONPATH": path,
         ADDRESS: str(address),
-        STEPS: str(steps),
         FOLDER: str(folder / "output"),
         "CUDA_VISIBLE_DEVICES": "",
         "WANDB_MODE": "disabled",
     }
     defaults = {"OMP_NUM_THREADS": "1"}
-    return defaults | os.environ | changes
+    return defaults | os.environ | changes | dict(variables)
 
 
 @contextmanager
-def _ended_at_the_end(process: subprocess.Popen[bytes], listener: _Listener) -> Iterator[None]:
+def _ended_at_the_end(process: subprocess.Popen[bytes], listener: Listener) -> Iterator[None]:
     """End all processes of the command when the block is left."""
     try:
         yield

@@ -44,8 +44,8 @@ _COMPARED = {
 """The argument of each operator whose sizes are the same on all ranks."""
 _LONGEST_STACK = 60
 _PHASES = (
-    ("evaluation", ("evaluate", "evaluation_loop", "predict", "prediction_step")),
-    ("save", ("_save_checkpoint", "save_model", "save_state", "save_pretrained")),
+    ("evaluation", ("evaluate", "evaluation_loop", "predict", "prediction_step", "on_evaluate")),
+    ("save", ("_save_checkpoint", "save_model", "save_state", "save_pretrained", "on_save")),
     ("log", ("log", "_maybe_log_save_evaluate")),
     ("clipping", ("clip_grad_norm_", "_clip_grad_norm", "_get_grad_norm")),
     ("backward", ("backward", "_run_backward", "_engine_run_backward")),
@@ -77,6 +77,7 @@ class Recorder:
                 "rank": int(os.environ.get("RANK", "0")),
                 "world_size": int(os.environ.get("WORLD_SIZE", "1")),
                 "pid": self._pid,
+                "argv": sys.orig_argv,
             }
         )
 
@@ -110,14 +111,15 @@ class Recorder:
         self._send({"kind": "event", "name": name, "step": step})
 
     def new_group(self, ranks: Sequence[int], only_members: bool) -> None:
-        """Announce that a process group is made, which all ranks must do in the same order.
+        """Announce that a process group is made, which all ranks must do in the same order, as a collective of all.
 
         Args:
             ranks (`Sequence[int]`): the ranks of the new group.
             only_members (`bool`): whether only its ranks must make it.
         """
+        world = dist.group.WORLD
+        name = f"of ranks {list(ranks)}" if only_members or world is None else world.group_name
         members = tuple(ranks) if only_members else tuple(range(dist.get_world_size()))
-        name = f"groups of {list(ranks)}" if only_members else "making of groups"
         self._announce(name, members, NEW_GROUP, how=f"ranks {list(ranks)}")
 
     def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
