@@ -113,23 +113,25 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
     """Differences of loss, gradient norm and evaluation loss between `family` on `tp` x `pp` x `cp` x data parallel
     ranks, of which `ep` share experts, and the unsplit model; and the shapes of all tensors of the step.
 
+    With `gradients` the largest difference of an element of any gradient is computed too.
     With `one_choice` the router of every layer chooses the first experts for all tokens.
     """
     world = dist.get_world_size()
     config = small_config(job["family"], **job.get("config", {}))
-    layout = decide_layout(world, tp=job.get("tp", 1), pp=job.get("pp", 1), cp=job.get("cp", 1), ep=job.get("ep"))
+    layout = decide_layout(world, **{axis: job.get(axis) for axis in ("tp", "pp", "cp", "ep", "dp_replicate")})
     plan = StagePlan(schedule=job.get("schedule", "1F1B"), pp=layout.pp)
-    size = (MICRO_BATCHES * layout.dp_shard * 2, job.get("length", LENGTH))
+    shares = layout.data_parallel_size
+    size = (MICRO_BATCHES * shares * 2, job.get("length", LENGTH))
     rows = torch.randint(3, VOCAB, size, generator=torch.Generator().manual_seed(1))
     items = rows[:, 1:].numel()
 
     unsplit = _build(config, job).train()
-    reference = _unsplit_loss(unsplit, rows, items, parts=MICRO_BATCHES * layout.dp_shard)
+    reference = _unsplit_loss(unsplit, rows, items, parts=MICRO_BATCHES * shares)
     reference.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in unsplit.parameters() if p.grad is not None])
 
     def loss_of(view: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        return view(**inputs, num_items_in_batch=items, use_cache=False).loss * layout.dp_shard * layout.cp
+        return view(**inputs, num_items_in_batch=items, use_cache=False).loss * shares * layout.cp
 
     mesh = make_mesh(layout, "cpu")
     model = _build(config, job)
@@ -151,29 +153,44 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         sequence_parts=parallelized.sequence_parts,
     )
     parallel = ParallelModel(parallelized, pipeline).train()
-    local_rows = rows.chunk(layout.dp_shard)[mesh.data_rank]
+    local_rows = rows.chunk(shares)[mesh.data_rank]
     if parallelized.balance is not None:
         parallelized.balance.micro_batches = MICRO_BATCHES
     with nullcontext(Shapes()) if layout.cp > 1 else Shapes() as shapes:
         loss = parallel(micro_batches=MICRO_BATCHES, input_ids=local_rows, labels=local_rows).clone()
     dist.all_reduce(loss)
-    loss /= layout.tp * layout.dp_shard * layout.cp
+    loss /= layout.tp * shares * layout.cp
     gradients.align_gradients(model.parameters())
     gradients.sum_partial_gradients(parallelized.partial_gradients, mesh)
     if parallelized.tied is not None:
         parallelized.tied.sum_gradients()
     duplicate = parallelized.tied.duplicate if parallelized.tied is not None else None
     found = gradients.gradient_norm([p for p in model.parameters() if p is not duplicate], mesh)
+    largest = _largest_difference(model, unsplit) if job.get("gradients") else 0.0
     parallel.eval()
     evaluated = parallel(micro_batches=MICRO_BATCHES, input_ids=local_rows, labels=local_rows).clone()
     dist.all_reduce(evaluated)
-    evaluated /= layout.tp * layout.dp_shard * layout.cp
+    evaluated /= layout.tp * shares * layout.cp
     return {
         "loss": abs(loss.item() - reference.item()),
         "norm": abs(found.item() - norm.item()) / norm.item(),
         "evaluation": abs(evaluated.item() - reference.item()),
+        "gradient": largest,
         "shapes": sorted(shapes.seen),
     }
+
+
+def _largest_difference(model: Any, unsplit: Any) -> float:
+    """The largest difference of an element of the gradients of a parallelized model, on any rank."""
+    whole = dict(unsplit.named_parameters())
+    largest = torch.zeros(())
+    for name, parameter in model.named_parameters():
+        expected = whole[name].grad
+        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        if expected is not None:
+            largest = torch.maximum(largest, (found - expected).abs().max())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
 
 
 def _build(config: Any, job: dict[str, Any]) -> Any:

@@ -186,19 +186,19 @@ def _memory(
 
 
 def _gathered_bytes(parameters: Iterable[nn.Parameter], layout: ParallelLayout, *, bytes_per_weight: int) -> float:
-    shared = [p for p in parameters if _shards(p) > 1]
-    if not shared:
+    if layout.dp_shard * layout.cp == 1:
         return 0.0
-    weights = [_local_size(p) * _shards(p) * bytes_per_weight for p in shared]
+    weights = [_local_size(p) * _shards(p) * bytes_per_weight for p in parameters]
     if layout.pp == 1:
         return max(weights)  # a single stage gathers layer by layer
     # In a pipeline all weights and summed gradients stay gathered until the last micro-batch.
-    gradients = sum(_local_size(p) * _shards(p) * _GRADIENT_BYTES for p in shared if p.requires_grad)
+    gradients = sum(_local_size(p) * _shards(p) * _GRADIENT_BYTES for p in parameters if p.requires_grad)
     return sum(weights) + gradients
 
 
 def _shards(parameter: nn.Parameter) -> int:
-    """Return the number of ranks between which FSDP2 divides what this rank computes with."""
+    """Return the number of ranks between which FSDP2 divides what this rank computes with; experts of a single rank
+    have a copy for the matrix products, and sums of gradients, too."""
     if not isinstance(parameter, DTensor):
         return 1
     axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.device_mesh.shape, strict=True)

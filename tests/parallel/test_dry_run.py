@@ -15,14 +15,14 @@ SIZES = {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads
 
 def simulate(job):
     """The dry run of a world of `ranks`; to be run in a process of its own, which has no other process group."""
-    layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"], cp=job.get("cp"))
+    layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"], cp=job.get("cp"), ep=job.get("ep"))
     plan = StagePlan(pp=layout.pp, schedule=job["schedule"])
     args = TrainingArguments(
         "none", use_cpu=True, report_to="none", bf16=True, gradient_accumulation_steps=8, per_device_train_batch_size=1
     )
     recompute = job.get("recompute", False)
     args.gradient_checkpointing = recompute
-    config = tiny_config(**SIZES)  # one config for all models, as in a recipe
+    config = tiny_config(job.get("family", "llama"), **(SIZES | job.get("model", {})))  # one config for all models
 
     def empty():
         with torch.device("meta"):
@@ -83,3 +83,19 @@ def test_a_dry_run_inside_a_real_world_is_refused(monkeypatch):
     args = TrainingArguments("none", use_cpu=True, report_to="none")
     with pytest.raises(UsageError, match="`dry_run` simulates"):
         dry_run(empty_causal_lm, decide_layout(4), StagePlan(), args, block_size=8)
+
+
+def test_spread_experts_are_counted_once_and_gathered_by_the_ranks_that_share_them():
+    """Sixteen data parallel ranks of a stage gather all experts; with `ep` 4, a quarter of them from four ranks; with
+    `ep` 16 each rank computes with its own, of which it has a copy in bf16 and a sum of gradients."""
+    experts = {"num_experts": 16, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    job = {"ranks": 64, "tp": 1, "pp": 4, "schedule": "1F1B", "family": "qwen3_moe", "model": experts}
+    alone, four, sixteen = in_world(1, simulate, [job | {"ep": ep} for ep in (1, 4, 16)])
+    of_a_layer = 16 * 3 * 32 * 32
+    for rank in range(4):
+        layers = sum(1 + int(last) - int(first) for first, last in [alone[rank]["layers"].split("-")])
+        assert alone[rank]["parameters"] == four[rank]["parameters"] == sixteen[rank]["parameters"]
+        assert four[rank]["states"] == pytest.approx(alone[rank]["states"])
+        for spread, share in ((four, 1 / 4), (sixteen, 1 / 16)):
+            saved = (alone[rank]["gathered"] - spread[rank]["gathered"]) * 2**30
+            assert saved == pytest.approx((2 + 4) * layers * of_a_layer * (1 - share))

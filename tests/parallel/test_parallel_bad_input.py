@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
-from transformers import LlamaConfig, OPTConfig
+from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 RECIPE = REPOSITORY / "recipes" / "tp_pp" / "train.py"
 TINY = {
@@ -24,6 +24,7 @@ TINY = {
 QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
 LLAMA, OPT = LlamaConfig(**TINY), OPTConfig(vocab_size=96, hidden_size=32, num_attention_heads=4, num_hidden_layers=4)
 EVEN = LlamaConfig(**(TINY | {"vocab_size": 96}))
+EXPERTS = Qwen3MoeConfig(**TINY | {"vocab_size": 96, "num_experts": 4, "moe_intermediate_size": 16})
 CASES = {
     "world": (EVEN, "--tp_size 2 --pp_size 3", "set --pp_size 2, or start 6"),
     "replicas": (EVEN, "--dp_shard_size 3", "needs 3 processes, but the world has 8"),
@@ -40,6 +41,9 @@ CASES = {
     "no contexts": (OPT, "--cp_size 2", "--cp_size 2.*opt.*--cp_size 1"),
     "schedule": (EVEN, "--pp_size 2 --pipeline_schedule ZBV --virtual_stages 1", "--virtual_stages is 1: ZBV"),
     "no schedule": (EVEN, "--pipeline_schedule 2F2B", "--pipeline_schedule.*2F2B.*GPipe.*1F1B"),
+    "experts of a stage": (EXPERTS, "--ep_size 3", "ep_size 3 must divide the 8 ranks .*: choose one of 1, 2, 4, 8"),
+    "few experts": (EXPERTS, "--ep_size 8", "ep_size 8 does not divide the model's 4 experts: .* 1, 2, 4"),
+    "no experts": (EVEN, "--ep_size 2", "--ep_size 2.*spreads experts of llama.*leave --ep_size out"),
     "quantised": (
         LlamaConfig(**TINY, **QUANTISED),
         "--pp_size 2 --gradient_accumulation_steps 2",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parallel_families import compare
 from parallel_world import in_world, tiny_config, train
-from test_parallel import FIRST, same, wrong
+from test_parallel import FIRST, same
 from transformers import AutoModelForCausalLM
 
 from hfscale.errors import LayoutError, UnsupportedModelError
@@ -18,6 +18,16 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 QWEN = {"family": "qwen3_moe", "model": EXPERTS}
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")
 TOLERANCE = 1e-5
+
+
+def wrong(names, results):
+    """The results that differ from those of the unsplit model."""
+    limits = {"loss": FIRST, "norm": TOLERANCE, "evaluation": FIRST, "gradient": TOLERANCE}
+    return {
+        name: {key: error[key] for key in limits}
+        for name, error in zip(names, results, strict=True)
+        if any(error[key] > limit for key, limit in limits.items())
+    }
 
 
 def weights_of(folder):
@@ -34,21 +44,26 @@ def check_weights(found, expected):
     assert max((one[name] - other[name]).abs().max().item() for name in one) <= TOLERANCE
 
 
-def test_experts_on_two_ranks_train_as_in_one_process(tmp_path):
-    """Losses, gradient norms before they are clipped, evaluations, and the weights after three steps."""
+def test_experts_on_two_ranks_train_and_resume_as_in_one_process(tmp_path):
+    """Losses, gradient norms before they are clipped, evaluations, and the weights after three steps; the third step
+    again from a checkpoint, with other ranks."""
     alone = QWEN | {"export": str(tmp_path / "one")}
-    spread = QWEN | {"parallel": {"ep_size": 2}, "export": str(tmp_path / "two")}
-    shared = QWEN | {"parallel": {"tp_size": 2, "ep_size": 2}, "empty": True, "export": str(tmp_path / "shared")}
+    saving = {"args": {"save_strategy": "steps", "save_steps": 2}, "output_dir": str(tmp_path / "run")}
+    spread = QWEN | saving | {"parallel": {"ep_size": 2}, "empty": True, "export": str(tmp_path / "spread")}
+    resumed = QWEN | {"parallel": {"tp_size": 2, "ep_size": 2}, "resume": str(tmp_path / "run" / "checkpoint-2")}
+    resumed |= {"output_dir": str(tmp_path / "other"), "export": str(tmp_path / "resumed")}
     (expected,) = in_world(1, train, [alone])
     assert max(expected["grad_norm"]) > 1, "nothing is clipped"
-    for job, found in zip((spread, shared), in_world(2, train, [spread, shared]), strict=True):
-        same(found, expected, first=FIRST, later=TOLERANCE)
-        check_weights(job["export"], tmp_path / "one")
+    found, rest = in_world(2, train, [spread, resumed])
+    same(found, expected, first=FIRST, later=TOLERANCE)
+    same(rest, {key: expected[key][-1:] for key in ("loss", "grad_norm", "eval_loss")}, first=TOLERANCE)
+    for folder in ("spread", "resumed"):
+        check_weights(tmp_path / folder, tmp_path / "one")
 
 
 def test_families_with_and_without_tokens_for_every_rank():
-    jobs = {family: {"family": family, "ep": 2} for family in FAMILIES}
-    jobs["one choice"] = {"family": "qwen3_moe", "ep": 2, "one_choice": True}
+    jobs = {family: {"family": family, "ep": 2, "gradients": True} for family in FAMILIES}
+    jobs["one choice"] = {"family": "qwen3_moe", "ep": 2, "one_choice": True, "gradients": True}
     assert wrong(jobs, in_world(2, compare, list(jobs.values()))) == {}
 
 
