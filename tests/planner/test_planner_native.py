@@ -37,6 +37,19 @@ SHARED = {
     "topk_group": 1,
 }
 LATENT = {"q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+GATED = {
+    **GROUPED,
+    **ROUTED,
+    "num_experts": 16,
+    "shared_expert_intermediate_size": 192,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+LINEAR = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 MODELS = {
     "qwen3_moe": {**GROUPED, **ROUTED, "num_experts": 16, "norm_topk_prob": True},
     "mixtral": {**GROUPED, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 192},
@@ -48,6 +61,21 @@ MODELS = {
         "sliding_window": 128,
     },
     "glm4_moe": {**GROUPED, **SHARED, "first_k_dense_replace": 1},
+    "qwen3_next": {**GATED, **LINEAR, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3_5_moe_text": {**GATED, **LINEAR},
+    "nemotron_h": {
+        **GROUPED,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 384,
+        "moe_shared_expert_intermediate_size": 384,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "chunk_size": 64,
+    },
     "deepseek_v3": {**COMMON, **SHARED, **LATENT, "num_key_value_heads": 8, "first_k_dense_replace": 1},
 }
 
@@ -159,6 +187,14 @@ def planned_bytes(config, sizes, kind, imbalance):
         pytest.param("gpt_oss", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none",), marks=pytest.mark.faults),
         pytest.param("glm4_moe", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none", "full"), marks=pytest.mark.faults),
         pytest.param("deepseek_v3", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none", "full"), marks=pytest.mark.faults),
+        *(
+            pytest.param(family, {"fsdp_size": 2, "ep_size": 2}, 1.0, kinds, marks=pytest.mark.faults)
+            for family, kinds in (
+                ("qwen3_next", ("none", "full")),
+                ("qwen3_5_moe_text", ("none", "full")),
+                ("nemotron_h", ("none",)),
+            )
+        ),
     ],
 )
 def test_the_peak_equals_that_counted_by_torch(tmp_path, family, sizes, favoured, kinds):
