@@ -1,5 +1,6 @@
 """Names of torch that have no public path and that several packages use; `hfscale.core` says why."""
 
+from torch import _C
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -7,3 +8,4 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torc
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 StridedShard = _StridedShard
+torch_bindings = _C

@@ -24,10 +24,9 @@ from functools import cache
 from types import FrameType
 from typing import Any
 
-from torch._C import _distributed_c10d
-
 from hfscale.core.activity import activity_of
 from hfscale.core.findings import Finding, name_ranks, rank_error
+from hfscale.core.torch_internals import torch_bindings
 
 _LISTED_RANKS = 512
 """Size of a group up to which a snapshot lists its ranks one by one."""
@@ -156,7 +155,7 @@ def _position(name: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) 
 
 def _dumps() -> list[str]:
     """Return the JSON of gloo's recorder, and of NCCL's where torch is built with it."""
-    recorders: Any = _distributed_c10d  # its annotations do not list all of its functions
+    recorders: Any = torch_bindings._distributed_c10d  # its annotations do not list all of its functions
     found = [recorders._dump_fr_trace_json(True, False)]
     if hasattr(recorders, "_dump_nccl_trace_json"):
         found.append(recorders._dump_nccl_trace_json(True, False))

@@ -34,7 +34,7 @@ def write_model_card(trainer: "Trainer", folder: Path) -> None:
     card.text = f"{before.rstrip()}\n\n{_section(trainer, folder)}\n{after.lstrip()}".lstrip()
     data = cast(ModelCardData, card.data)
     data.library_name = data.library_name or "transformers"
-    base = getattr(model_of(trainer).config, "_name_or_path", "")
+    base = getattr(model_of(trainer).config, "name_or_path", "")
     if base and not Path(base).exists():  # a folder of this machine says nothing to others
         data.base_model = data.base_model or base
     data.tags = sorted({*(data.tags or []), "hfscale"})

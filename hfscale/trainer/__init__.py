@@ -60,7 +60,7 @@ Replaced until the end of the training
   `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,
   TestUlyssesLoader.
 - `TrainingArguments.__post_init__`, `Trainer.__init__`, `Trainer._get_train_sampler`, and `__init__` of Accelerate's
-  states, `_shared_state` of the first, in the processes that `hfscale check` starts. By: short_run.py. Reason: any
+  states, in the processes that `hfscale check` starts. By: short_run.py. Reason: any
   script is to train for a few steps on CPUs, without a change to it. Test: test_collectives_check.py.
 
 Read, called, or set once

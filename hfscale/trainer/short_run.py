@@ -35,12 +35,13 @@ def use_cpu(state: Any) -> None:
     @functools.wraps(init_state)
     def full(self: Any, *arguments: Any, **options: Any) -> None:
         state.PartialState()
-        shared = state.PartialState._shared_state
         wanted = os.environ.get("ACCELERATE_USE_FSDP", "false") == "true" or any(
             options.get(name) is not None for name in ("fsdp_plugin", "parallelism_config")
         )
-        if wanted and shared["distributed_type"] == state.DistributedType.MULTI_CPU:
-            shared["distributed_type"] = state.DistributedType.MULTI_GPU
+        if wanted:
+            from hfscale.trainer.strategy import let_fsdp_run_on_cpu  # it loads transformers
+
+            let_fsdp_run_on_cpu()
         init_state(self, *arguments, **options)
 
     state.PartialState.__init__ = partial

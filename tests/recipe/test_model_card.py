@@ -80,10 +80,10 @@ def test_the_card_of_a_model_has_its_run_and_its_checksums_once(tmp_path, traine
 
 
 def test_a_new_card_names_the_base_model_of_the_hub_and_no_folder_of_this_machine(tmp_path, trainer):
-    trainer.model.config._name_or_path = str(tmp_path)
+    trainer.model.config.name_or_path = str(tmp_path)
     write_model_card(trainer, tmp_path / "out")
     assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model is None
-    trainer.model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M"
+    trainer.model.config.name_or_path = "HuggingFaceTB/SmolLM2-135M"
     write_model_card(trainer, tmp_path / "out")
     assert ModelCard.load(tmp_path / "out" / "README.md").data.base_model == "HuggingFaceTB/SmolLM2-135M"
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()

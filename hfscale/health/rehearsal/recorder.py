@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfscale.core.torch_internals import torch_bindings
 from hfscale.health.rehearsal.entries import NEW_GROUP, Entry
 
 _SKIPPED = ("check_for_nan", "recv_any_source_")
@@ -84,7 +85,7 @@ class Recorder:
     def install(self) -> None:
         """Record from now on: all operators of torch's process groups, and the error with which this process ends."""
         library = torch.library.Library("c10d", "IMPL")
-        for full_name in sorted(torch._C._dispatch_get_all_op_names()):
+        for full_name in sorted(torch_bindings._dispatch_get_all_op_names()):
             name = full_name.removeprefix("c10d::")
             if name != full_name and name not in _SKIPPED:
                 operator = getattr(torch.ops.c10d, name).default
@@ -123,7 +124,7 @@ class Recorder:
         self._announce(name, members, NEW_GROUP, how=f"ranks {list(ranks)}")
 
     def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
-        below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+        below = torch_bindings._dispatch_keyset_full_after(torch_bindings.DispatchKey.BackendSelect)
         positions = {argument.name: index for index, argument in enumerate(operator._schema.arguments)}
 
         def kernel(keyset: Any, *arguments: Any) -> Any:
