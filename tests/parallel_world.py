@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
+from hfscale.optim.muon import Muon
 from hfscale.parallel.weights import build_model
 from hfscale.trainer.strategy import let_fsdp_run_on_cpu
 
@@ -164,7 +165,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train a tiny model for a few steps.
 
     Keys of `job`: `family`, `model` (overrides of its config), `parallel` (absent: the stock Trainer), `data`, `args`,
-    `empty` (start on the meta device), `lora`, `resume`, `export` and others below.
+    `empty` (start on the meta device), `lora`, `muon`, `resume`, `export` and others below.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = job.get("parallel")
@@ -209,6 +210,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     else:
         sizes = ParallelArguments(**parallel)
         trainer = ParallelTrainer(**common, parallel=sizes, weights_from=job.get("weights_from"))
+    if job.get("muon"):
+        options = {"module": model, "lr": args.learning_rate, "dtype": torch.float32}
+        trainer.optimizer_cls_and_kwargs = (Muon, options)
     trainer.train(resume_from_checkpoint=job.get("resume"))
     if job.get("export"):
         trainer.save_model(job["export"])
