@@ -96,7 +96,11 @@ def _log_to_standard_error() -> None:
     loggers = [logging.root, *(logging.getLogger(name) for name in logging.root.manager.loggerDict)]
     for handler in {handler for logger in loggers for handler in logger.handlers}:
         is_console = isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler)
-        if is_console and handler.stream is not None:
+        if not is_console or handler.stream is None:
+            continue
+        if getattr(handler.stream, "closed", False):  # it was that of a test that has ended
+            handler.stream = sys.stderr
+        else:
             handler.setStream(sys.stderr)
 
 
