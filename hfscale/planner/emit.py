@@ -333,6 +333,7 @@ def stage_flags(job: Job) -> dict[str, Any]:
         "tp_size": layout.tp,
         "pp_size": layout.pp,
         **({"cp_size": layout.cp} if layout.cp > 1 else {}),
+        **({"ep_size": job.expert_parallel} if job.expert_parallel > 1 else {}),
         "dp_replicate_size": layout.dp_replicate,
         "dp_shard_size": layout.dp_shard,
         "pipeline_schedule": job.schedule_name,

@@ -244,7 +244,7 @@ class Job(LayoutOptions):
                 "use 1"
             )
         if self.stack == "hf" and self.expert_parallel > 1:
-            self._check_native()
+            self._check_spread_experts()
         if self.overlapped_experts and not can_overlap_experts(self):
             raise LayoutError(
                 f"{spelled('overlapped_experts')} needs {spelled('stack')} megatron, {spelled('expert_parallel')} "
@@ -253,10 +253,10 @@ class Job(LayoutOptions):
                 f"{spelled('virtual_stages')} above 1: set these, or leave it out"
             )
 
-    def _check_native(self) -> None:
+    def _check_spread_experts(self) -> None:
         asked = Combination(
             planned=True,
-            engine="trainer",
+            engine="parallel_trainer" if self.layout.pp > 1 else "trainer",
             trl=self.task != "text",
             task=self.task,
             expert_parallel=self.expert_parallel,

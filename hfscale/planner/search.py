@@ -570,11 +570,18 @@ def _expert_groups(job: Job) -> list[int]:
     """Numbers of ranks that may share the experts of a layer, the fewest first.
 
     Under transformers' expert parallelism there are at least two: without it other software shards the model, which
-    is a run of its own.
+    is a run of its own. `ParallelTrainer` may spread them over a node, and as far as possible.
     """
     if job.is_native:
         return _native_groups(job.shape, job.layout)
-    if job.shape.moe is None or job.stack == "hf":
+    if job.stack == "hf":
+        shared = replace(job, expert_parallel=2)
+        groups = _native_groups(job.shape, job.layout)
+        if job.layout.pp == 1 or not groups or why_not(shared, "expert_parallel") is not None:
+            return [1]
+        in_a_node = [size for size in groups if size <= job.gpus_per_node]
+        return sorted({1, groups[-1], *in_a_node[-1:]})
+    if job.shape.moe is None:
         return [1]
     ranks = job.data_parallel * job.layout.cp
     return [size for size in (1, 8, 64) if job.shape.moe.experts % size == 0 and ranks % size == 0]

@@ -273,7 +273,8 @@ class TestOfTransformers:
             ({"expert_parallel": 3}, LayoutError, "does not divide 128 experts"),
             ({"expert_parallel": 32}, LayoutError, "does not divide the 16 ranks that share one replica .*: use 16"),
             ({"dp_replicate": 16, "dp_shard": 1, "zero": 1}, LayoutError, "expert_parallel 8 with zero 1"),
-            ({"dp_shard": 8, "tp": 2}, LayoutError, "with tensor, pipeline or context parallelism"),
+            ({"dp_shard": 8, "tp": 2}, LayoutError, "with tensor or context parallelism"),
+            ({"dp_shard": 8, "tp": 2, "pp": 2}, LayoutError, "planned on data-parallel ranks alone"),
             ({"offload": "full"}, UsageError, "offload is planned with DeepSpeed"),
             ({"method": "qlora"}, UsageError, "4-bit experts"),
             (
@@ -382,6 +383,25 @@ class TestSearch:
         launcher = yaml.safe_load((tmp_path / "accelerate.yaml").read_text())
         assert launcher["distributed_type"] == "MULTI_GPU"
         assert "parallelism_config" not in launcher
+
+    def test_it_is_planned_and_emitted_with_a_pipeline(self, tmp_path):
+        """Experts that each rank of a stage would gather, and keep for a step, are spread over a node's ranks."""
+        found = plan("qwen3-235b-a22b", gpu="H100-80GB", gpus=128, global_batch=512, top=1000)
+        staged = [(n, c.estimate) for n, c in enumerate(found.choices, 1) if c.estimate.job.layout.pp > 1]
+        number, best = next((n, e) for n, e in staged if e.job.expert_parallel > 1)
+        assert best.time.total == min(e.time.total for _, e in staged)
+        best.job.check()
+        alone = estimate_job(replace(best.job, expert_parallel=1))
+        assert alone.memory.total > best.memory.total
+        assert found.choices[number - 1].to_dict()["recipe"] == "recipes/tp_pp/train.py"
+        emit(found, tmp_path, number=number)
+        flags = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+        sizes = ("pp_size", "dp_shard_size", "ep_size")
+        assert [flags[size] for size in sizes] == [
+            best.job.layout.pp,
+            best.job.layout.dp_shard,
+            best.job.expert_parallel,
+        ]
 
     @pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.experts is not None])
     def test_transformers_has_a_plan_for_every_family_of_experts(self, family):
