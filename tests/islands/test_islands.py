@@ -432,10 +432,11 @@ def test_a_rendezvous_that_is_killed_is_started_again_and_the_islands_end_equal(
         if island == 0:
             start = client_module.start_rendezvous
             client_module.start_rendezvous = lambda address: (start(address), killer.is_back())
-            other = killer = KillsRendezvous(5, tmp_path / "back")
+            killer = KillsRendezvous(5, tmp_path / "back")
+            others = [WaitsFor(5, tmp_path / "both have round 4"), killer]
         else:
-            other = WaitsFor(7, tmp_path / "back")
-        trained(tmp_path / str(island), DiLoCoCallback(**flags), other, max_steps=12, logging_steps=1)
+            others = [Touches(4, tmp_path / "both have round 4"), WaitsFor(7, tmp_path / "back")]
+        trained(tmp_path / str(island), DiLoCoCallback(**flags), *others, max_steps=12, logging_steps=1)
 
     codes, logs = run_islands(tmp_path, train)
     assert codes == [0, 0], "\n".join(logs)
@@ -467,6 +468,19 @@ class KillsRendezvous(TrainerCallback):
     def is_back(self):
         """Write the file if it was killed before."""
         if self.has_killed:
+            self.flag.touch()
+
+
+class Touches(TrainerCallback):
+    """Writes a file when a step begins, for `WaitsFor`."""
+
+    def __init__(self, step, flag):
+        self.step = step
+        self.flag = flag
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Write it."""
+        if state.global_step == self.step:
             self.flag.touch()
 
 

@@ -850,7 +850,7 @@ def test_every_import_of_a_recipe_is_installed_by_the_launch_files(script):
 
 @pytest.mark.parametrize(
     ("extras", "recipe", "missing"),
-    [(("wandb", "gpu"), "sharded", {"datasets"}), (("recipes", "wandb", "gpu"), "sft", {"trl"})],
+    [(("wandb", "gpu"), "sharded", {"datasets", "pyarrow"}), (("recipes", "wandb", "gpu"), "sft", {"trl"})],
     ids=["without datasets", "without trl"],
 )
 def test_a_package_that_no_extra_installs_is_found(extras, recipe, missing):
