@@ -44,7 +44,7 @@ def at(*phases, error=None):
 
 @pytest.mark.world(2)
 def test_a_rank_that_gloo_cannot_connect_is_named_with_the_variable():
-    for result in run(2, "interface", 1, 20).results.values():
+    for result in run(2, "interface", 1, 120).results.values():  # it ends as soon as the rank is known
         ((ranks, _, check, message),) = result["errors"]
         assert (ranks, check) == ((1,), "gloo")
         assert "nowhere9" in message
