@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from hfscale.core.best_effort import best_effort
 from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME
-from hfscale.errors import UsageError
+from hfscale.errors import HfScaleError, UsageError
 from hfscale.metrics.progress import use_compact_progress
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.compilation import compile_layers
@@ -22,7 +23,7 @@ from hfscale.recipe.entrypoint import end_if_preempted
 from hfscale.recipe.export import MERGED, save_final_model
 from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.layout import finish_on_cpu
-from hfscale.recipe.model_card import write_model_card
+from hfscale.recipe.model_card import CARD_NAME, write_model_card
 from hfscale.recipe.optimizer import use_muon
 from hfscale.recipe.resume import is_finished
 from hfscale.recipe.router_bias import balance_by_bias
@@ -96,10 +97,10 @@ def finish_run(trainer: "Trainer", metrics: dict[str, float], *, merge_adapters:
     """
     save_final_model(trainer, merge_adapters=merge_adapters)
     trainer.save_metrics("all", metrics, combined=False)
-    if trainer.args.should_save:
+    if trainer.is_world_process_zero():
         folder = output_folder(trainer.args)
-        for written in (folder, folder / MERGED) if merge_adapters else (folder,):
-            if written.is_dir():
+        for written in filter(Path.is_dir, (folder, folder / MERGED) if merge_adapters else (folder,)):
+            with best_effort("writing the model card", written / CARD_NAME, (OSError, ValueError, HfScaleError)):
                 write_model_card(trainer, written)
     _print_summary(trainer, _scaling_callback(trainer), metrics)
 

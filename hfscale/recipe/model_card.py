@@ -4,17 +4,19 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from hfscale import __version__
 from hfscale.core.durable_files import write_atomically
+from hfscale.errors import DataError
 from hfscale.metrics.report.card import card_facts
 from hfscale.trainer.state import model_of, output_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-NAME = "README.md"
+CARD_NAME = "README.md"
 _BEGIN = "<!-- hfscale: begin -->"
 _END = "<!-- hfscale: end -->"
 _BLOCK_BYTES = 2**24
@@ -26,9 +28,17 @@ def write_model_card(trainer: "Trainer", folder: Path) -> None:
     Args:
         trainer (`Trainer`): the trainer of the completed run.
         folder (`Path`): the folder of the exported model; its `.safetensors` files are read for their checksums.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        DataError, ValueError: the card that is there has metadata that is not YAML, or not that of a card.
+        UsageError: the run has left no measurements.
     """
-    path = folder / NAME
-    card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n")
+    path = folder / CARD_NAME
+    try:
+        card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n")
+    except yaml.YAMLError as error:
+        raise DataError(f"the metadata of {path} is not YAML: {' '.join(str(error).split())}") from None
     before, _, rest = card.text.partition(_BEGIN)
     after = rest.partition(_END)[2]
     card.text = f"{before.rstrip()}\n\n{_section(trainer, folder)}\n{after.lstrip()}".lstrip()

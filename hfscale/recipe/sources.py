@@ -13,7 +13,7 @@ from datasets import Dataset, IterableDataset
 
 from hfscale.core import disk_errors
 from hfscale.core.logging import get_logger
-from hfscale.errors import DataError, HealthError, HfScaleError, StorageError
+from hfscale.errors import DataError, HealthError, HfScaleError, StorageError, UsageError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import SourceArguments
 from hfscale.recipe.cache import load_by_content
@@ -133,6 +133,11 @@ def _load_dataset(args: SourceArguments) -> Splits:
 
     folder = Path(args.dataset_name or "")
     if folder.is_dir() and (files := token_files(folder)):
+        if args.dataset_config_name or args.dataset_train_split != "train":
+            raise UsageError(
+                f"{source_name(args, 'train')} has token files, which have no configuration and one split: leave out "
+                "--dataset_config_name and --dataset_train_split"
+            )
         return {"train": load_token_files(files, streaming=args.streaming, source=source_name(args, "train"))}
     with errors_name_source(args, "train"):
         if folder.is_dir() and not args.streaming:

@@ -8,7 +8,7 @@ from typing import Any
 from hfscale.errors import UsageError
 from hfscale.why.curves import Curves, compare_curves
 from hfscale.why.difference import Answer, Difference, Earlier
-from hfscale.why.run_folder import RunFolder, read_run
+from hfscale.why.run_folder import RunFolder, elements_on_cpu, read_run
 from hfscale.why.settings import cause_of, has_same_arithmetic, lowest_of_both, settings_differences
 from hfscale.why.trace_files import read_trace
 from hfscale.why.traces import TraceDifference, compare_exactly, compare_within_rounding
@@ -100,7 +100,8 @@ def _compare_traces(a: RunFolder, b: RunFolder, *, exact: bool) -> TraceDifferen
         if exact and len(traces[0]) == len(traces[1]):
             last = compare_exactly(step, *traces)
         else:
-            last = compare_within_rounding(step, *traces, dtype=lowest_of_both(a, b))
+            elements = elements_on_cpu(a, b)
+            last = compare_within_rounding(step, *traces, dtype=lowest_of_both(a, b), elements_on_cpu=elements)
         if last.difference.is_one:
             return last
     return last

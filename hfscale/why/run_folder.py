@@ -217,3 +217,15 @@ def _manifests(path: Path) -> dict[int, Manifest]:
             except CheckpointError:
                 continue
     return found
+
+
+def elements_on_cpu(a: RunFolder, b: RunFolder) -> int:
+    """Return the largest number of parameters of a run on a CPU; 0 if none is on a CPU, or none has recorded it.
+
+    Args:
+        a (`RunFolder`): the first run.
+        b (`RunFolder`): the second run.
+    """
+    on_cpu = [run for run in (a, b) if run.part("numerics").get("device") == "cpu"]
+    counts = [run.part("model").get("elements") for run in on_cpu]
+    return max((sum(one.values()) for one in counts if isinstance(one, Mapping)), default=0)

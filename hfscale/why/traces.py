@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfscale.why.difference import Difference, Earlier
-from hfscale.why.tolerance import relative_difference, relative_tolerance
+from hfscale.why.tolerance import norm_tolerance, relative_difference, relative_tolerance
 from hfscale.why.trace_files import Event, RankTrace
 
 _KIND_OF_PHASE = {
@@ -26,6 +26,8 @@ _KIND_OF_PHASE = {
 _ORDER = {phase: number for number, phase in enumerate(_KIND_OF_PHASE)} | {"backward": 7, "local_gradient": 7}
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential_", "multinomial")
 """Parts of the names of operations that draw random numbers."""
+_AFTER_NORM = ("clipping", "optimizer", "updated")
+_OF_INPUT = "gradient of input"
 _ATTENTION = "scaled_dot_product"
 _MODULUS = 2**64
 
@@ -276,20 +278,23 @@ class _Total:
 
 
 def compare_within_rounding(
-    step: int, a: Sequence[RankTrace], b: Sequence[RankTrace], *, dtype: str
+    step: int, a: Sequence[RankTrace], b: Sequence[RankTrace], *, dtype: str, elements_on_cpu: int = 0
 ) -> TraceDifference:
     """Compare the traces of one step of two runs of different layouts on norms and sums over all ranks.
 
     Values that several ranks hold are recognised by their number of elements. Those that the runs do not have in a
-    comparable size, such as activations with other padding, are skipped and counted.
+    comparable size, such as activations with other padding, are skipped and counted. So are gradients of inputs: of a
+    tensor that several modules use, FSDP2 has one for each use, and other layouts have their sum.
 
     Args:
         step (`int`): the step.
         a (`Sequence[RankTrace]`): the traces of all ranks of the first run.
         b (`Sequence[RankTrace]`): those of the second.
         dtype (`str`): the format of the lowest precision in which the runs compute.
+        elements_on_cpu (`int`): parameters of the model, if a run was on a CPU (`norm_tolerance`).
     """
     first, second = _totals(a), _totals(b)
+    of_norm = norm_tolerance(elements_on_cpu)
     scales = [_data_parallel(a), _data_parallel(b)]
     ranks = max(len(a), len(b))
     before = [one for one in _settings(a[:1], b[:1]) if isinstance(one.a, float) or isinstance(one.b, float)]
@@ -298,10 +303,10 @@ def compare_within_rounding(
         first.items(), key=lambda item: _ORDER[item[0][0]]
     ):  # the loss is recorded after the backward
         y = second.get(key)
-        if y is None or (not x.elements and not x.text):
-            skipped += y is None
-            continue
         phase, _, value_name = key
+        if y is None or value_name.startswith(_OF_INPUT) or (not x.elements and not x.text):
+            skipped += y is None or value_name.startswith(_OF_INPUT)
+            continue
         if phase == "batch":
             if value_name.startswith("rows"):
                 compared += 1
@@ -322,6 +327,8 @@ def compare_within_rounding(
             squares, sums = [0.0, 0.0], [x.sum / x.elements * _micros(a), y.sum / y.elements * _micros(b)]
         chained = phase not in ("forward", "loss") or step > 1  # later weights carry the error of gradients
         limit = relative_tolerance(dtype, ranks=ranks, steps=step, chained=chained)
+        if phase in _AFTER_NORM or step > 1:  # clipping has multiplied all gradients by the norm's error
+            limit = max(limit, of_norm)
         norms = [square**0.5 for square in squares]
         if relative_difference(*norms) > limit or _sums_differ(sums, max(norms), x.elements, limit):
             rank = _odd_rank(x, y, limit) if copies > 1 else None

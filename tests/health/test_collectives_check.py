@@ -133,7 +133,26 @@ def test_what_depends_on_the_batch_of_a_rank_is_found(check, layout, case):
 
 @pytest.mark.recipes
 @pytest.mark.world(2)
-@pytest.mark.parametrize(("layout", "case"), [("fsdp2", "text-only")])
+def test_ddp_itself_names_a_parameter_that_a_batch_does_not_use(check):
+    report = check(*accelerate("ddp", SCRIPTS / "layouts_script.py", "--case", "unused"), code=1)
+    assert report["difference"] is None  # it ends on all ranks, and none waits for another
+    assert "parameters that were not used in producing loss" in report["failure"]
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("layout", "recipe"), [("ddp", "ddp"), ("fsdp2", "sharded")])
+def test_a_recipe_passes(check, layout, recipe):
+    script = REPOSITORY / "recipes" / recipe / "train.py"
+    report = check(*accelerate(layout, script, "--max_steps", "6", "--report_to", "none"), code=0)
+    keep(layout, f"recipes/{recipe}", report)
+    assert report["events"]["step"] == 6
+    assert {"evaluation", "save", "end of data"} <= report["events"].keys()
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("layout", "case"), [("fsdp2", "text-only"), ("ddp", "unused")])
 def test_scripts_that_do_what_the_threads_recommend_pass(check, layout, case):
     script = SCRIPTS / "layouts_script.py"
     report = check(*accelerate(layout, script, "--case", case, "--fixed"), code=0)
@@ -165,7 +184,9 @@ def parity(capsys, tmp_path, monkeypatch):
 
     def run(*command, code):
         found = main(["check", "--parity", "--json", "--steps", "3", "--", *map(str, command)])
-        report = json.loads(capsys.readouterr().out)
+        printed = capsys.readouterr()
+        assert printed.out, printed.err
+        report = json.loads(printed.out)
         assert found == code, report
         return report
 
@@ -174,9 +195,21 @@ def parity(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.recipes
 @pytest.mark.world(2)
-@pytest.mark.parametrize("layout", ["ddp"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero3"])
 def test_a_layout_computes_what_one_process_computes(parity, layout):
-    report = parity(*accelerate(layout, SCRIPTS / "trainer_script.py"), code=0)
+    """With the config as it is shipped, whose bf16 one process does not have."""
+    config = REPOSITORY / "accelerate_configs" / f"{layout}.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--config_file", config]
+    report = parity(*launcher, SCRIPTS / "layouts_script.py", code=0)
     assert report["ok"] is True
     assert [step["step"] for step in report["steps"]] == [1, 2, 3]
     assert all({"loss", "grad_norm"} <= step["asked"].keys() & step["one"].keys() for step in report["steps"])
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+def test_the_first_module_that_computes_something_else_is_named(parity):
+    report = parity(*accelerate("fsdp2", SCRIPTS / "layouts_script.py", "--case", "scaled"), code=1)
+    assert [step["differs"] for step in report["steps"]] == [True] * 3
+    found = report["first_difference"]
+    assert (found["step"], found["kind"], found["module"]) == (1, "forward", "layer")

@@ -1,11 +1,14 @@
 """What counts as a collective that cannot match, from the entries of the ranks in any order of arrival."""
 
 import itertools
+import json
+import socket
 
 import pytest
 
 from hfscale.health.rehearsal.comparison import Comparison
 from hfscale.health.rehearsal.entries import Entry
+from hfscale.health.rehearsal.launch import Listener
 
 
 def entry(name="allreduce", *sizes, group="world", ranks=(0, 1), **fields):
@@ -104,3 +107,22 @@ def test_nothing_is_reported_as_waiting_while_all_have_entered_the_same():
     for rank in (0, 1):
         comparison.add(rank, entry())
     assert comparison.waiting() is None
+
+
+def test_what_ranks_have_said_is_read_also_when_the_command_has_ended(tmp_path):
+    """The end of the command and the messages of its ranks arrive on different sockets, in any order."""
+    ended, tell = socket.socketpair()
+    hello = {"kind": "hello", "pid": 0, "argv": [], "world_size": 2}
+    entered = {"kind": "entry", "entry": entry("all_reduce").to_dict()}
+    with socket.socket(socket.AF_UNIX) as server, ended, tell:
+        server.bind(str(tmp_path / "ranks"))
+        server.listen()
+        tell.send(b"x")
+        for rank, messages in enumerate(([hello, entered], [hello])):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(str(tmp_path / "ranks"))
+                connection.sendall(b"".join(json.dumps({**one, "rank": rank}).encode() + b"\n" for one in messages))
+        listener = Listener(server, ended, 60.0)
+        listener.run()
+    assert listener.world_size == 2
+    assert listener.difference.kind == "missing"

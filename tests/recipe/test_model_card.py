@@ -7,8 +7,9 @@ import pytest
 from huggingface_hub import ModelCard
 from tiny import tiny_trainer
 
-from hfscale import ScalingMetricsCallback
+from hfscale import ScalingCallback, ScalingMetricsCallback
 from hfscale.metrics.report.card import card_facts
+from hfscale.recipe.finish import finish_run
 from hfscale.recipe.model_card import write_model_card
 
 BEGIN = 1_790_000_000.0
@@ -100,3 +101,13 @@ def test_text_of_the_run_stays_in_its_cell(tmp_path, trainer):
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| hardware | x \\| &lt;script>alert(1)&lt;/script> # Title ' |" in text
     assert "<script>" not in text
+
+
+def test_a_card_that_cannot_be_written_does_not_end_a_completed_run(tmp_path, log):
+    trainer = tiny_trainer(tmp_path, ScalingCallback(), max_steps=2, logging_steps=1)
+    trainer.train()
+    (tmp_path / "README.md").write_text("---\n[not: yaml\n---\n# Mine\n")
+    finish_run(trainer, {"train_loss": 1.0})
+    assert (tmp_path / "README.md").read_text().endswith("# Mine\n")
+    assert "writing the model card failed" in log.text
+    assert (tmp_path / "all_results.json").is_file()

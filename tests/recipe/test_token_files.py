@@ -216,6 +216,12 @@ class TestBadInput:
         with pytest.raises(DataError, match=r"0\.ds: ours, 2 bytes, 1\.ds: another, 2 bytes"):
             load(tokenizer, dataset_name=str(tmp_path / "tokens"))
 
+    def test_a_configuration_or_split_of_a_folder(self, tmp_path, tokenizer):
+        write_tokens(tmp_path / "tokens", DOCUMENTS)
+        for flags in ({"dataset_config_name": "a"}, {"dataset_train_split": "test"}):
+            with pytest.raises(UsageError, match="leave out --dataset_config_name and --dataset_train_split"):
+                load(tokenizer, dataset_name=str(tmp_path / "tokens"), **flags)
+
     def test_flags_for_conversations(self, tmp_path, tokenizer):
         path = write_tokens(tmp_path, DOCUMENTS)
         with pytest.raises(UsageError, match=r"is for conversations, and .* has tokens"):

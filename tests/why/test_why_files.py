@@ -1,6 +1,7 @@
 """`hfscale why` from the files that every run writes: what it names, what it leaves alone, what it refuses."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hfscale import ScalingCallback
 from hfscale.cli import main
 from hfscale.errors import UsageError
 from hfscale.why.answer import compare_runs
+from hfscale.why.tolerance import norm_tolerance
 
 
 def train(folder, *callbacks, model=None, dataset=None, resume=None, **arguments):
@@ -168,3 +170,30 @@ def test_bad_input_is_one_line(plain, tmp_path, capsys):
     short = train(tmp_path / "out", max_steps=2, logging_steps=5)
     with pytest.raises(UsageError, match="no logged or traced step in common"):
         compare_runs(plain, short)
+
+
+@pytest.mark.parametrize("elements", [2**16, 2**20, 2**22])
+def test_the_error_of_a_norm_on_a_cpu_is_within_its_tolerance(elements):
+    numbers = torch.randn(elements, generator=torch.Generator().manual_seed(0))
+    exact = numbers.double().norm().item()
+    assert abs(torch.linalg.vector_norm(numbers).item() - exact) / exact <= norm_tolerance(elements)
+    assert norm_tolerance(elements) <= 1e-3
+
+
+def test_a_gradient_norm_may_differ_by_the_error_of_a_norm_on_a_cpu(plain, tmp_path):
+    """Of a small model it may not: its tolerance is that of sums."""
+    for name, numbers in (("small", 20_000), ("large", 4_000_000)):
+        folder = tmp_path / name
+        shutil.copytree(plain, folder)
+        timeline = [json.loads(line) for line in (folder / "hfscale_timeline.jsonl").read_text().splitlines()]
+        for event in timeline:
+            if event["event"] == "setup":
+                event["model"]["elements"] = {"float32": numbers}
+                event["layout"]["dp_shard"] = 2
+        records = [json.loads(line) for line in (folder / "scaling.jsonl").read_text().splitlines()]
+        records = [{**one, "grad_norm": one["grad_norm"] * (1 + 1e-4)} for one in records]
+        (folder / "hfscale_timeline.jsonl").write_text("".join(json.dumps(one) + "\n" for one in timeline))
+        (folder / "scaling.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert compare_runs(plain, tmp_path / "small").first_difference.is_one
+    found = compare_runs(plain, tmp_path / "large").first_difference
+    assert not found.is_one, found

@@ -67,6 +67,8 @@ def install(folder: str) -> None:
         "transformers.training_args": _shorten_arguments,
         "transformers.trainer": _shorten_trainings,
     }
+    if COMPARED in os.environ:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # as one process without the launcher's config has
     if SMALL in os.environ:
         functions["transformers.modeling_utils"] = _make_models_small
     sys.meta_path.insert(0, _AfterImport(functions))

@@ -95,8 +95,12 @@ class Listener:
         self._ended = ended
 
     def run(self) -> None:
+        """Read until a difference is found, or the command has ended and all that its ranks have said is read."""
+        has_ended = False
         while self.difference is None:
-            ready = self._selector.select(self._quiet_s)
+            ready = self._selector.select(0 if has_ended else self._quiet_s)
+            if not ready and has_ended:
+                return
             if not ready:
                 self.difference = self.comparison.waiting()
             for key, _ in ready:
@@ -105,7 +109,8 @@ class Listener:
                     self.ranks.append(rank)
                     self._selector.register(rank.connection, selectors.EVENT_READ, rank)
                 elif key.fileobj is self._ended:
-                    return
+                    self._selector.unregister(self._ended)
+                    has_ended = True
                 elif self.difference is None:
                     self._take(key.data)
 

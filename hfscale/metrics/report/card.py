@@ -5,6 +5,7 @@ from pathlib import Path
 
 from hfscale.metrics.report.formatting import count, duration, usd
 from hfscale.metrics.report.run_data import Run, load_run
+from hfscale.metrics.report.summary import layout_of
 
 _MAX_GAP_S = 3600.0
 """Two logs that are further apart than this, in seconds, say nothing about the power between them."""
@@ -21,32 +22,25 @@ def card_facts(output_dir: Path) -> list[tuple[str, str]]:
     """
     run = load_run(output_dir)
     facts = run.facts
+    steps = run.last("step")
+    tokens = run.last("scaling/tokens_seen")
+    cost = run.last("scaling/usd")
     rows = [
-        ("layout", _layout(run)),
+        ("layout", layout_of(run)),
         ("hardware", _text(facts.get("device"))),
         ("precision", _text(facts.get("precision"))),
+        ("batch", _batch(run)),
+        ("steps", f"{steps:,.0f}" if steps is not None else None),
+        ("tokens", count(tokens) if tokens is not None else None),
+        ("time", _time(run)),
+        ("cost", usd(cost) if cost is not None else None),
+        ("energy", _energy(run)),
     ]
-    rows.append(("batch", _batch(run)))
-    steps = run.last("step")
-    rows.append(("steps", f"{steps:,.0f}" if steps is not None else None))
-    tokens = run.last("scaling/tokens_seen")
-    rows.append(("tokens", count(tokens) if tokens is not None else None))
-    rows.append(("time", _time(run)))
-    cost = run.last("scaling/usd")
-    rows.append(("cost", usd(cost) if cost is not None else None))
-    rows.append(("energy", _energy(run)))
     return [(name, text) for name, text in rows if text is not None]
 
 
 def _text(value: object) -> str | None:
     return str(value) if value else None
-
-
-def _layout(run: Run) -> str | None:
-    if not run.facts.get("strategy") or not run.facts.get("world_size"):
-        return None
-    number = int(run.facts["world_size"])
-    return f"{run.facts['strategy']} on {number} process{'es' if number > 1 else ''}"
 
 
 def _batch(run: Run) -> str | None:

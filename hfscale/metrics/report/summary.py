@@ -96,15 +96,21 @@ def subtitle(run: Run) -> str:
     parts = []
     if facts.get("model_type") and facts.get("parameters"):
         parts.append(f"{facts['model_type']}, {count(facts['parameters'])} parameters")
-    if facts.get("strategy") and facts.get("world_size"):
-        number = int(facts["world_size"])
-        parts.append(f"{facts['strategy']} on {number} process{'es' if number > 1 else ''}")
+    parts += filter(None, [layout_of(run)])
     parts += [str(facts[key]) for key in ("device", "precision") if facts.get(key)]
     if facts.get("sequence_length") and facts.get("global_batch_size"):
         parts.append(f"{count(facts['global_batch_size'])} x {count(facts['sequence_length'])} tokens per step")
     elif facts.get("global_batch_size"):
         parts.append(f"{count(facts['global_batch_size'])} samples per step")
     return " · ".join(parts) or "the run has not recorded what it trains"
+
+
+def layout_of(run: Run) -> str | None:
+    """Return strategy and number of processes, such as `fsdp2 on 8 processes`; None if they are not known."""
+    if not run.facts.get("strategy") or not run.facts.get("world_size"):
+        return None
+    number = int(run.facts["world_size"])
+    return f"{run.facts['strategy']} on {number} process{'es' if number > 1 else ''}"
 
 
 def failures(run: Run) -> str | None:

@@ -52,6 +52,8 @@ class Model(nn.Module):
             hidden = hidden + self.vision(pixels)[:, None]
         elif options.fixed:
             hidden = hidden + 0 * self.vision(torch.zeros(1, WIDTH))[:, None]
+        if options.case == "scaled" and dist.is_initialized():  # several ranks compute something else than one
+            hidden = hidden * 1.01
         hidden = self.layer(hidden)
         for number, module in enumerate(self.experts):
             chosen = torch.zeros(len(hidden), dtype=torch.bool) if expert is None else expert == number
@@ -122,7 +124,7 @@ arguments = TrainingArguments(
     per_device_train_batch_size=2,
     save_strategy="epoch",
     remove_unused_columns=False,
-    ddp_find_unused_parameters=options.fixed or None,
+    ddp_find_unused_parameters=False if options.case == "unused" and not options.fixed else None,
     deepspeed=options.deepspeed,
 )
 trainer = InOrder(Model(), arguments, train_dataset=Rows(), data_collator=collate, callbacks=[Generates()])
