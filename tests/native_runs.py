@@ -37,6 +37,8 @@ class Layout:
     rep: int = 1
     tp: int = 1
     ep: int = 1
+    ep_plan: dict[str, str] | None = None
+    """Rules that replace some of the family's own, with `ep`."""
 
     @property
     def ranks(self) -> int:
@@ -48,8 +50,10 @@ class Layout:
         """The config that `from_pretrained` gets; None for one process."""
         if self.ranks == 1:
             return None
-        replicas = {"dp_replicate_size": self.rep} if self.rep > 1 else {}  # from transformers 5.23
-        return DistributedConfig(fsdp_size=self.fsdp, tp_size=self.tp, ep_size=self.ep, **replicas)
+        others: dict[str, Any] = {"dp_replicate_size": self.rep} if self.rep > 1 else {}  # from transformers 5.23
+        if self.ep_plan is not None and self.ep > 1:
+            others["ep_plan"] = self.ep_plan
+        return DistributedConfig(fsdp_size=self.fsdp, tp_size=self.tp, ep_size=self.ep, **others)
 
     def __str__(self) -> str:
         sizes = {"fsdp": self.fsdp, "rep": self.rep, "tp": self.tp, "ep": self.ep}

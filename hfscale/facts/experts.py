@@ -1,5 +1,6 @@
 """What the configs of transformers say about the experts of a mixture."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from hfscale.errors import LayoutError
@@ -26,6 +27,45 @@ def spreads_experts(config: Any) -> bool:
         config (`PreTrainedConfig`): the config of the language model.
     """
     return DISPATCH_STYLE in (getattr(config, "base_model_ep_plan", None) or {}).values()
+
+
+def expert_rules(plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the rules of an expert-parallel plan that are about the experts.
+
+    The plan of Gemma 4 also splits the dense MLP beside the experts over the ranks that share them. transformers 5.23
+    cannot shard such weights by FSDP2 ("Cannot concatenate overlapping meshes"), and these ranks see different batches
+    unless `ep_size` is `tp_size`. Without these rules the dense MLP is treated like that of other families.
+
+    Args:
+        plan (`Mapping`): name of a module or parameter -> style, as the configs and models of transformers have it.
+    """
+    dispatching = [name for name, style in plan.items() if style == DISPATCH_STYLE]
+    return {
+        name: style
+        for name, style in plan.items()
+        if any(name == experts or name.startswith(f"{experts}.") for experts in dispatching)
+    }
+
+
+def set_expert_rules(config: Any) -> None:
+    """Let transformers spread the experts, and nothing else, over the ranks that share them.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the language model, before the model is made. Its
+            `base_model_ep_plan` is replaced by `expert_rules` of it.
+    """
+    plan = getattr(config, "base_model_ep_plan", None) or {}
+    if (rules := expert_rules(plan)) != plan:
+        config.base_model_ep_plan = rules
+
+
+def unset_expert_rules(config: Any) -> None:
+    """Undo `set_expert_rules`: transformers 5.23 would save the rules into `config.json`.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the language model, after the model was made.
+    """
+    config.__dict__.pop("base_model_ep_plan", None)
 
 
 def check_experts_divide(ep: int, config: Any) -> None:

@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
 from hfscale.errors import UnsupportedModelError
-from hfscale.facts.experts import DISPATCH_STYLE
+from hfscale.facts.experts import DISPATCH_STYLE, expert_rules
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.mesh import ParallelMesh, local_tensor
 from hfscale.parallel.tensor import PackedParameter
@@ -51,7 +51,7 @@ def expert_parallel_plan(model: PreTrainedModel, ep: int) -> dict[str, str]:
         UnsupportedModelError: the model has no experts that can be spread, or other parameters in them.
         UsageError: the experts have adapters.
     """
-    generic = model.ep_plan
+    generic = expert_rules(model.ep_plan)
     names = [name for items in (model.named_parameters(), model.named_modules()) for name, _ in items]
     plan = {name: style for name in names if (style := generic.get(_LAYER_NUMBER.sub(".*", name))) is not None}
     modules = [name for name, style in plan.items() if style == DISPATCH_STYLE]

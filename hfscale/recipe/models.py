@@ -24,7 +24,7 @@ from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
 from hfscale.errors import CheckpointError, UsageError
-from hfscale.facts.experts import number_of_experts
+from hfscale.facts.experts import number_of_experts, set_expert_rules, unset_expert_rules
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.weights import build_model
@@ -186,7 +186,9 @@ def load_model(
     if empty:
         model = load_empty_model(model_args, config, training_args)
     else:
+        set_expert_rules(config.get_text_config())
         model = load_weights(model_args, config, training_args, layout=layout)
+        unset_expert_rules(model.config.get_text_config())
     if data_args is None:
         return model
     if data_args.document_attention and model_args.attn_implementation is None and not empty:
@@ -397,7 +399,7 @@ def _build_sharded(
         "write initial weights",
         lambda: build_model(config, seed=training_args.seed, **options).save_pretrained(folder),
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sharding, **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, distributed_config=sharding, **options)
     START.barrier("initial weights are read")
     if distributed.rank() == 0:
         shutil.rmtree(folder)

@@ -20,6 +20,21 @@ QWEN = {"family": "qwen3_moe", "model": EXPERTS}
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")
 NOT_SUPPORTED = {"tp": TENSOR_PARALLEL_PLAN_MISSING, "cp": CONTEXT_PARALLEL_UNSUPPORTED}
 TOLERANCE = 1e-5
+GEMMA4 = {
+    "family": "gemma4_text",
+    "config": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+    },
+}
+"""Its plan of transformers also splits the dense MLP beside the experts, over ranks that see different batches."""
 
 
 def wrong(names, results):
@@ -66,6 +81,8 @@ def test_experts_on_two_ranks_train_and_resume_as_in_one_process(tmp_path):
 def test_families_with_and_without_tokens_for_every_rank():
     jobs = {family: {"family": family, "ep": 2, "gradients": True} for family in FAMILIES}
     jobs["one choice"] = {"family": "qwen3_moe", "ep": 2, "one_choice": True, "gradients": True}
+    jobs["gemma4"] = GEMMA4 | {"ep": 2, "gradients": True}
+    jobs["gemma4, split too"] = GEMMA4 | {"ep": 2, "tp": 2, "gradients": True}
     assert wrong(jobs, in_world(2, compare, list(jobs.values()))) == {}
 
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from recipe_runs import GLOBAL_BATCH, logged, make_workplace, output, run_recipe
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig, set_seed
+from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig, set_seed
 
 from hfscale.recipe import corpus
 
 pytestmark = [pytest.mark.recipes, pytest.mark.world(4)]
 SAVING = ("--save_steps", "3", "--learning_rate", "1e-3")
+FULL_BATCH = ("--per_device_train_batch_size", str(GLOBAL_BATCH))
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,36 @@ def test_experts_over_two_ranks_train_resume_and_export_like_one_process(workpla
     run_recipe(again, "native", 2, "--config_name", "qwen3_moe", *SAVING, "--ep_size", "1")
     assert "continues from checkpoint-3" in output(again)
     assert logged(again, "loss") == pytest.approx(logged(trained, "loss"), abs=1e-5)
+
+
+def test_gemma_4_trains_and_resumes_like_one_process(workplace, tmp_path):
+    """Its plan for experts also splits the dense MLP beside them, which FSDP2 refuses."""
+    sizes = json.loads((workplace / "qwen3_moe" / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    text = {
+        **{name: sizes[name] for name in (*names, "moe_intermediate_size", "max_position_embeddings", "head_dim")},
+        "num_experts": 4,
+        "num_hidden_layers": 2,
+        "top_k_experts": 2,
+        "enable_moe_block": True,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+    }
+    Gemma4TextConfig(**text).save_pretrained(workplace / "gemma4")
+    flags = ("--config_name", "gemma4", *SAVING)
+    for name, ranks, sharding in (("single", 1, ()), ("run", 2, ("--ep_size", "2"))):
+        shutil.copytree(workplace, tmp_path / name)
+        run_recipe(tmp_path / name, "native" if ranks > 1 else "single", ranks, *flags, *sharding)
+    expected = tmp_path / "single"
+    assert logged(tmp_path / "run", "loss") == pytest.approx(logged(expected, "loss"), abs=1e-5)
+    assert logged(tmp_path / "run", "grad_norm") == pytest.approx(logged(expected, "grad_norm"), rel=1e-4)
+    assert "base_model_ep_plan" not in (tmp_path / "run" / "out" / "config.json").read_text()
+    again = resumed(tmp_path / "run", tmp_path / "again")
+    run_recipe(again, "native", 2, *flags, "--ep_size", "2", "--tp_size", "2", *FULL_BATCH)
+    assert logged(again, "loss") == pytest.approx(logged(expected, "loss"), abs=1e-5)
 
 
 def test_the_loss_in_chunks_is_that_from_all_logits(workplace, trained, tmp_path):
