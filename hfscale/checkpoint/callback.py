@@ -115,7 +115,8 @@ class SpotCheckpointCallback(AdapterCallback):
         on_preemption (`str`): `exit`: after the save `Trainer.train` raises as above; `return`: it returns as it does
             at its end, and you check `preempted`.
         asynchronous (`bool`): write in the background where that gives the same files; False: training waits.
-        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…` or `file://…`.
+        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…`,
+            `hf://buckets/USER/BUCKET/run` or `file://…`.
             Committed checkpoints are copied there in the background, and a newer one than the local is fetched from
             there when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
             provider's tools look for them.

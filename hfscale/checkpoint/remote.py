@@ -1,4 +1,4 @@
-"""Remote copies of committed checkpoints, in any store that fsspec reaches (s3://, gs://, file://, memory:// …).
+"""Remote copies of committed checkpoints, in a bucket of the hub (hf://buckets/…) or any store that fsspec reaches.
 
 The protocol is that of the local disk: the manifest is uploaded last, so its presence is the commit, and a deletion
 removes the manifest first. A downloaded checkpoint is compared with its manifest before it gets its final name.
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hfscale.checkpoint.hub_bucket import HubBucket
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.resumable import check_visible
 from hfscale.checkpoint.store import CHECKPOINT_NAME, archive, checkpoint_step, excess_steps, verify
@@ -26,7 +27,14 @@ from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.core.versions import require
-from hfscale.errors import CheckpointError, HfScaleError, MissingDependencyError, ParameterError, StorageError
+from hfscale.errors import (
+    CheckpointError,
+    HfScaleError,
+    MissingDependencyError,
+    ParameterError,
+    StorageError,
+    UsageError,
+)
 
 logger = get_logger(__name__)
 
@@ -45,8 +53,8 @@ class RemoteStore:
     """The checkpoints of one run in a remote folder.
 
     Args:
-        url (`str`): URL of the folder, such as `s3://bucket/run`. Credentials and endpoints come from the provider's
-            usual environment variables or files.
+        url (`str`): URL of the folder, such as `s3://bucket/run` or `hf://buckets/USER/BUCKET/run`. Credentials and
+            endpoints come from the provider's usual environment variables or files.
         attempts (`int`): number of times each operation is tried before it fails.
         first_pause_s (`float`): seconds before the second attempt; each later pause is twice as long.
 
@@ -60,6 +68,16 @@ class RemoteStore:
         self._attempts = attempts
         self._first_pause_s = first_pause_s
         self._fs, self._root = _open(self.url)
+
+    def check(self) -> None:
+        """Check what only the store knows: that a bucket of the hub exists and admits the token.
+
+        Raises:
+            UsageError: it does not.
+            StorageError: the store cannot be read.
+        """
+        if isinstance(self._fs, HubBucket):
+            self._retry("read", self._fs.check)
 
     def committed_steps(self) -> list[int]:
         """Return the steps of the complete checkpoints in the store, in ascending order.
@@ -203,7 +221,7 @@ class RemoteStore:
         for attempt in range(self._attempts):
             try:
                 return operation()
-            except (FileNotFoundError, *PROGRAM_ERRORS):
+            except (FileNotFoundError, UsageError, *PROGRAM_ERRORS):
                 raise
             except Exception as error:
                 if attempt == self._attempts - 1:
@@ -221,13 +239,18 @@ def _identities(checkpoint: Path, names: Collection[str]) -> list[tuple[int, int
 def _open(url: str) -> tuple[Any, str]:
     protocol, separator, rest = url.partition("://")
     if not separator or not rest:
-        raise ParameterError("remote", url, "give a URL like s3://bucket/run, gs://bucket/run or file:///path")
+        raise ParameterError(
+            "remote", url, "give a URL like s3://bucket/run, hf://buckets/USER/BUCKET/run or file:///path"
+        )
     if "@" in rest.split("/", 1)[0] or "?" in rest:
         rule = (
             "it has credentials or options in it, which belong into the environment or the provider's own file: give "
             "only the bucket and the path"
         )
         raise ParameterError("remote", f"{protocol}://…", rule)
+    if protocol == "hf":
+        bucket = HubBucket(url)
+        return bucket, bucket.root
     from fsspec.core import url_to_fs
 
     try:
@@ -237,7 +260,7 @@ def _open(url: str) -> tuple[Any, str]:
             require(_FEATURES[protocol])
         raise MissingDependencyError(f"remote {url}: install the fsspec package for {protocol}://") from None
     except ValueError:
-        rule = f"fsspec does not know the protocol {protocol}://: use s3, gs, file or memory"
+        rule = f"fsspec does not know the protocol {protocol}://: use s3, gs, hf, file or memory"
         raise ParameterError("remote", url, rule) from None
     return filesystem, root.rstrip("/")
 
@@ -385,6 +408,7 @@ def fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None, exchan
         `Path` or `None`: the checkpoint in `output_dir`; None if none is newer.
 
     Raises:
+        UsageError: the hub has no such bucket, or refuses the token; raised on every rank.
         StorageError: the store cannot be read and there is no local checkpoint, so the run would restart from scratch
             although it may have checkpoints; or a download failed. Raised on every rank.
         CheckpointError: a rank does not see what was fetched; raised on every rank.
@@ -398,6 +422,8 @@ def fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None, exchan
         with exchanges.agreed("fetch on each node"):
             if leads_node and not _is_good(fetched):
                 store.download(step, output_dir, output_dir / UNFINISHED / "download")
+    except UsageError:
+        raise
     except (HfScaleError, OSError) as error:
         raise StorageError(
             f"{redacted_message(error)}; make the store readable, or start without the remote"
@@ -415,6 +441,7 @@ def _fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None) -> in
     """
     local_step = checkpoint_step(local) if local is not None else -1
     try:
+        store.check()
         steps = store.committed_steps()
     except StorageError as error:
         if local is None:

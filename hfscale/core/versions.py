@@ -74,6 +74,12 @@ FEATURES = {
     "hfscale plan --plot": (Requirement(package="matplotlib", minimum="3.9", extra="report"),),
     "s3:// remote checkpoints": (*_BASE, Requirement(package="s3fs", minimum="2025.3", extra="s3")),
     "gs:// remote checkpoints": (*_BASE, Requirement(package="gcsfs", minimum="2025.3", extra="gcs")),
+    # The tests run with these; earlier ones do not report each operation of a batch that failed.
+    "hf:// remote checkpoints": (
+        *_BASE,
+        Requirement(package="huggingface-hub", minimum="2.4"),
+        Requirement(package="hf-xet", minimum="1.8"),
+    ),
 }
 """What each feature needs; `hfscale doctor` prints it, and `require` checks it where the feature begins."""
 

@@ -70,6 +70,7 @@ _MODULES = {
     "hfscale plan --plot": ("matplotlib",),
     "s3:// remote checkpoints": ("s3fs",),
     "gs:// remote checkpoints": ("gcsfs",),
+    "hf:// remote checkpoints": ("huggingface_hub", "hf_xet"),
 }
 _PROBE = """
 import importlib, json, sys, warnings

@@ -266,7 +266,7 @@ class ScalingArguments(IslandArguments):
     asynchronous_save: bool = flag(
         "Write checkpoints in the background during training, if the result is exact.", default=True
     )
-    checkpoint_remote: str | None = flag("Remote copy of the checkpoints: s3://bucket/run, gs://…, file://…")
+    checkpoint_remote: str | None = flag("Remote copy of the checkpoints: s3://…, gs://…, hf://buckets/…, file://…")
     resume_with_other: list[str] | None = field(
         default=None,
         metadata={
