@@ -98,8 +98,8 @@ class CommHealthCallback(AdapterCallback):
         on_bad_training (`str`): what happens at a NaN or infinite loss, where replicas differ and where a replay gives
             another result: `warn`, or `stop`: checkpoints after the last good log are archived and the run ends; after
             a replay, before the optimizer steps.
-        replay_every_steps (`int`, *optional*): steps from one replay to the next, under one process, DDP or FSDP2; a
-            replay takes as long as a micro-batch. None: nothing is replayed.
+        replay_every_steps (`int`, *optional*): steps from one replay to the next, under any strategy; it takes as long
+            as a micro-batch, under `ParallelTrainer` as long as a step. None: nothing is replayed.
 
     Raises:
         StrategyMismatchError: when the Trainer is created (number of processes, Megatron-LM) or training begins

@@ -4,39 +4,33 @@ A GPU, a CPU or its memory can compute a wrong number without any error. The sam
 numbers gives the same bits, unless an operation is not deterministic by itself; those are found at the first replay,
 by a third computation, and left out from then on.
 
-What is compared is what each rank computes on its own: the loss, the outputs of all modules that have no modules
-inside, their gradients, and the gradients of parameters before their reduction (under FSDP2 without the last). So the
-first value that differs names the rank.
+`replay_run` says what is computed twice under each strategy, and `replay_record` what is compared: the loss, the
+outputs of all modules that have no modules inside, their gradients, and the gradients of parameters before their
+reduction. Where ranks depend on each other within a micro-batch, what they send is compared too, and the rank on which
+the earliest value differs is named.
 """
 
-import random
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerState
 
-from hfscale.core.bit_hash import bit_hash
 from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
-from hfscale.core.torch_internals import is_traceable_wrapper_subclass
-from hfscale.errors import UsageError
+from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
+from hfscale.health.replay_run import MicroBatch, check_can_replay
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
-STRATEGIES = ("single", "ddp", "fsdp2")
 _MAX_NAMED = 3
+_INDEPENDENT = ("single", "ddp", "zero1", "zero2", "zero3")
+"""Strategies under which nothing is compared in which other ranks have had a part."""
 Judge = Callable[[Finding], None]
 
 
@@ -53,18 +47,20 @@ class StepReplay:
     """
 
     def __init__(self, trainer: Trainer, every_steps: int, found: Judge) -> None:
-        strategy = running_strategy(trainer)
-        if strategy not in STRATEGIES:
-            raise UsageError(
-                f"replay_every_steps is {every_steps}: a step cannot be replayed under {strategy}, only under "
-                f"{', '.join(STRATEGIES)}; leave it out"
-            )
-        if trainer.args.torch_compile:
-            raise UsageError(f"replay_every_steps is {every_steps}: a compiled model has no hooks; leave it out")
+        check_can_replay(trainer, f"replay_every_steps is {every_steps}")
         self._trainer = trainer
         self._every = every_steps
         self._found = found
-        self._strategy = strategy
+        strategy = running_strategy(trainer)
+        self._is_independent = strategy in _INDEPENDENT
+        self._is_last_only = strategy == "parallel"
+        self._record = partial(
+            recorded,
+            model_of(trainer),
+            layer_numbers(model_of(trainer)),
+            gradients=strategy != "zero3",
+            sends=not self._is_independent,
+        )
         self._last = trainer.state.global_step
         self._excluded: set[str] | None = None
         self.mismatches = 0
@@ -93,58 +89,35 @@ class StepReplay:
         @wraps(training_step)
         def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             number = self._trainer.state.global_step + 1
-            if number % self._every or number == self._last:
+            is_due = number % self._every == 0 and number != self._last
+            if self._is_last_only and not self._trainer.accelerator.sync_gradients:
+                is_due = False  # nothing is computed before the last micro-batch
+            if not is_due:
                 return training_step(model, inputs, *args, **kwargs)
             self._last = number
-            return self._replayed(partial(training_step, model), inputs, args, kwargs)
+            return self._replayed(training_step, model, inputs, args, kwargs)
 
         return step
 
-    def _replayed(self, training_step: Callable[..., Any], inputs: Any, args: Any, kwargs: Any) -> Any:
+    def _replayed(self, training_step: Callable[..., Any], model: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
         begun = time.perf_counter()
-        model = model_of(self._trainer)
-        randoms = _random_states()
-        buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-        digests = []
+        micro_batch = MicroBatch(self._trainer, training_step)
+        records = []
         for _ in range(2 if self._excluded is None else 1):
-            with replaying(), self._without_reduction(), _recorded(model) as digest:
-                loss = training_step(_copied(inputs), *args, **kwargs)
-                digest["loss"] = bit_hash(loss)
-            digests.append(digest)
-            model.zero_grad()
-            _restore(randoms)
-            with torch.no_grad():
-                for buffer, kept in buffers:
-                    buffer.copy_(kept)
+            with replaying(), self._record() as record:
+                record.loss(micro_batch.replay(inputs, args, kwargs))
+            records.append(record)
         self._seconds += time.perf_counter() - begun
-        with _recorded(model) as digest:
-            loss = training_step(inputs, *args, **kwargs)
-            digest["loss"] = bit_hash(loss)
+        with self._record() as record:
+            loss = training_step(model, inputs, *args, **kwargs)
+            record.loss(loss)
         begun = time.perf_counter()
-        read = [_read(one) for one in (*digests, digest)]
         if self._excluded is None:
-            self._excluded = _not_deterministic(read[0], read[1])
+            self._excluded = _not_deterministic(records[0], records[1])
             self._report_excluded()
-        self._compare(read[-2], read[-1])
+        self._compare(records[-1], record)
         self._seconds += time.perf_counter() - begun
         return loss
-
-    @contextmanager
-    def _without_reduction(self) -> Iterator[None]:
-        """Keep the gradients of a replay on this rank; FSDP2 reduces them, since it can drop no others."""
-        wrapped: Any = self._trainer.model_wrapped
-        if self._strategy == "fsdp2":
-            reduces = self._trainer.accelerator.sync_gradients
-            model: Any = model_of(self._trainer)
-            assert isinstance(model, FSDPModule)
-            model.set_requires_gradient_sync(True)  # gradients that are not reduced cannot be dropped
-            try:
-                yield
-            finally:
-                model.set_requires_gradient_sync(bool(reduces))
-            return
-        with wrapped.no_sync() if self._strategy == "ddp" else nullcontext():
-            yield
 
     def _report_excluded(self) -> None:
         assert self._excluded is not None
@@ -159,97 +132,41 @@ class StepReplay:
                 " …" if len(together) > _MAX_NAMED else "",
             )
 
-    def _compare(self, first: dict[str, int], second: dict[str, int]) -> None:
+    def _compare(self, first: Record, second: Record) -> None:
         """Exchange the first value that differs on each rank; all ranks come to the same conclusion."""
         assert self._excluded is not None
-        wrong = [name for name in second if name not in self._excluded and first.get(name) != second[name]]
-        answers = TRAINING.gather("replay", [wrong[:1], socket.gethostname()])
-        bad = [(rank, names[0], host) for rank, (names, host) in enumerate(answers) if names]
-        if not bad:
+        name = next((name for name in second.differing(first) if name not in self._excluded), None)
+        key = None if name is None else second.place(name)
+        answers = TRAINING.gather("replay", [name, key, socket.gethostname()])
+        names, keys, hosts = zip(*answers, strict=True)
+        ranks = [rank for rank, name in enumerate(names) if name is not None]
+        if not ranks:
             return
+        if not self._is_independent:
+            ranks = first_ranks(keys)
         self.mismatches += 1
-        rank, name, host = bad[0]
         step = self._trainer.state.global_step + 1
-        self._found(
-            Finding(
-                level="error",
-                check="replay",
-                problem=f"step {step} gave two different results, first in {name} on rank {rank}",
-                fix=f"take {host} out of the run, and resume from an earlier checkpoint",
-                ranks=tuple(number for number, *_ in bad),
-                host=host,
-            )
-        )
+        self._found(_finding(step, ranks, names, hosts))
 
 
-# ---- what is compared
+def _finding(step: int, ranks: Sequence[int], names: Sequence[str | None], hosts: Sequence[str]) -> Finding:
+    rank = ranks[0]
+    on = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    of_ranks = sorted({hosts[number] for number in ranks})
+    return Finding(
+        level="error",
+        check="replay",
+        problem=f"step {step} gave two different results, first in {names[rank]} on {on}",
+        fix=f"take {' and '.join(of_ranks)} out of the run, and resume from an earlier checkpoint",
+        ranks=tuple(ranks),
+        host=hosts[rank],
+    )
 
 
-@contextmanager
-def _recorded(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
-    """Record hashes of what this rank computes for itself, by name, in order."""
-    found: dict[str, torch.Tensor] = {}
-
-    def add(name: str, tensor: torch.Tensor) -> None:
-        number = 1
-        while f"{name} #{number}" in found:  # a module may be called more than once
-            number += 1
-        found[f"{name} #{number}" if number > 1 or name in found else name] = bit_hash(tensor)
-
-    def leave(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and _is_plain(output):
-            add(f"output of {name}", output)
-            if output.requires_grad:
-                output.register_hook(partial(add, f"gradient of the output of {name}"))
-
-    handles: list[Any] = []
-    for name, module in model.named_modules():
-        if not any(True for _ in module.children()):
-            handles.append(module.register_forward_hook(partial(leave, name)))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not isinstance(parameter, DTensor):
-            handles.append(parameter.register_hook(partial(add, f"gradient of {name}")))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return not is_traceable_wrapper_subclass(tensor) and not tensor.is_complex()
-
-
-def _read(found: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return the hashes as numbers; it waits for the device once."""
-    values = torch.stack(list(found.values())).tolist()
-    return dict(zip(found, values, strict=True))
-
-
-def _not_deterministic(first: Mapping[str, int], second: Mapping[str, int]) -> set[str]:
+def _not_deterministic(first: Record, second: Record) -> set[str]:
     """Return the names from the first value on that differs: what follows from it may be equal by chance only."""
-    names = list(first)
-    wrong = [number for number, name in enumerate(names) if first[name] != second.get(name)]
-    return set(names[wrong[0] :]) if wrong else set()
-
-
-# ---- what is restored
-
-
-def _random_states() -> tuple[Any, ...]:
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return (random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu)
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    of_python, of_numpy, of_torch, of_gpu = states
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
-    if of_gpu is not None:
-        torch.cuda.set_rng_state(of_gpu)
-
-
-def _copied(inputs: Any) -> Any:
-    """Return a copy of a batch from which a trainer may take entries."""
-    return dict(inputs) if type(inputs) is dict else inputs.copy() if hasattr(inputs, "copy") else inputs
+    wrong = second.differing(first)
+    if not wrong:
+        return set()
+    begin = second.place(wrong[0])
+    return {name for name in second.values if second.place(name) >= begin}

@@ -28,6 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
+from hfscale.core.torch_internals import without_dispatch_modes
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.losses import IGNORED_LABEL
@@ -160,10 +161,11 @@ class ContextParallel:
 
     def _make_causal_biases(self, chunk: int) -> None:
         """Make the causal masks of this rank's two chunks here and not in the layers: while a layer's activations are
-        recomputed, no tensor of this kind can be made."""
-        for number in self._chunks:
-            visible = (number + 1) * chunk
-            self._causal_biases.setdefault((chunk, visible), causal_lower_right(chunk, visible))
+        recomputed, or while a dispatch mode records operations, no tensor of this kind can be made."""
+        with without_dispatch_modes():
+            for number in self._chunks:
+                visible = (number + 1) * chunk
+                self._causal_biases.setdefault((chunk, visible), causal_lower_right(chunk, visible))
 
     def prepare_micro_batch(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Make the model's keywords for a micro-batch; to be called at the start of a stage's forward.

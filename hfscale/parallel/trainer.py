@@ -8,7 +8,8 @@ checkpoints, resuming. The differences are internal:
 - the loss is that of the last stage, sent to all ranks.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -252,6 +253,15 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         if self.parallelized.tied is not None:
             self.parallelized.tied.sum_gradients()
         return loss
+
+    @contextmanager
+    def keeping_batches(self) -> Iterator[None]:
+        """Have the buffered micro-batches still buffered after a training step in the `with` block."""
+        kept = list(self._buffered_batches)
+        try:
+            yield
+        finally:
+            self._buffered_batches = kept
 
     def prediction_step(
         self,

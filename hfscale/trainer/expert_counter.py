@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfscale.core.replaying import is_replaying
+
 CHOICES = ("top_k_index", "router_indices", "selected_experts")
 """Names that transformers gives to the second argument of a module of experts."""
 
@@ -19,8 +21,8 @@ CHOICES = ("top_k_index", "router_indices", "selected_experts")
 class ExpertCounter:
     """Counts the tokens of each expert in training, by layer, on the device.
 
-    Forwards without gradients and in evaluation mode do not count. Layers that activation checkpointing computes twice
-    count twice, which changes none of the ratios of a layer.
+    Forwards without gradients, in evaluation mode and in a replay (`hfscale.core.replaying`) do not count. Layers that
+    activation checkpointing computes twice count twice, which changes none of the ratios of a layer.
 
     Args:
         model (`nn.Module`): the model that is trained, with or without wrappers.
@@ -73,7 +75,7 @@ def number_of_experts(module: nn.Module) -> int:
 
 def _count(counts: torch.Tensor, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Add the experts that a router has chosen to the counts: a hook of a module of experts."""
-    if not (module.training and torch.is_grad_enabled()):
+    if not (module.training and torch.is_grad_enabled()) or is_replaying():
         return
     chosen = args[1] if len(args) > 1 else next(kwargs[name] for name in CHOICES if name in kwargs)
     none = len(counts) - 1

@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     from transformers import Trainer
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
         parameter_counts: tuple[int, int]
 
         def sharded_state(self) -> dict[str, dict[str, torch.Tensor]]: ...
+        def keeping_batches(self) -> AbstractContextManager[None]: ...
         def checkpoint_files(self) -> dict[str, bytes]: ...
 
 

@@ -1,0 +1,47 @@
+"""Replays under every strategy: they change nothing, and name the rank and the module of a flipped bit."""
+
+import pytest
+from replay_runs import Flip, run
+
+LAYOUTS = ["zero1", "zero2", "zero3", "hsdp", "native-fsdp", "native-hsdp", "native-tp", "native-ep"]
+PARALLEL = ["tp", "tp-sp", "pp", "pp-interleaved", "dp", "cp", "ep", "tp-pp"]
+UP, DOWN, NORM = "layers.1.mlp.up_proj", "layers.1.mlp.down_proj", "layers.1.post_attention_layernorm"
+
+
+def test_a_replay_names_the_rank_of_a_flipped_bit_in_a_pipeline(tmp_path):
+    check("pp", tmp_path, kinds=("output",), modules=1)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("layout", LAYOUTS + PARALLEL)
+def test_a_replay_changes_nothing_and_names_the_rank_under_every_strategy(tmp_path, layout):
+    check(layout, tmp_path, kinds=("output",) if layout == "zero3" else ("output", "gradient"), modules=2)
+
+
+def check(layout, folder, *, kinds, modules):
+    has_experts = layout.startswith("native") or layout == "ep"
+    names = [NORM, "layers.1.self_attn.o_proj"] if has_experts else [UP, DOWN]
+    rank = 0 if layout in ("pp", "tp-pp") else 1  # the one with layer 1
+    flips = [Flip(module=name, rank=rank, kind=kind) for kind in kinds for name in names[:modules]]
+    plain, replayed, *flipped = run(layout, folder, [(None, None), (2, None), *((2, flip) for flip in flips)])
+    for before, after in zip(plain, replayed, strict=True):
+        assert after["loss"] == before["loss"]
+        assert after["grad_norm"] == before["grad_norm"]
+        assert after["mismatches"] == [0, 0, 0, 0]
+    for flip, results in zip(flips, flipped, strict=True):
+        assert [result["flipped"] for result in results] == [int(n == rank) for n in range(len(results))], flip
+        for result in results:
+            assert [finding["ranks"] for finding in result["found"]] == [[rank]], (flip, result["found"])
+            assert "step 4 gave two different results" in result["found"][0]["problem"]
+            assert flip.module.rpartition(".")[0] in result["found"][0]["problem"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("layout", ["fsdp2", "native-fsdp", "native-hsdp", "zero2"])
+def test_the_first_of_several_micro_batches_is_replayed(tmp_path, layout):
+    jobs = [(None, None), (2, None), (2, Flip(module="layers.1.self_attn.o_proj"))]
+    plain, replayed, flipped = run(layout, tmp_path, jobs, gradient_accumulation_steps=2)
+    for before, after, faulty in zip(plain, replayed, flipped, strict=True):
+        assert after["loss"] == before["loss"]
+        assert after["grad_norm"] == before["grad_norm"]
+        assert [finding["ranks"] for finding in faulty["found"]] == [[1]]

@@ -1,0 +1,195 @@
+"""Trains tiny models with replays under any layout, in forked ranks, with and without a flipped bit."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from forked_ranks import run_ranks
+from native_runs import Layout, make_model
+from parallel_world import Tokens, tiny_causal_lm
+from recipe_runs import environment_of
+from tiny import RandomTokens, tiny_arguments, tiny_model
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+
+from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback
+from hfscale.core.findings import Finding
+from hfscale.core.replaying import is_replaying
+from hfscale.health import callback as health_callback
+from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+
+PARALLEL = {
+    "tp": {"parallel": {"tp_size": 2}},
+    "tp-sp": {"parallel": {"tp_size": 2, "sequence_parallel": True}},
+    "pp": {"parallel": {"pp_size": 2}},
+    "pp-interleaved": {"parallel": {"pp_size": 2, "pipeline_schedule": "Interleaved1F1B"}},
+    "dp": {"parallel": {}},
+    "cp": {"parallel": {"cp_size": 2}},
+    "ep": {"parallel": {"ep_size": 2}, "family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
+    "tp-pp": {"parallel": {"tp_size": 2, "pp_size": 2}},
+}
+NATIVE = {
+    "native-fsdp": Layout(fsdp=2),
+    "native-hsdp": Layout(rep=2),
+    "native-tp": Layout(tp=2),
+    "native-ep": Layout(fsdp=2, ep=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flip:
+    """One bit that a rank computes wrongly, once."""
+
+    module: str
+    """The end of the name of a module, or of a parameter for `weight` and `state`."""
+    rank: int = 1
+    step: int = 4
+    kind: str = "output"
+    """`output`, `gradient` (of the output), `wgrad` (gradient of its weight, before the reduction); or `weight` or
+    `state` (of the optimizer), which change right before the step."""
+    bit: int = 20
+    element: int = 0
+
+
+class FlipsBit(TrainerCallback):
+    """Flips a bit of what a rank computes in the training, and not in a replay."""
+
+    def __init__(self, flip: Flip) -> None:
+        self.flip = flip
+        self.flipped = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self._state = state
+        if int(os.environ.get("RANK", "0")) != self.flip.rank or self.flip.kind in ("weight", "state"):
+            return
+        (module,) = [module for name, module in model.named_modules() if name.endswith(self.flip.module)]
+        if self.flip.kind == "wgrad":
+            module.weight.register_hook(self._changed)
+        else:
+            module.register_forward_hook(self._leave)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        flip = self.flip
+        is_due = int(os.environ.get("RANK", "0")) == flip.rank and state.global_step + 1 == flip.step
+        if flip.kind not in ("weight", "state") or not is_due:
+            return
+        found = [p for name, p in model.named_parameters() if name.endswith(flip.module)]
+        if not found:
+            return
+        optimizer = kwargs["optimizer"]
+        inner = getattr(optimizer, "optimizer", optimizer)
+        tensor = found[0] if flip.kind == "weight" else inner.state[found[0]]["exp_avg"]
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        with torch.no_grad():
+            flip_bit(local, flip)
+        self.flipped += 1
+
+    def _leave(self, module: Any, args: Any, output: torch.Tensor) -> Any:
+        if self.flip.kind == "output":
+            return self._changed(output)
+        if output.requires_grad:
+            output.register_hook(self._changed)
+        return None
+
+    def _changed(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self.flipped or is_replaying() or self._state.global_step + 1 != self.flip.step:
+            return None
+        self.flipped += 1
+        changed = tensor.clone()
+        with torch.no_grad():
+            flip_bit(changed.to_local() if isinstance(changed, DTensor) else changed, self.flip)
+        return changed
+
+
+def flip_bit(tensor: torch.Tensor, flip: Flip) -> None:
+    """Flip one bit of one element of a contiguous fp32 tensor, in place."""
+    bits = tensor.detach().view(-1).view(torch.int32)
+    mask = 1 << flip.bit if flip.bit < 31 else -(2**31)
+    bits[flip.element % len(bits)] ^= mask
+
+
+def make_trainer(layout: str, folder: Path, callbacks: list[TrainerCallback], **arguments: Any) -> Trainer:
+    """Make a Trainer in this process, which is a rank."""
+    if layout in PARALLEL:
+        job = dict(PARALLEL[layout])
+        defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+        args = tiny_arguments(folder, **(defaults | arguments))
+        sizes = ParallelArguments(**job.pop("parallel"))
+        model = tiny_causal_lm(**({"seed": 7} | job))
+        return ParallelTrainer(model=model, args=args, train_dataset=Tokens(), callbacks=callbacks, parallel=sizes)
+    args = tiny_arguments(folder, **({"per_device_train_batch_size": 2} | arguments))
+    if layout in ("fsdp2", "hsdp") or "tp" in layout:
+        let_fsdp_run_on_cpu()
+    if layout in NATIVE:
+        loaded = folder.parent / "model"
+        model = AutoModelForCausalLM.from_pretrained(
+            loaded, dtype=torch.float32, distributed_config=NATIVE[layout].config
+        )
+    else:
+        model = tiny_model(attention_dropout=0.2)
+    return Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=callbacks)
+
+
+def environment(layout: str) -> dict[str, str]:
+    """Return the environment that a launcher gives the ranks of a layout."""
+    if layout == "hsdp":
+        sizes = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+        return environment_of("fsdp2") | sizes
+    return environment_of(layout)
+
+
+def ranks_of(layout: str) -> int:
+    """Return the number of ranks of a layout."""
+    return {"single": 1, "hsdp": 4, "tp-pp": 4}.get(layout, 2)
+
+
+def train(
+    layout: str, folder: Path, every: int | None, flip: Flip | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Train in this process, which is a rank, and return the losses, the findings and the metrics of the replays."""
+    torch.set_num_threads(1)
+    found: list[Finding] = []
+    health_callback.log_findings = found.extend  # type: ignore[assignment]
+    health = CommHealthCallback(replay_every_steps=every, preflight=False, hang_after_s=None)
+    flips = [FlipsBit(flip)] if flip is not None else []
+    trainer = make_trainer(layout, folder / "out", [ScalingCallback(comm_health=health), *flips], **arguments)
+    trainer.train()
+    logs = trainer.state.log_history
+    return {
+        "loss": [log["loss"] for log in logs if "loss" in log],
+        "grad_norm": [log["grad_norm"] for log in logs if "grad_norm" in log],
+        "mismatches": [log["health/replay_mismatches"] for log in logs if "health/replay_mismatches" in log],
+        "found": [finding.to_dict() for finding in found if finding.level == "error"],
+        "flipped": sum(callback.flipped for callback in flips),
+    }
+
+
+def _rank(folder: Path, jobs: list[tuple[Any, ...]], work: Callable[..., dict[str, Any]]) -> None:
+    results = [work(*job) for job in jobs]
+    (folder / f"results-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+def run(
+    layout: str,
+    folder: Path,
+    jobs: list[tuple[int | None, Flip | None]],
+    *,
+    timeout_s: float = 240,
+    **arguments: Any,
+) -> list[list[dict[str, Any]]]:
+    """Train once for each job, on ranks that are forked once; return the results of each job by rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if layout in NATIVE:
+        make_model(folder / "model")
+    ranks = ranks_of(layout)
+    given = [(layout, folder, every, flip, arguments) for every, flip in jobs]
+    log, env = folder / "log", environment(layout)
+    codes = run_ranks(ranks, _rank, folder, given, train, log=log, env=env, timeout_s=timeout_s)
+    printed = "\n".join(path.read_text()[-5000:] for path in sorted(log.iterdir()))
+    assert codes == [0] * ranks, f"{layout}: {codes}\n{printed}"
+    of_ranks = [json.loads((folder / f"results-{rank}.json").read_text()) for rank in range(ranks)]
+    return [list(results) for results in zip(*of_ranks, strict=True)]
