@@ -50,6 +50,8 @@ EXIT_CODE, SBATCH, RUNPOD = (
     LAUNCH / "runpod/train.sh",
 )
 JOBSET, PYTORCHJOB = LAUNCH / "kubernetes" / "jobset.yaml", LAUNCH / "kubernetes" / "pytorchjob.yaml"
+TRAINJOB = LAUNCH / "kubeflow" / "trainjob.yaml"
+IN_PODS = (JOBSET, PYTORCHJOB, TRAINJOB)
 SKYPILOT, SAGEMAKER = LAUNCH / "skypilot" / "spot.yaml", LAUNCH / "sagemaker" / "start.py"
 DOCKERFILE = LAUNCH / "docker" / "Dockerfile"
 WORKER = REPOSITORY / "tests" / "workers" / "two_nodes.py"
@@ -212,8 +214,8 @@ def test_a_scheduler_waits_longer_than_the_launcher():
     sbatch = SBATCH.read_text()
     graces = [re.search(r"--signal=USR1@(\d+)", sbatch)[1], re.search(r"--wait=(\d+)", sbatch)[1]]
     graces += re.findall(r"--stop-timeout (\d+)", DOCKERFILE.read_text())
-    graces += [pod["terminationGracePeriodSeconds"] for path in (JOBSET, PYTORCHJOB) for pod in pods(path)]
-    assert len(graces) == 6
+    graces += [pod["terminationGracePeriodSeconds"] for path in IN_PODS for pod in pods(path)]
+    assert len(graces) == 7
     assert min(map(int, graces)) > int(timeouts.pop())
 
 
@@ -504,6 +506,30 @@ PYTORCHJOB_SCHEMA = fields(
     ),
     pytorchReplicaSpecs=fields("Master", Master=REPLICAS, Worker=REPLICAS),
 )
+# The parts in use of the definitions of Kubeflow Trainer 2.3, trainer.kubeflow.org_trainjobs.yaml and
+# trainer.kubeflow.org_trainingruntimes.yaml in charts/kubeflow-trainer/templates/crd/. It refuses these variables.
+PET = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+TRAINJOB_SCHEMA = fields(
+    "runtimeRef trainer",
+    runtimeRef=fields(
+        "name",
+        name=STRING,
+        apiGroup={"const": "trainer.kubeflow.org"},
+        kind={"enum": ["TrainingRuntime", "ClusterTrainingRuntime"]},
+    ),
+    trainer=fields(
+        image=STRING,
+        command=STRINGS,
+        args=STRINGS,
+        numNodes={"type": "integer", "minimum": 0},
+        numProcPerNode={"type": "integer", "minimum": 1},
+    ),
+)
+RUNTIME_SCHEMA = fields(
+    "mlPolicy template",
+    mlPolicy=fields("torch", numNodes={"type": "integer", "minimum": 1}, torch=fields()),
+    template=fields("spec", spec=JOBSET_SCHEMA),
+)
 # https://docs.skypilot.co/en/latest/reference/yaml-spec.html
 EXIT_CODES = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 255}, "uniqueItems": True}
 SKYPILOT_SCHEMA = fields(
@@ -546,6 +572,16 @@ def validate(document: dict[str, Any]) -> None:
         jsonschema.validate(document, ENVELOPE)
         jsonschema.validate(document["spec"], JOBSET_SCHEMA)
         cores = [("batch/v1", "Job", job["template"]) for job in document["spec"]["replicatedJobs"]]
+    elif kind == ("trainer.kubeflow.org/v1alpha1", "TrainingRuntime"):
+        jsonschema.validate(document, ENVELOPE)
+        jsonschema.validate(document["spec"], RUNTIME_SCHEMA)
+        cores = [
+            ("batch/v1", "Job", job["template"]) for job in document["spec"]["template"]["spec"]["replicatedJobs"]
+        ]
+    elif kind == ("trainer.kubeflow.org/v1alpha1", "TrainJob"):
+        jsonschema.validate(document, ENVELOPE)
+        jsonschema.validate(document["spec"], TRAINJOB_SCHEMA)
+        cores = []
     elif kind == ("kubeflow.org/v1", "PyTorchJob"):
         jsonschema.validate(document, ENVELOPE)
         jsonschema.validate(document["spec"], PYTORCHJOB_SCHEMA)
@@ -573,7 +609,22 @@ def spec(path: Path) -> dict[str, Any]:
     return documents(path)[-1]["spec"]
 
 
+def jobset_of(path: Path) -> dict[str, Any]:
+    """Return the JobSet's spec, which the controller of Kubeflow Trainer makes of the runtime and the TrainJob."""
+    if path == JOBSET:
+        return spec(path)
+    jobset = documents(path)[-2]["spec"]["template"]["spec"]
+    trainer = spec(path)["trainer"]
+    (job,) = jobset["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    container["args"] = trainer["args"]
+    job["template"]["spec"] |= {"parallelism": trainer["numNodes"], "completions": trainer["numNodes"]}
+    return jobset
+
+
 def pods(path: Path) -> list[dict[str, Any]]:
+    if path == TRAINJOB:
+        return [job["template"]["spec"]["template"]["spec"] for job in jobset_of(path)["replicatedJobs"]]
     if path == JOBSET:
         return [job["template"]["spec"]["template"]["spec"] for job in spec(path)["replicatedJobs"]]
     return [replicas["template"]["spec"] for replicas in spec(path)["pytorchReplicaSpecs"].values()]
@@ -598,6 +649,13 @@ def test_yaml_fits_its_schema(path):
         (PYTORCHJOB, "restartPolicy: OnFailure", "restartPolicy: OnExit"),
         (PYTORCHJOB, "mountPath: /runs", "path: /runs"),
         (PYTORCHJOB, "apiVersion: kubeflow.org/v1", "apiVersion: kubeflow.org/v2"),
+        (TRAINJOB, "numProcPerNode: 8", 'numProcPerNode: "8"'),
+        (TRAINJOB, "numProcPerNode: 8", "nprocPerNode: 8"),
+        (TRAINJOB, "torch: {}", "torch: {numProcPerNode: 8}"),  # in the runtime until 2.2
+        (TRAINJOB, "action: FailJobSet", "action: FailJob"),
+        (TRAINJOB, "kind: TrainingRuntime\n", "kind: Runtime\n"),
+        (TRAINJOB, "mountPath: /runs", "path: /runs"),
+        (TRAINJOB, "backoffLimit: 0", "backoffLimits: 0"),
         (SKYPILOT, "use_spot: true", "spot: true"),
         (SKYPILOT, "mode: MOUNT_CACHED", "mode: CACHED"),
         (SKYPILOT, "HF_TOKEN: null", "HF_TOKEN: hf_1234"),
@@ -621,7 +679,7 @@ def bytes_of_snapshots(config: Path) -> float:
 def test_shared_memory_holds_the_snapshots_of_the_default_recipe():
     """By default the files start several nodes, which hold one snapshot more than a single one."""
     needed = bytes_of_snapshots(REPOSITORY / DEFAULT[2])
-    for path in (JOBSET, PYTORCHJOB):
+    for path in IN_PODS:
         for pod in pods(path):
             assert pod["containers"][0]["args"][:3] == DEFAULT
             (size,) = (v["emptyDir"]["sizeLimit"] for v in pod["volumes"] if "emptyDir" in v)
@@ -632,7 +690,7 @@ def test_shared_memory_holds_the_snapshots_of_the_default_recipe():
     assert needed < int(shm[1]) * 2**30
 
 
-@pytest.mark.parametrize("path", [JOBSET, PYTORCHJOB], ids=named)
+@pytest.mark.parametrize("path", IN_PODS, ids=named)
 def test_pods_have_shared_memory_a_shared_volume_and_a_signalled_launcher(path):
     claims = {
         document["metadata"]["name"] for document in documents(path) if document["kind"] == "PersistentVolumeClaim"
@@ -682,29 +740,60 @@ def test_jobset_starts_a_launcher_per_pod(fake_python):
     assert container["args"][:3] == DEFAULT
 
 
-def jobset_action(message: str, reason: str = "PodFailurePolicy") -> str:
+def test_trainjob_starts_a_launcher_per_pod(fake_python):
+    """The variables are those that the controller of Kubeflow Trainer sets (pkg/runtime/framework/plugins/torch)."""
+    (*_, runtime, job) = documents(TRAINJOB)
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    (replicated,) = jobset_of(TRAINJOB)["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert replicated["template"]["spec"]["completionMode"] == "Indexed"
+    (container,) = pods(TRAINJOB)[0]["containers"]
+    assert (replicated["name"], container["name"]) == ("node", "node")
+    assert not {variable["name"] for variable in container["env"]} & set(PET)
+    trainer = job["spec"]["trainer"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+    counts = (str(trainer["numNodes"]), str(trainer["numProcPerNode"]))
+    controller = dict(zip(PET, (*counts, "1", "hfscale-node-0-0.hfscale", "29500"), strict=True))
+    argv, env = composed(run_container(container, controller | {"PYTHON": fake_python}))
+    node = NODE | {"MAIN_IP": "hfscale-node-0-0.hfscale"}
+    assert argv == accelerate_command(node, *container["args"])
+    assert env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "100"
+    with_token = controller | {"PYTHON": fake_python, "HFSCALE_RUN_TOKEN": "secret"}
+    assert composed(run_container(container, with_token))[0] == argv  # under `hfscale run`, which `composed` checks
+
+
+def jobset_action(path: Path, message: str, reason: str = "PodFailurePolicy") -> str:
     """Return the action of JobSet for a failure that the Job controller reports with this message."""
-    for rule in spec(JOBSET)["failurePolicy"]["rules"]:
+    for rule in jobset_of(path)["failurePolicy"]["rules"]:
         patterns = rule["onJobFailureMessagePatterns"]
         if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
             return rule["action"]
     return "RestartJobSet"
 
 
-def test_jobset_distinguishes_preemptions_from_failures():
+@pytest.mark.parametrize("path", [JOBSET, TRAINJOB], ids=named)
+def test_jobset_distinguishes_preemptions_from_failures(path):
     """The messages are Kubernetes' own: https://kubernetes.io/docs/tasks/job/pod-failure-policy/."""
-    (job,) = spec(JOBSET)["replicatedJobs"]
+    (job,) = jobset_of(path)["replicatedJobs"]
+    ((container,),) = [pod["containers"] for pod in pods(path)]
+    named_in_rules = {
+        rule["onExitCodes"]["containerName"] for rule in job["template"]["spec"]["podFailurePolicy"]["rules"][1:]
+    }
+    assert named_in_rules == {container["name"]}
     rules = job["template"]["spec"]["podFailurePolicy"]["rules"]
     assert [rule["action"] for rule in rules] == ["FailJob"] * 3
     assert [rule["onExitCodes"]["values"] for rule in rules[1:]] == [[PREEMPTED], [WRONG_USAGE]]
     exited = (
         "Container trainer for pod ns/hfscale-node-0-1-x2v9p failed with exit code {} matching FailJob rule at index 1"
     )
-    assert jobset_action(exited.format(PREEMPTED)) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert jobset_action(path, exited.format(PREEMPTED)) == "RestartJobSetAndIgnoreMaxRestarts"
     evicted = "Pod default/hfscale-node-0-0-75abc has condition DisruptionTarget matching FailJob rule at index 0"
-    assert jobset_action(evicted) == "RestartJobSetAndIgnoreMaxRestarts"
-    assert jobset_action(exited.format(WRONG_USAGE)) == "FailJobSet"
-    assert jobset_action("Job has reached the specified backoff limit", "BackoffLimitExceeded") == "RestartJobSet"
+    assert jobset_action(path, evicted) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert jobset_action(path, exited.format(WRONG_USAGE)) == "FailJobSet"
+    assert (
+        jobset_action(path, "Job has reached the specified backoff limit", "BackoffLimitExceeded") == "RestartJobSet"
+    )
 
 
 def test_pytorchjob_starts_a_launcher_per_pod(fake_python):
