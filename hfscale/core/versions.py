@@ -65,6 +65,7 @@ FEATURES = {
     "DeepSpeed": (*_BASE, _DEEPSPEED),
     "sequence parallelism of DeepSpeed": (*_RECIPES, _DEEPSPEED, Requirement(package="accelerate", minimum="1.12")),
     "LoRA": (*_BASE, _PEFT),
+    "adapters of experts that ranks share": (*_BASE, _NEWEST, Requirement(package="peft", minimum="0.21")),
     "QLoRA": (*_BASE, _PEFT, Requirement(package="bitsandbytes", minimum="0.46")),
     "W&B": (*_BASE, Requirement(package="wandb", minimum="0.31", extra="wandb")),
     "TRL": (*_BASE, _TRL),

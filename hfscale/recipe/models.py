@@ -39,7 +39,6 @@ from hfscale.recipe.arguments import (
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
 from hfscale.recipe.layout import (
-    NativeParallelLayout,
     check_model,
     distributed_config,
     is_native,
@@ -181,8 +180,7 @@ def load_model(
     if layout is not None:
         check_model(layout, config, training_args, block_size=length)
     if model_args.use_peft and is_native(layout):
-        assert isinstance(layout, NativeParallelLayout)
-        check_adapted_modules(model_args, config, ep=layout.ep)
+        check_adapted_modules(model_args, config)
     if empty:
         model = load_empty_model(model_args, config, training_args)
     else:
@@ -297,18 +295,15 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
     return adapted
 
 
-def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig, *, ep: int) -> None:
-    """Check, before weights are loaded, that experts which transformers spreads over ranks get no adapters.
-
-    PEFT adds the adapters of all experts to the stacked parameter of a layer, of which each rank has a part then.
+def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> None:
+    """Check, before weights are loaded, that a model which transformers shards has the modules to adapt.
 
     Args:
         args (`ModelArguments`): the target modules of the adapters.
         config (`PreTrainedConfig`): the model's config.
-        ep (`int`): ranks that share the experts of a layer.
 
     Raises:
-        UsageError: such experts would get adapters, or the model has none of the target modules.
+        UsageError: the model has none of the target modules.
         MissingDependencyError: PEFT is not installed or too old.
     """
     with torch.device("meta"):
@@ -316,13 +311,9 @@ def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig, *, ep:
         adapters = args.lora_config(model, attention_only=number_of_experts(config.get_text_config()) is not None)
         assert adapters is not None  # they are asked for
         from peft import get_peft_model
-        from peft.tuners.lora.layer import ParamWrapper
 
         with errors_name_flag("--lora_target_modules", args.lora_target_modules):
-            adapted = get_peft_model(model, adapters)
-    has_adapted_experts = any(isinstance(module, ParamWrapper) for module in adapted.modules())
-    asked = Combination(strategy="native", expert_parallel=ep, expert_adapters=has_adapted_experts)
-    check_support(asked, speaker="recipe")
+            get_peft_model(model, adapters)
 
 
 def cut_document_attention(

@@ -22,6 +22,7 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.core.versions import has_epoch_methods
 from hfscale.trainer.collector import Judge, LogCollector, LogPart
+from hfscale.trainer.expert_adapters import spread_expert_adapters
 from hfscale.trainer.frames import calling_trainer, training_frame
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
@@ -41,7 +42,8 @@ class TrainerAdapter:
 
     Some changes last longer, because they must be there before or after a training: the wrappers of `train`,
     `get_eval_dataloader`, `push_to_hub` and `_push_from_checkpoint`, and a scaled optimizer. They are undone at the
-    beginning of the first training that finds no `AdapterCallback` in the Trainer any more.
+    beginning of the first training that finds no `AdapterCallback` in the Trainer any more. Adapters of experts that
+    ranks share stay as `spread_expert_adapters` has made them.
 
     Calling a method again during one training replaces what the earlier call did. This happens when
     `auto_find_batch_size` restarts the training loop.
@@ -75,6 +77,7 @@ class TrainerAdapter:
             push = without_working_files(trainer, getattr(trainer, name))
             self._replace(trainer, name, push, undo=self._undo_lasting)
         remove_locks_before_deepspeed()
+        spread_expert_adapters(trainer.model)
 
     @classmethod
     def of(cls, trainer: Trainer) -> "TrainerAdapter":

@@ -229,7 +229,6 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
         compile_full=compiles_full_model(trainer.args, environ),
         pp=layout.pp if layout is not None else None,
         expert_parallel=layout.ep if layout is not None else None,
-        expert_adapters=_adapts_experts(model),
         quantized=bool(getattr(model, "is_quantized", False)),
     )
     check_support(asked_for)
@@ -274,11 +273,6 @@ def _has_frozen_matrices(model: Any) -> bool:
         "lora_" in name and not parameter.requires_grad and any(adapter in f"{name}." for adapter in in_use)
         for name, parameter in model.named_parameters()
     )
-
-
-def _adapts_experts(model: nn.Module) -> bool:
-    """Return whether stacked parameters have adapters, which PEFT adds in a wrapper of their module."""
-    return any(type(module).__name__ == "ParamWrapper" for module in model.modules())
 
 
 def _ties_embeddings(model: Any) -> bool:

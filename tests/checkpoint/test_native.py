@@ -239,12 +239,20 @@ class TestConversion:
 class TestAdapters:
     """LoRA on a natively distributed model; the adapters are plain tensors on every rank."""
 
-    @pytest.mark.parametrize("target", ["attention", pytest.param("experts", marks=pytest.mark.faults)])
+    @pytest.mark.parametrize(
+        "target",
+        [
+            "attention",
+            pytest.param("experts", marks=pytest.mark.faults),
+            pytest.param("spread experts", marks=[pytest.mark.faults, pytest.mark.world(4)]),
+        ],
+    )
     def test_they_resume_under_another_layout(self, model, tmp_path, target):
         single = {"save_strategy": "steps", "save_steps": EVERY}
         prepare, saved, other = {
             "attention": (with_adapters, EXPERTS, Layout(fsdp=2)),
             "experts": (with_adapters_of_experts, Layout(fsdp=2), Layout(rep=2)),
+            "spread experts": (with_adapters_of_experts, EXPERTS, Layout(fsdp=4, ep=2)),
         }[target]
         launch(Run(layout=Layout(), prepare=prepare, arguments=single), model, tmp_path / "single")
         launch(Run(layout=saved, prepare=prepare), model, tmp_path / "run")
@@ -253,10 +261,6 @@ class TestAdapters:
         resumed = lose_the_end(shutil.copytree(tmp_path / "run", tmp_path / "resumed"))
         launch(Run(layout=other, prepare=prepare), model, resumed)
         assert_same_end(resumed, tmp_path / "run")
-
-    def test_those_of_experts_are_refused_where_ranks_share_them(self, model, tmp_path):
-        assert 0 not in attempt(Run(layout=EXPERTS, prepare=with_adapters_of_experts), model, tmp_path)
-        assert "adapters of the experts and ep_size=2: " in errors(tmp_path)[0]
 
     def test_they_are_refused_with_tensor_parallelism(self, model, tmp_path):
         run = Run(layout=Layout(tp=2), prepare=with_adapters)

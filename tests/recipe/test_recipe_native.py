@@ -158,15 +158,16 @@ def test_adapters_of_the_attention_train_resume_and_export_like_one_process(work
 
 
 def test_adapters_of_experts_train_resume_and_export_like_one_process(workplace, tmp_path):
-    """Where each rank gathers all experts of a layer: without `--ep_size`."""
+    """Where each rank gathers all experts of a layer, and where it has some of them."""
     experts = ("--use_peft", "true", "--lora_target_modules", "q_proj", "gate_proj", "up_proj", "down_proj")
     single = train(workplace, tmp_path / "single", 1, *experts)
-    run = train(workplace, tmp_path / "run", 2, "--fsdp_size", "2", *experts)
-    again = resumed(run, tmp_path / "again")
-    run_recipe(again, "native", 2, "--config_name", "qwen3_moe", *SAVING, "--fsdp_size", "2", *experts)
+    gathered = train(workplace, tmp_path / "gathered", 2, "--fsdp_size", "2", *experts)
+    again = resumed(gathered, tmp_path / "again")
+    run_recipe(again, "native", 2, "--config_name", "qwen3_moe", *SAVING, "--ep_size", "2", *experts)
+    spread = train(workplace, tmp_path / "spread", 2, "--ep_size", "2", *experts)
     expected = load_file(single / "out" / "adapter_model.safetensors")
     assert any(".experts." in name for name in expected)
-    for folder in (run, again):
+    for folder in (gathered, again, spread):
         assert logged(folder, "loss") == pytest.approx(logged(single, "loss"), abs=1e-5)
         adapters = load_file(folder / "out" / "adapter_model.safetensors")
         assert adapters.keys() == expected.keys()
