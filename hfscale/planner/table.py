@@ -1,6 +1,6 @@
 """Reads a row of a table of runs (`hfscale estimate --table`) as a `Job`, and infers what the row leaves blank.
 
-docs/planner.md lists the columns; others, such as measured values, are ignored. What free text says is read in
+docs/planner_measure.md lists the columns; others, such as measured values, are ignored. What free text says is read in
 `hfscale.planner.table_text`. What is inferred:
 
 - the model's shape, where widths are blank: from the catalogue's model of that name, or from the parameter count;

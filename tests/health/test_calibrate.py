@@ -217,4 +217,6 @@ def test_a_gpu_is_measured(tmp_path, monkeypatch):
 
 
 def test_the_documentation_names_the_default_file():
-    assert "~/.config/hfscale/hardware.toml" in (REPOSITORY / "docs" / "planner.md").read_text(encoding="utf-8")
+    assert "~/.config/hfscale/hardware.toml" in (REPOSITORY / "docs" / "planner_measure.md").read_text(
+        encoding="utf-8"
+    )

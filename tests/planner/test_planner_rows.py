@@ -337,7 +337,7 @@ def test_the_documentation_lists_the_columns_that_are_read():
         row = RecordedRow(LLAMA | changes)
         table_line(0, row)
         read |= row.read
-    page = (REPOSITORY / "docs" / "planner.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "planner_measure.md").read_text(encoding="utf-8")
     rows = page.split("## A table of runs\n")[1].partition("\nWithout")[0].splitlines()
     assert {
         name for row in rows if row.startswith("| `") for name in re.findall(r"`(\w+)`", row.split("|")[1])

@@ -18,7 +18,7 @@ from hfscale.planner.options import Schedule
 
 CLOSE = 0.1
 """Relative error up to which an estimate is as good as it is expected to be: about its median error against published
-runs (docs/planner.md)."""
+runs (docs/planner_trust.md)."""
 LOCAL = "local-"
 """How the names of rows begin that were measured on a machine of the user."""
 _SCHEDULES: tuple[Schedule, ...] = ("1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev")
