@@ -31,6 +31,7 @@ NAMES = (
     "control_plane",
     "islands",
     "tune_choice",
+    "planner_experts",
     "gradient_accumulation",
 )
 NEED_A_GPU = ("memory_options",)

@@ -77,6 +77,18 @@ def gathered_share(job: Job) -> float:
     return kept_share(job, ranks) * max(1.0, ranks / job.expert_parallel)
 
 
+def copied_share(job: Job) -> float:
+    """Compute the part of its experts of which a rank holds a copy while they compute.
+
+    It is `gathered_share`, but 0 where experts are no unit of FSDP2.
+
+    Args:
+        job (`Job`): the run, whose states are sharded (ZeRO stage 3).
+    """
+    is_alone = job.layout.dp_shard * job.layout.cp == job.expert_parallel
+    return 0.0 if job.bare_experts and is_alone else gathered_share(job)
+
+
 # -- the exchange -----------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,11 @@ class Job(LayoutOptions):
     """Whether one kernel computes each norm, which keeps nothing but its input and its output (torchtitan's Triton
     kernel of 2024)."""
 
+    bare_experts: bool = False
+    """Whether experts that no two ranks share are no unit of FSDP2, which then holds no copy of them and of their
+    gradients (NeMo AutoModel, nemo_automodel/components/moe/parallelizer.py). FSDP2 copies also where one rank shards
+    (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard`)."""
+
     @cached_property
     def data_parallel(self) -> int:
         """Number of ranks that read different sequences."""

@@ -28,7 +28,7 @@ from hfscale.planner.activations import (
     micro_batches_in_flight,
     regime_of,
 )
-from hfscale.planner.experts import gathered_share, kept_share, layer_parameters
+from hfscale.planner.experts import copied_share, gathered_share, kept_share, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.tasks import (
@@ -484,7 +484,7 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     if layout.tp > 1 and job.sequence_parallel:
         gathered = GATHERED_ACTIVATIONS * 2.0 * job.tokens * shape.hidden
     if job.zero == 3 and layout.dp_shard * layout.cp > 1:
-        per_layer = dense + experts * gathered_share(job)
+        per_layer = dense + experts * copied_share(job)
         trained = 1.0 if job.method == "full" else 0.0
         width = 4.0 if job.precision == "fp32" else 2.0
         scattered = trained * (width + framework.gradient_bytes) * per_layer
