@@ -20,6 +20,7 @@ from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, Scal
 from hfscale.core.findings import Finding
 from hfscale.core.replaying import is_replaying
 from hfscale.health import callback as health_callback
+from hfscale.recipe.layout import set_up_parallelism
 from hfscale.trainer.strategy import let_fsdp_run_on_cpu
 
 PARALLEL = {
@@ -122,7 +123,9 @@ def make_trainer(layout: str, folder: Path, callbacks: list[TrainerCallback], **
         model = tiny_causal_lm(**({"seed": 7} | job))
         return ParallelTrainer(model=model, args=args, train_dataset=Tokens(), callbacks=callbacks, parallel=sizes)
     args = tiny_arguments(folder, **({"per_device_train_batch_size": 2} | arguments))
-    if layout in ("fsdp2", "hsdp") or "tp" in layout:
+    if layout == "hsdp":
+        set_up_parallelism(ParallelArguments(), args)
+    elif layout == "fsdp2" or "tp" in layout:
         let_fsdp_run_on_cpu()
     if layout in NATIVE:
         loaded = folder.parent / "model"

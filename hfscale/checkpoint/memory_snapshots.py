@@ -26,7 +26,14 @@ from hfscale.core.rank_link import RankLink, connect
 from hfscale.core.records import WRITING, append_record
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.run_files import TIMELINE_NAME
-from hfscale.core.run_memory import AGREED_VARIABLES, INTERVAL_VARIABLE, NODES_VARIABLE, PARTS, replicated_step
+from hfscale.core.run_memory import (
+    AGREED_VARIABLES,
+    INTERVAL_VARIABLE,
+    NODES_VARIABLE,
+    PARTS,
+    replicated_step,
+    trust_again,
+)
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import UsageError
 from hfscale.trainer.adapter import TrainerAdapter
@@ -120,6 +127,7 @@ class MemorySnapshots(ResetOnCopy):
             shutil.rmtree(self._link.ended_trainings.pop(), ignore_errors=True)
         if self._commits:
             self._own_folder.mkdir(parents=True, exist_ok=True)
+            trust_again(self._folder)
         adapter.before_last_log(self._finish)
         if why_not is not None:
             logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)

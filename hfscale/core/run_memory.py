@@ -11,6 +11,7 @@ It lies in a file system in memory (`/dev/shm`), so it outlives the processes th
         imports.json             what a rank has imported, for the next launcher (`hfscale.recovery.standby`)
         outlives-PID             a process that is not ended with the launch that has started it
         HASH/                    snapshots of one output directory, in its layout; made when its training begins
+            trusted              the last step whose snapshot may be used, after silent data corruption
 
 The supervisor deletes it when the run ends. If the supervisor was killed, the next one on this machine does.
 """
@@ -53,6 +54,8 @@ OWN_VARIABLES = (FOLDER_VARIABLE, LAUNCHED_VARIABLE, NODE_RANK_VARIABLE, RESTART
 """Variables that a node has of its own: no exchange between ranks may depend on them."""
 PARTS = "parts"
 """Folder of this node's parts of the snapshots of a training, in a run on several nodes."""
+TRUSTED = "trusted"
+"""File with the last step whose snapshot may be used, from a fault in the training until the next launch."""
 REPLICATED = "replicated"
 """File with the last step of which every part has a copy on another node."""
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it has a random name and mode 0700
@@ -276,6 +279,49 @@ def replicated_step(folder: Path) -> int | None:
         return int((folder / REPLICATED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def trust_until(folder: Path, step: int) -> None:
+    """Delete the snapshots of later steps than `step`, and have none used that another node still copies.
+
+    Args:
+        folder (`Path`): the folder of one training in the memory of this node; nothing happens if there is none.
+        step (`int`): the last step whose state is good.
+    """
+    if folder.is_dir():
+        (folder / TRUSTED).write_text(str(step), encoding="utf-8")
+        _delete_later(folder, step)
+
+
+def trusted_step(folder: Path) -> int | None:
+    """Return the last step whose snapshot may be used; None if all may.
+
+    Args:
+        folder (`Path`): the folder of one training in the memory of this node.
+    """
+    try:
+        return int((folder / TRUSTED).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def trust_again(folder: Path) -> None:
+    """Let snapshots of all steps be used that are taken from now on, and delete those that were not to be used.
+
+    Args:
+        folder (`Path`): the folder of one training in the memory of this node.
+    """
+    step = trusted_step(folder)
+    if step is not None:
+        _delete_later(folder, step)
+        (folder / TRUSTED).unlink()
+
+
+def _delete_later(folder: Path, step: int) -> None:
+    for snapshot in folder.glob("**/checkpoint-*"):
+        number = snapshot.name.removeprefix("checkpoint-")
+        if number.isdigit() and int(number) > step:
+            shutil.rmtree(snapshot, ignore_errors=True)
 
 
 def remove_abandoned(root: Path = DEFAULT_ROOT) -> list[Path]:

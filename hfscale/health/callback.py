@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.checkpoint.resume import newest_resumable
-from hfscale.checkpoint.store import archive
+from hfscale.checkpoint.store import archive, checkpoint_step, list_with_snapshots
 from hfscale.core import distributed
 from hfscale.core.alarms import DISK, HEALTH, LOSS, raise_alarm
 from hfscale.core.best_effort import best_effort
@@ -30,6 +30,7 @@ from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.rank_link import connect
 from hfscale.core.rank_store import RankStore
 from hfscale.core.records import RankLines
+from hfscale.core.run_memory import RunMemory, trust_until
 from hfscale.errors import HealthError, ParameterError, StrategyMismatchError
 from hfscale.health import node, preflight
 from hfscale.health.gpu import GpuWatch, sensor_of
@@ -96,8 +97,9 @@ class CommHealthCallback(AdapterCallback):
             Under `hfscale run` it is `abort`.
         stragglers (`bool`): whether each rank's own work is timed.
         on_bad_training (`str`): what happens at a NaN or infinite loss, where replicas differ and where a replay gives
-            another result: `warn`, or `stop`: checkpoints after the last good log are archived and the run ends; after
-            a replay, before the optimizer steps.
+            another result: `warn`, or `stop`: the run ends, and what was saved after the last good log is set aside;
+            after a replay, what was saved after the last one without a difference. Under `hfscale run` a replay with
+            another result always ends the launch, and the next one resumes from before.
         replay_every_steps (`int`, *optional*): steps from one replay to the next, under any strategy; it takes as long
             as a micro-batch, under `ParallelTrainer` as long as a step. None: nothing is replayed.
 
@@ -349,7 +351,7 @@ class CommHealthCallback(AdapterCallback):
         # These findings follow from what all ranks have exchanged, so all ranks stop or none.
         bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
         if bad and self.on_bad_training == "stop":
-            self._stop(bad)
+            self._stop(bad, self._healthy_step)
         if not bad:
             self._healthy_step = step
         return {name: value for name, value in comparison.keys.items() if math.isfinite(value)}
@@ -363,31 +365,41 @@ class CommHealthCallback(AdapterCallback):
                 kind = {"loss": LOSS, "disk": DISK}.get(finding.check, HEALTH)
                 raise_alarm(kind, str(finding), step=step, level=finding.level)
 
-    def _replay_differs(self, finding: Finding) -> None:
-        """Log what a replay has found; with `stop` end the run, on all ranks."""
-        log_findings([finding])
-        self._raise_alarms([finding], self._healthy_step)
-        if self.on_bad_training == "stop":
-            self._stop([finding])
+    def _replay_differs(self, found: list[Finding], verified_step: int) -> None:
+        """Log what a replay has found; with `stop`, and under `hfscale run`, end the run, on all ranks.
+
+        Args:
+            found (`list[Finding]`): one error for each host.
+            verified_step (`int`): the last step in which a replay has found nothing, or with which training began.
+        """
+        log_findings(found)
+        self._raise_alarms(found, self._healthy_step)
+        if self.on_bad_training == "stop" or connect() is not None:
+            self._stop(found, _newest_good_step(verified_step))
 
     def _forget_replay(self) -> None:
         self._replay = None
 
-    def _stop(self, bad: list[Finding]) -> None:
-        """End the run at the last checkpoint that was written before the fault.
+    def _stop(self, bad: list[Finding], good_step: int) -> None:
+        """End the run at the last checkpoint or snapshot that was written before the fault.
+
+        Args:
+            bad (`list[Finding]`): why.
+            good_step (`int`): the last step that is known to be good; what was saved later is not used.
 
         Raises:
             HealthError: it is always raised, since it ends the run.
         """
-        # A checkpoint that is still being written would be committed after the others have been archived.
         adapter = TrainerAdapter.current()
-        adapter.wait_for_save()
-        TRAINING.barrier("stop: saves have ended")
+        _end_saves(adapter)
         output_dir = adapter.run_dir()
+        memory = RunMemory.of_environment()
         with TRAINING.agreed("stop: archive"):
+            if memory is not None and adapter.trainer.args.local_process_index == 0:
+                trust_until(memory.snapshots(output_dir), good_step)
             archives = adapter.trainer.args.should_save and output_dir.is_dir()
             if archives:
-                archive(output_dir, after_step=self._healthy_step)
+                archive(output_dir, after_step=good_step)
         good = newest_resumable(output_dir, exchanges=OneProcess()).path if archives else None
         self._end()
         resume = f"the relaunched command resumes from {good.name}" if good else "no good checkpoint was written"
@@ -401,6 +413,34 @@ class CommHealthCallback(AdapterCallback):
         if self._monitor is not None:
             self._monitor.stop()
             self._monitor = None
+
+
+def _end_saves(adapter: TrainerAdapter) -> None:
+    """Wait for what is being written, which would be committed after the others have been archived."""
+    adapter.wait_for_save()
+    TRAINING.barrier("stop: saves have ended")
+
+
+def _newest_good_step(verified_step: int) -> int:
+    """Return the step up to which checkpoints are kept after a replay has found a difference; the same on all ranks.
+
+    It is the last one that a replay has verified, unless everything that the run could resume from is of later steps.
+    """
+    adapter = TrainerAdapter.current()
+    _end_saves(adapter)  # each deletes older ones
+    kept: int | None = None
+    if is_main_process():
+        steps = [checkpoint_step(path) for path in list_with_snapshots(adapter.run_dir())]
+        has_verified = verified_step == 0 or any(step <= verified_step for step in steps)
+        kept = verified_step if has_verified or not steps else max(steps)
+        if kept != verified_step:
+            logger.warning(
+                "no checkpoint is left up to step %d, the last that a replay has verified: the run resumes at step %d",
+                verified_step,
+                kept,
+            )
+    good: int = TRAINING.gather("replay: good step", kept)[0]
+    return good
 
 
 def connect_rank_store(args: TrainingArguments) -> RankStore | None:

@@ -24,6 +24,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
 from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
 from hfscale.health.replay_run import MicroBatch, check_can_replay
+from hfscale.health.replica_hashes import ReplicaHashes
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategy import running_strategy
 
@@ -31,7 +32,7 @@ logger = get_logger(__name__)
 _MAX_NAMED = 3
 _INDEPENDENT = ("single", "ddp", "zero1", "zero2", "zero3")
 """Strategies under which nothing is compared in which other ranks have had a part."""
-Judge = Callable[[Finding], None]
+Judge = Callable[[list[Finding], int], None]
 
 
 class StepReplay:
@@ -40,7 +41,8 @@ class StepReplay:
     Args:
         trainer (`Trainer`): prepared for training.
         every_steps (`int`): N.
-        found (`Callable`): called on every rank with the finding, if a rank has computed two different results.
+        found (`Callable`): called on every rank if a rank has computed two different results, with one finding for
+            each host, and the last step in which a replay has found nothing, or with which the training began.
 
     Raises:
         UsageError: the strategy or the arguments do not allow it.
@@ -61,7 +63,8 @@ class StepReplay:
             gradients=strategy != "zero3",
             sends=not self._is_independent,
         )
-        self._last = trainer.state.global_step
+        self._last = self._verified = trainer.state.global_step
+        self._replicas = ReplicaHashes(trainer)
         self._excluded: set[str] | None = None
         self.mismatches = 0
         """Replays so far in which a rank has differed."""
@@ -101,6 +104,7 @@ class StepReplay:
 
     def _replayed(self, training_step: Callable[..., Any], model: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
         begun = time.perf_counter()
+        self._compare_replicas()
         micro_batch = MicroBatch(self._trainer, training_step)
         records = []
         for _ in range(2 if self._excluded is None else 1):
@@ -132,6 +136,15 @@ class StepReplay:
                 " …" if len(together) > _MAX_NAMED else "",
             )
 
+    def _compare_replicas(self) -> None:
+        """Compare what several ranks hold alike, before it is used; all ranks come to the same conclusion."""
+        if self._excluded and not self._is_independent:
+            return  # what ranks compute alike without an exchange, such as the gradient of a norm, may differ
+        found = self._replicas.compare(self._trainer.state.global_step + 1)
+        if found:
+            self.mismatches += 1
+            self._found(found, self._verified)
+
     def _compare(self, first: Record, second: Record) -> None:
         """Exchange the first value that differs on each rank; all ranks come to the same conclusion."""
         assert self._excluded is not None
@@ -140,27 +153,33 @@ class StepReplay:
         answers = TRAINING.gather("replay", [name, key, socket.gethostname()])
         names, keys, hosts = zip(*answers, strict=True)
         ranks = [rank for rank, name in enumerate(names) if name is not None]
+        step = self._trainer.state.global_step + 1
         if not ranks:
+            self._verified = step
             return
         if not self._is_independent:
             ranks = first_ranks(keys)
         self.mismatches += 1
-        step = self._trainer.state.global_step + 1
-        self._found(_finding(step, ranks, names, hosts))
+        self._found(_findings(step, ranks, names, hosts), self._verified)
 
 
-def _finding(step: int, ranks: Sequence[int], names: Sequence[str | None], hosts: Sequence[str]) -> Finding:
-    rank = ranks[0]
-    on = f"rank {rank}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    of_ranks = sorted({hosts[number] for number in ranks})
-    return Finding(
-        level="error",
-        check="replay",
-        problem=f"step {step} gave two different results, first in {names[rank]} on {on}",
-        fix=f"take {' and '.join(of_ranks)} out of the run, and resume from an earlier checkpoint",
-        ranks=tuple(ranks),
-        host=hosts[rank],
-    )
+def _findings(step: int, ranks: Sequence[int], names: Sequence[str | None], hosts: Sequence[str]) -> list[Finding]:
+    """Return an error for each host of the ranks that differ."""
+    found = []
+    for host in dict.fromkeys(hosts[rank] for rank in ranks):
+        own = [rank for rank in ranks if hosts[rank] == host]
+        on = f"rank {own[0]}" if len(own) == 1 else f"ranks {', '.join(map(str, own))}"
+        found.append(
+            Finding(
+                level="error",
+                check="replay",
+                problem=f"step {step} gave two different results, first in {names[own[0]]} on {on}",
+                fix=f"take {host} out of the run, and resume from an earlier checkpoint",
+                ranks=tuple(own),
+                host=host,
+            )
+        )
+    return found
 
 
 def _not_deterministic(first: Record, second: Record) -> set[str]:

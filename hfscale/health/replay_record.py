@@ -184,7 +184,7 @@ def recorded(model: nn.Module, layers: Mapping[str, int], *, gradients: bool, se
 def _leave(record: Record, name: str, gradients: bool, module: nn.Module, args: Any, output: Any) -> None:
     if not isinstance(output, torch.Tensor):
         return
-    own = _own(output)
+    own = own_tensor(output)
     if own is None:
         return
     record.computed(_FORWARD, name, f"output of {name}", own)
@@ -193,13 +193,17 @@ def _leave(record: Record, name: str, gradients: bool, module: nn.Module, args: 
 
 
 def _gradient(record: Record, module: str, name: str, gradient: torch.Tensor | None) -> None:
-    own = None if gradient is None else _own(gradient)
+    own = None if gradient is None else own_tensor(gradient)
     if own is not None:
         record.computed(_BACKWARD, module, name, own)
 
 
-def _own(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what this rank has of a tensor; None for a tensor without bits of its own, such as a quantized one."""
+def own_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return what this rank has of a tensor; None for a tensor without bits of its own, such as a quantized one.
+
+    Args:
+        tensor (`torch.Tensor`): an ordinary tensor, or one that wraps others.
+    """
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local().detach()
     is_plain = not is_traceable_wrapper_subclass(tensor) and not tensor.is_complex()
@@ -219,7 +223,7 @@ class _Sends(TorchDispatchMode):
         name = func._schema.name.rpartition("::")
         if name[0] in _NAMESPACES and name[2] in SENDS:
             for tensor in tree_leaves(args[SENDS[name[2]]]):
-                own = _own(tensor) if isinstance(tensor, torch.Tensor) else None
+                own = own_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
                 if own is not None:
                     self._record.sent(name[2], own)
         return func(*args, **(kwargs or {}))

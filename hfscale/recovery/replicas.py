@@ -27,7 +27,7 @@ import xxhash
 from hfscale.core.best_effort import best_effort
 from hfscale.core.connections import Address, Connection
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.run_memory import PARTS, REPLICATED
+from hfscale.core.run_memory import PARTS, REPLICATED, trusted_step
 from hfscale.recovery.connections import Server, connect, receive
 
 REPLICAS = "replicas"
@@ -74,7 +74,8 @@ def list_parts(memory: Path, index: int, count: int) -> list[dict[str, Any]]:
         snapshot = manifest.parent
         folder, *places = snapshot.parent.relative_to(memory).parts
         place = "/".join(places) or COMPLETE
-        if place in whose:
+        trusted = trusted_step(memory / folder)
+        if place in whose and (trusted is None or _step(snapshot) <= trusted):
             part = {"folder": folder, "step": _step(snapshot), "place": place}
             part |= {"index": whose[place][0], "count": whose[place][1]}
             found.append(part | {"manifest": json.loads(manifest.read_text(encoding="utf-8"))})

@@ -58,14 +58,22 @@ def server():
     process.wait(30)
 
 
-def supervise(server, folder, env, kills, *, interval=1, save_steps=1000, **more):
+def supervise(server, folder, env, kills, *, interval=1, save_steps=1000, steps=STEPS, options=(), **more):
     """Run a supervised training in `folder`; return its exit code, its standard error and its log."""
     folder.mkdir()
-    arguments = ARGUMENTS | {"save_steps": save_steps, "save_only_model": "native" in more}
+    arguments = ARGUMENTS | {"save_steps": save_steps, "save_only_model": "native" in more, "max_steps": steps}
     spec = {"folder": str(folder), "arguments": arguments, "world": 2, "kills": kills, "env": env, **more}
     (folder / "spec.json").write_text(json.dumps(spec))
     launcher = [sys.executable, str(SERVER), "launch", str(server), str(folder / "spec.json")]
-    options = ["--memory-interval-steps", str(interval), "--max-restarts", "50", "--log", str(folder / "run.jsonl")]
+    options = [
+        *options,
+        "--memory-interval-steps",
+        str(interval),
+        "--max-restarts",
+        "50",
+        "--log",
+        str(folder / "run.jsonl"),
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "hfscale", "run", *options, "--", *launcher],
         capture_output=True,

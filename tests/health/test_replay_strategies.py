@@ -5,6 +5,14 @@ from replay_runs import Flip, run
 
 LAYOUTS = ["zero1", "zero2", "zero3", "hsdp", "native-fsdp", "native-hsdp", "native-tp", "native-ep"]
 PARALLEL = ["tp", "tp-sp", "pp", "pp-interleaved", "dp", "cp", "ep", "tp-pp"]
+REPLICATED = {
+    "ddp": ["weight", "state"],
+    "hsdp": ["weight", "state"],
+    "native-hsdp": ["weight", "state"],
+    "native-tp": ["weight"],
+    "tp": ["weight"],
+    "zero1": ["weight"],
+}
 UP, DOWN, NORM = "layers.1.mlp.up_proj", "layers.1.mlp.down_proj", "layers.1.post_attention_layernorm"
 
 
@@ -34,6 +42,22 @@ def check(layout, folder, *, kinds, modules):
             assert [finding["ranks"] for finding in result["found"]] == [[rank]], (flip, result["found"])
             assert "step 4 gave two different results" in result["found"][0]["problem"]
             assert flip.module.rpartition(".")[0] in result["found"][0]["problem"]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("layout", "kinds"), [*REPLICATED.items()])
+def test_replicas_that_differ_are_found(tmp_path, layout, kinds):
+    name = f"{NORM}.weight"
+    results = run(layout, tmp_path, [(2, None), *((2, Flip(module=name, kind=kind)) for kind in kinds)])
+    assert [result["found"] for result in results[0]] == [[]] * len(results[0])
+    for kind, of_kind in zip(kinds, results[1:], strict=True):
+        assert sum(result["flipped"] for result in of_kind) == 1
+        for result in of_kind:
+            found = result["found"][0]
+            assert 1 in found["ranks"]
+            assert found["host"] is None  # two replicas: either may be wrong
+            expected = "the weight" if kind == "weight" else "the optimizer's exp_avg"
+            assert found["problem"].startswith(f"{expected} of model.{name} is not the same before step 4")
 
 
 @pytest.mark.faults

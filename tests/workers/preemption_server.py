@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import paths  # noqa: F401
 import torch
 from ports import free_port
+from replay_runs import Flip, FlipsBit
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from workers.blocked import block_in_c
@@ -143,6 +144,11 @@ def train(spec, phases):
         keep_global_batch(arguments, checkpoint)
         checkpoint = readable_checkpoint(arguments, checkpoint)
     health = CommHealthCallback(hang_after_s=spec["hang_after_s"]) if "hang_after_s" in spec else None
+    flips = []
+    if "replay_every" in spec:
+        health = CommHealthCallback(replay_every_steps=spec["replay_every"])
+        if os.environ["HFSCALE_RUN_RESTARTS"] == "0" and spec["flip"] is not None:
+            flips = [FlipsBit(Flip(**spec["flip"]))]
     scaling = ScalingCallback(
         comm_health=health,
         spot_checkpoint=SpotCheckpointCallback(**({"on_preemption": "return"} | spec.get("spot", {}))),
@@ -152,7 +158,7 @@ def train(spec, phases):
         args=arguments,
         train_dataset=Tokens(phases, "data", 64),
         eval_dataset=Tokens(phases, "eval_data", 32),
-        callbacks=[] if spec.get("stock") else [PhaseCallback(phases), scaling],
+        callbacks=[] if spec.get("stock") else [PhaseCallback(phases), scaling, *flips],
         **more,
     )
     if spec.get("stock"):
