@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -21,12 +22,12 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import to_fsdp2_command, to_fsdp2_command_parser
 from conftest import REPOSITORY
 from test_recipe_yamls import FLAGS, command_problems, shell_commands
-from tiny import RandomTokens, tiny_arguments, tiny_model
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_tokenizer, tiny_trainer
 from transformers import Trainer
 
 import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
-from hfscale import ParallelArguments
+from hfscale import ParallelArguments, ScalingCallback
 from hfscale.cli import COMMANDS, main
 from hfscale.metrics.report.html import STYLE
 from hfscale.planner.plot import labels_of
@@ -296,6 +297,53 @@ def test_planning_commands_run(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
+
+
+def commands_about_runs():
+    for path in (README, *PAGES):
+        for command in shell_commands(text_of(path)):
+            if command[0] == "hfscale" and command[1] in ("checkpoints", "report", "why"):
+                yield shlex.join(command)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The output directory of a training of four steps, with a checkpoint."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    tiny_trainer(folder, ScalingCallback(), save_strategy="steps", save_steps=4, tokenizer=tiny_tokenizer()).train()
+    return folder
+
+
+@pytest.mark.parametrize("command", sorted(set(commands_about_runs())))
+def test_commands_about_runs_run(command, trained, tmp_path, monkeypatch, capsys):
+    """Each folder that a command names is a run here; a checkpoint that it names has its own number."""
+    monkeypatch.chdir(tmp_path)
+    for run in re.findall(r"runs/[\w-]+", command):
+        if run != "runs/zero3":  # what a conversion writes
+            shutil.copytree(trained, run, dirs_exist_ok=True)
+    argv = shlex.split(re.sub(r"(?<!zero3/)checkpoint-\d+", "checkpoint-4", command))[1:]
+    assert main(argv) == 0
+    assert capsys.readouterr().out
+
+
+def words_of_commands(rows):
+    return [words for row in rows for words in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def test_every_command_of_the_documentation_is_run_or_the_page_says_why_not():
+    page = text_of(REPOSITORY / "docs" / "how_tested.md")
+    section = page.split("## The commands of the documentation")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    known = words_of_commands(rows)
+    seen = set()
+    for path in (README, CONTRIBUTING, *PAGES):
+        for command in shell_commands(text_of(path)):
+            words = list(itertools.dropwhile(re.compile(r"\w+=").match, command))
+            line = " ".join(words).removeprefix("sudo ")
+            found = [start for start in known if words and (line + " ").startswith(f"{start} ")]
+            assert found or not words, f"{named(path)}: {line}: no row of docs/how_tested.md"
+            seen.update(found)
+    assert set(known) - seen == set()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
