@@ -237,20 +237,17 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
 
 
 @lru_cache(maxsize=512)
-def of_fullest_layer(shape: ModelShape, regime: Regime, seq_len: int, rank: int = 0) -> ModelShape:
-    """Return a model of one layer, that which keeps most without recomputation, where layers have different mixers.
+def layer_kinds(shape: ModelShape) -> tuple[ModelShape, ...]:
+    """Return a model of one layer for each kind of layer, where layers have different mixers.
 
     Args:
         shape (`ModelShape`): the model; it is returned as it is if every layer has the same attention.
-        regime (`Regime`): the formats in which the model computes.
-        seq_len (`int`): tokens per sequence.
-        rank (`int`): rank of the LoRA adapters; 0 without adapters.
     """
     if not shape.other_layers:
-        return shape
+        return (shape,)
     mlp_only = shape.mlp_only or (False,) * shape.layers
-    kinds = set(zip(shape.moe_layers, shape.windows, shape.other_layers, mlp_only, strict=True))
-    layers = [
+    kinds = dict.fromkeys(zip(shape.moe_layers, shape.windows, shape.other_layers, mlp_only, strict=True))
+    return tuple(
         replace(
             shape,
             layers=1,
@@ -260,8 +257,22 @@ def of_fullest_layer(shape: ModelShape, regime: Regime, seq_len: int, rank: int 
             mlp_only=(is_mlp,) if shape.mlp_only else (),
         )
         for is_moe, window, is_other, is_mlp in kinds
-    ]
-    return max(layers, key=lambda layer: sum(kept_bytes(layer, regime, "none", seq_len, rank)[:2]))
+    )
+
+
+def of_fullest_layer(shape: ModelShape, regime: Regime, seq_len: int, rank: int = 0) -> ModelShape:
+    """Return a model of one layer, that which keeps most without recomputation, where layers have different mixers.
+
+    Args:
+        shape (`ModelShape`): the model; it is returned as it is if every layer has the same attention.
+        regime (`Regime`): the formats in which the model computes.
+        seq_len (`int`): tokens per sequence.
+        rank (`int`): rank of the LoRA adapters; 0 without adapters.
+    """
+    kinds = layer_kinds(shape)
+    if len(kinds) == 1:
+        return kinds[0]
+    return max(kinds, key=lambda layer: sum(kept_bytes(layer, regime, "none", seq_len, rank)[:2]))
 
 
 def routed_bytes(shape: ModelShape, regime: Regime) -> float:

@@ -105,6 +105,8 @@ def dispatched_bytes(job: Job) -> float:
     Args:
         job (`Job`): the run.
     """
+    if not job.shape.moe_share:
+        return 0.0
     kept = _per_token(job, "none").dispatched * imbalance_of(job, shared_constants())
     return job.tokens * (kept + routed_bytes(job.shape, regime_of(job)))
 
@@ -120,7 +122,7 @@ def exchange_bytes(job: Job) -> float:
     Args:
         job (`Job`): the run; 0 without transformers' expert parallelism.
     """
-    if not job.is_native:
+    if not job.is_native or not job.shape.moe_share:
         return 0.0
     received = 2 * imbalance_of(job, shared_constants())
     is_weighted = job.activation_checkpointing == "none" or (

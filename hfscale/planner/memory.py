@@ -12,11 +12,11 @@ All byte counts are per rank unless a docstring states otherwise.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from hfscale.facts.activations import attention_bytes
+from hfscale.facts.activations import attention_bytes, layer_kinds
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.activations import (
     dispatched_bytes,
@@ -383,7 +383,9 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
         last_rank = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
         return _Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
     if job.is_native:
-        return max(_native_moments(job, framework, gradients), key=lambda moment: moment.total)
+        layers = [replace(job, shape=kind) for kind in layer_kinds(job.shape)]
+        moments = [moment for layer in layers for moment in _native_moments(job, framework, gradients, layer)]
+        return max(moments, key=lambda moment: moment.total)
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     is_ddp = framework.name == "hf" and job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
@@ -404,7 +406,7 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     return max(moments, key=lambda moment: moment.total)
 
 
-def _native_moments(job: Job, framework: Framework, gradients: float) -> list[_Moment]:
+def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job) -> list[_Moment]:
     """The moments of a step under transformers' expert parallelism and FSDP2.
 
     The embedding, each layer without its experts, the experts of each layer, and the last norm with the head are
@@ -413,25 +415,33 @@ def _native_moments(job: Job, framework: Framework, gradients: float) -> list[_M
     shard, where a third divides them if only one rank has these experts; the copy of a unit exists until that of the
     next (transformers 5.23, distributed/fsdp.py; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py).
     Where attention writes its scores to memory, one layer's attention may need more than all of the layer keeps; the
-    experts' gradients have been copied for their reduction before.
+    experts' gradients have been copied for their reduction before. Where layers have different mixers, one kind
+    computes at a time, and the peak is that of the kind that needs most.
+
+    Args:
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        gradients (`float`): bytes of the gradients of all layers.
+        layer (`Job`): the run with a model of one layer, of the kind that computes; `job` if there is one kind.
     """
-    kept, working = kept_and_working(job, framework)
+    kept, _ = kept_and_working(job, framework)
+    _, working = kept_and_working(layer, framework)
     kept_of_all = job.layer_split[0] * kept
     ends = end_activations(job, framework)
-    dense, experts = layer_parameters(job)
-    experts /= job.shape.moe_share  # of a layer that has any
+    dense, experts = layer_parameters(layer)
+    experts /= layer.shape.moe_share or 1.0  # of a layer that has any
     head = job.shape.vocab * job.shape.embedding_width
     width = 4.0 if job.precision == "fp32" else 2.0
     reduced = framework.gradient_bytes if job.method == "full" else 0.0
     gathered = width * (dense + experts * gathered_share(job))
-    in_layer = working + exchange_bytes(job)
+    in_layer = working + exchange_bytes(layer)
     shards = job.layout.dp_shard
     copies = gathered_share(job) + kept_share(job, shards) + (shards == job.expert_parallel)
     moments = [
         _Moment(kept_of_all + ends, loss_bytes(job, framework), gradients, width * head),
         _Moment(kept_of_all + in_layer, 0.0, gradients, gathered + reduced * head, at="last layer's backward pass"),
         _Moment(
-            kept_of_all + working - dispatched_bytes(job),
+            kept_of_all + working - dispatched_bytes(layer),
             0.0,
             gradients,
             width * dense + reduced * experts * copies,

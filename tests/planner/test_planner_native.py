@@ -192,7 +192,7 @@ def planned_bytes(config, sizes, kind, imbalance):
             for family, kinds in (
                 ("qwen3_next", ("none", "full")),
                 ("qwen3_5_moe_text", ("none", "full")),
-                ("nemotron_h", ("none",)),
+                ("nemotron_h", ("none", "full")),
             )
         ),
     ],
