@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,19 @@ class FlipsBit(TrainerCallback):
         return changed
 
 
+class StepTimes(TrainerCallback):
+    """Measures the seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._began)
+
+
 def flip_bit(tensor: torch.Tensor, flip: Flip) -> None:
     """Flip one bit of one element of a contiguous fp32 tensor, in place."""
     bits = tensor.detach().view(-1).view(torch.int32)
@@ -159,7 +173,9 @@ def train(
     health_callback.log_findings = found.extend  # type: ignore[assignment]
     health = CommHealthCallback(replay_every_steps=every, preflight=False, hang_after_s=None)
     flips = [FlipsBit(flip)] if flip is not None else []
-    trainer = make_trainer(layout, folder / "out", [ScalingCallback(comm_health=health), *flips], **arguments)
+    times = StepTimes()
+    callbacks = [ScalingCallback(comm_health=health), *flips, times]
+    trainer = make_trainer(layout, folder / "out", callbacks, **arguments)
     trainer.train()
     logs = trainer.state.log_history
     return {
@@ -167,6 +183,7 @@ def train(
         "grad_norm": [log["grad_norm"] for log in logs if "grad_norm" in log],
         "mismatches": [log["health/replay_mismatches"] for log in logs if "health/replay_mismatches" in log],
         "found": [finding.to_dict() for finding in found if finding.level == "error"],
+        "step_s": times.seconds,
         "flipped": sum(callback.flipped for callback in flips),
     }
 

@@ -1,0 +1,112 @@
+"""A campaign of flipped bits, each of which must be found or be harmless, and of clean replays without a false alarm.
+
+HFSCALE_RESULTS=benchmarks/results/bit_flips.json keeps the counts; HFSCALE_FLIPS is the number of flips of a layout,
+and HFSCALE_REPLAYS that of the clean replays of each.
+
+A flip is `found` if a finding names its rank; `detected` if a finding says that replicas differ and not
+which one is wrong; `harmless` if loss and gradient norm of all steps are those of the training without it, bit by bit
+or within rounding (1e-6, relative); else `missed`. Bits flip in the step that is replayed, in the first micro-batch;
+those of weights and of the optimizer's state flip right before it.
+"""
+
+import os
+import random
+import statistics
+import time
+
+import pytest
+from replay_runs import Flip, run
+from results import keep_result
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
+FLIPS = int(os.environ.get("HFSCALE_FLIPS", "12"))
+REPLAYS = int(os.environ.get("HFSCALE_REPLAYS", "60"))
+STEPS = 8  # four after the flip, which show what a wrong state of the optimizer does
+ROUNDING = 1e-6
+COMPUTED = ("output", "gradient", "wgrad")
+STORED = ("weight", "state")
+KINDS = {
+    "single": COMPUTED + STORED,
+    "ddp": COMPUTED + STORED,
+    "fsdp2": ("output", "gradient", "weight", "state"),
+    "hsdp": ("output", "gradient", "weight", "state"),
+    "zero2": COMPUTED,
+    "zero3": COMPUTED,
+    "native-tp": ("output", "gradient", "weight"),
+    "tp": ("output", "gradient", "weight"),
+    "pp": ("output", "gradient"),
+}
+DENSE = [f"layers.1.{name}" for name in ("mlp.up_proj", "mlp.down_proj", "self_attn.q_proj", "input_layernorm")]
+SPARSE = [f"layers.1.{name}" for name in ("self_attn.o_proj", "self_attn.q_proj", "input_layernorm")]
+OWN_LOSS = {"loss", "grad_norm"}
+
+
+def random_flips(layout, number):
+    chance = random.Random(f"{layout}-{os.environ.get('HFSCALE_SEED', '0')}")
+    flips = []
+    for index in range(number):
+        kind = KINDS[layout][index % len(KINDS[layout])]
+        module = chance.choice(SPARSE if layout.startswith("native") else DENSE)
+        if kind in STORED and layout in ("tp", "native-tp"):
+            module = "layers.1.input_layernorm"  # what is not split
+        rank = 0 if layout in ("single", "pp") else 1
+        place = {"bit": chance.randrange(32), "element": chance.randrange(4096)}
+        flips.append(Flip(module=module + ".weight" * (kind in STORED), rank=rank, kind=kind, **place))
+    return flips
+
+
+def outcome(flip, results, plain):
+    """What became of a flip: `found`, `detected`, `harmless`, `not applied` or `missed`."""
+    if sum(result["flipped"] for result in results) != 1:
+        return "not applied"
+    found = results[0]["found"]
+    module = flip.module.removesuffix(".weight")
+    replicas = [finding for finding in found if finding["check"] == "replicas" and module in finding["problem"]]
+    if replicas:
+        return "found" if replicas[0]["ranks"] == [flip.rank] else "detected"
+    if any(f["ranks"] == [flip.rank] and f["check"] == "replay" for f in found):
+        return "found"
+    same = all(
+        abs(a - b) <= ROUNDING * abs(b)
+        for key in OWN_LOSS
+        for a, b in zip(results[0][key], plain[0][key], strict=True)
+    )
+    return "harmless" if same and not found else "missed"
+
+
+@pytest.mark.parametrize("layout", list(KINDS))
+def test_a_flipped_bit_is_found_or_harmless(tmp_path, layout):
+    flips = random_flips(layout, FLIPS)
+    jobs = [(None, None), *((2, flip) for flip in flips)]
+    plain, *flipped = run(layout, tmp_path, jobs, timeout_s=1200, max_steps=STEPS)
+    counts = {}
+    for flip, results in zip(flips, flipped, strict=True):
+        of_kind = counts.setdefault(flip.kind, {})
+        name = outcome(flip, results, plain)
+        of_kind[name] = of_kind.get(name, 0) + 1
+    keep_result(f"flips: {layout}", counts)
+    cannot = {"single": STORED, "fsdp2": STORED, "zero3": ("gradient", "wgrad")}.get(layout, ())
+    for kind, of_kind in counts.items():
+        assert "not applied" not in of_kind, (kind, of_kind)
+        assert "missed" not in of_kind or kind in cannot, (kind, of_kind)
+
+
+@pytest.mark.parametrize("layout", list(KINDS))
+def test_clean_replays_find_nothing(tmp_path, layout):
+    began = time.perf_counter()
+    (results,) = run(layout, tmp_path, [(1, None)], timeout_s=1200, max_steps=REPLAYS, logging_steps=REPLAYS)
+    seconds = time.perf_counter() - began
+    alarms = sum(bool(result["found"]) for result in results)
+    replays = REPLAYS - 1  # the first one only learns what is not deterministic
+    keep_result(f"clean: {layout}", {"replays": replays, "false_alarms": alarms, "seconds": round(seconds, 1)})
+    assert not alarms, results[0]["found"]
+    assert results[0]["mismatches"][-1] == 0
+
+
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2", "zero3", "tp"])
+def test_what_a_replay_costs(tmp_path, layout):
+    ((result, *_),) = run(layout, tmp_path, [(2, None)], timeout_s=600, max_steps=60)
+    seconds = result["step_s"][4:]  # the first replay computes more
+    plain, replayed = (statistics.median(seconds[first::2]) for first in (0, 1))  # every second step is replayed
+    counts = {"step_s": round(plain, 4), "replayed_step_s": round(replayed, 4)}
+    keep_result(f"cost: {layout}", counts | {"further_steps_per_replay": round(replayed / plain - 1, 2)})
