@@ -15,12 +15,16 @@ from typing import Any
 
 import typer
 from typer.core import TyperCommand
-from typer.exceptions import TyperException
 
 from hfscale import __version__
 from hfscale.core.logging import print_line
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import HfScaleError
+
+try:
+    from typer.exceptions import TyperException
+except ModuleNotFoundError:  # before 0.26 its errors are those of click
+    from click import ClickException as TyperException  # type: ignore[assignment, import-not-found, no-redef, unused-ignore]
 
 COMMANDS = {
     "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",

@@ -49,9 +49,9 @@ def test_a_program_can_list_what_there_is(capsys):
     found = json.loads(capsys.readouterr().out)
     assert {one["name"].partition(" ")[0] for one in found["commands"]} == set(COMMANDS)
     report = next(one for one in found["commands"] if one["name"] == "report")
-    assert [(one["usage"], one["required"]) for one in report["arguments"]] == [
-        ("OUTPUT_DIR <path>", True),
-        ("[OTHER] <path>", False),
+    assert [(one["usage"].removesuffix(" <path>"), one["required"]) for one in report["arguments"]] == [
+        ("OUTPUT_DIR", True),  # typer before 0.26 does not show the type
+        ("[OTHER]", False),
     ]
     assert [one["options"] for one in report["options"]] == [["--html"], ["--json"]]
     assert found["python"] == hfscale_package.__all__

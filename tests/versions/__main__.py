@@ -105,6 +105,7 @@ CORNERS = (
     Corner(name="newest-python-3.13", pins=NEWEST, python="python3.13"),
     Corner(name="llama-factory", program="llamafactory==0.9.5", python="python3.11"),
     Corner(name="ms-swift", program="ms-swift==4.6.0", python="python3.11"),
+    Corner(name="axolotl", program="axolotl==0.19.0", python="python3.11"),
 )
 
 
@@ -142,6 +143,7 @@ def passes(corner: Corner, *, contract: bool) -> bool:
         "WANDB_MODE": "offline",
         "WANDB_SILENT": "true",
         "HFSCALE_CLOUD": "none",
+        "AXOLOTL_DO_NOT_TRACK": "1",
         "OMP_NUM_THREADS": "1",
     }
     print(f"{corner.name}: {versions(python, environ)}", flush=True)

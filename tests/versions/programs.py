@@ -1,7 +1,8 @@
-"""What the corners with a program of others must do: programs.py llamafactory|ms-swift FOLDER.
+"""What the corners with a program of others must do: programs.py llamafactory|ms-swift|axolotl FOLDER.
 
-The program fine-tunes a tiny model of its own data with LoRA: without the callback, with it, and with it in a run that
-a SIGTERM stops and the same command resumes. The losses must be equal. `ms-swift` also converts PiSSA in its saves.
+The program fine-tunes a tiny model of its own data (with LoRA, but for axolotl): without the callback, with it, and
+with it in a run that a SIGTERM stops and the same command resumes. The losses must be equal, and the checkpoint must
+pass `hfscale checkpoints verify` there. `ms-swift` also converts PiSSA in its saves.
 """
 
 import json
@@ -123,7 +124,55 @@ def train_swift(folder: Path, name: str, mode: str, init: str) -> None:
     sft_main(given)
 
 
-PROGRAMS = {"llamafactory": train_llamafactory, "ms-swift": train_swift}
+AXOLOTL_PLUGIN = """
+from axolotl.integrations.base import BasePlugin
+from programs import callbacks
+
+class Ours(BasePlugin):
+    def add_callbacks_pre_trainer(self, cfg, model):
+        return callbacks(stops=False)
+
+class Stopped(BasePlugin):
+    def add_callbacks_pre_trainer(self, cfg, model):
+        return callbacks(stops=True)
+"""
+
+
+def train_axolotl(folder: Path, name: str, mode: str, init: str) -> None:
+    """Fine-tune all weights with axolotl, whose YAML file names a class that returns the callback.
+
+    Its LoRA begins with other random matrices in each run, with the same seed, so losses could not be compared.
+    """
+    import yaml
+    from axolotl.cli.train import do_cli
+
+    rows = {"path": str(folder / "data" / "rows.json"), "ds_type": "json", "type": "alpaca"}
+    arguments = {key: value for key, value in COMMON.items() if "per_device" not in key and key != "lora_rank"} | {
+        "base_model": str(folder / "model"),
+        "model_type": "AutoModelForCausalLM",
+        "tokenizer_type": "AutoTokenizer",
+        "datasets": [rows],
+        "dataset_prepared_path": str(folder / "prepared"),
+        "output_dir": str(folder / name),
+        "sequence_len": 64,
+        "micro_batch_size": COMMON["per_device_train_batch_size"],
+        "num_epochs": 1,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "constant",
+        "tf32": False,  # it needs a GPU
+        "val_set_size": 0,
+        "auto_resume_from_checkpoints": mode == "resumed",
+    }
+    if mode != "plain":
+        (folder / "axolotl_plugin.py").write_text(AXOLOTL_PLUGIN)
+        sys.path.insert(0, str(folder))
+        arguments["plugins"] = [f"axolotl_plugin.{'Stopped' if mode == 'stopped' else 'Ours'}"]
+    (folder / f"{name}-{mode}.yaml").write_text(yaml.safe_dump(arguments))
+    sys.argv[1:] = []  # axolotl reads them too
+    do_cli(str(folder / f"{name}-{mode}.yaml"))
+
+
+PROGRAMS = {"llamafactory": train_llamafactory, "ms-swift": train_swift, "axolotl": train_axolotl}
 
 
 def run(program: str, folder: Path, name: str, mode: str, init: str = "true") -> tuple[int, list[float]]:
@@ -136,8 +185,6 @@ def run(program: str, folder: Path, name: str, mode: str, init: str = "true") ->
 
 def check(program: str, folder: Path) -> None:
     """Compare the runs."""
-    from hfscale.checkpoint.store import verify
-
     make_inputs(folder)
     code, plain = run(program, folder, "plain", "plain")
     assert (code, len(set(plain))) == (0, STEPS), (code, plain)
@@ -146,7 +193,9 @@ def check(program: str, folder: Path) -> None:
     assert code == 75, code
     assert stopped == plain[: len(stopped)], (stopped, plain)
     assert STOPPED <= len(stopped) < STEPS
-    verify(folder / "stopped" / f"checkpoint-{len(stopped)}")
+    verify = [sys.executable, "-m", "hfscale", "checkpoints", "verify"]
+    subprocess.run([*verify, folder / "stopped" / f"checkpoint-{len(stopped)}"], check=True)
+    assert subprocess.run([*verify, folder / "absent"]).returncode == 2
     assert run(program, folder, "stopped", "resumed") == (0, plain)
     print(f"{program}: losses {plain}, stopped after step {len(stopped)}")
     if program == "ms-swift":

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
@@ -44,6 +45,11 @@ _COMPARED = {
 }
 """The argument of each operator whose sizes are the same on all ranks."""
 _LONGEST_STACK = 60
+_KEPT = 8
+"""The last results that stay in memory, so that no thread of gloo is the last to hold a tensor that Python has seen.
+
+It would need the interpreter's lock to drop it, and `terminate` ends the process if the interpreter is at its end.
+"""
 _PHASES = (
     ("evaluation", ("evaluate", "evaluation_loop", "predict", "prediction_step", "on_evaluate")),
     ("save", ("_save_checkpoint", "save_model", "save_state", "save_pretrained", "on_save")),
@@ -70,6 +76,7 @@ class Recorder:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._names: dict[int, dict[int, str]] = {}
+        self._kept: deque[Any] = deque(maxlen=_KEPT)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(address)
         self._send(
@@ -130,7 +137,9 @@ class Recorder:
         def kernel(keyset: Any, *arguments: Any) -> Any:
             if os.getpid() == self._pid:
                 self._record(name, {key: arguments[at] for key, at in positions.items() if at < len(arguments)})
-            return operator.redispatch(keyset & below, *arguments)
+            result = operator.redispatch(keyset & below, *arguments)
+            self._kept.append(result)
+            return result
 
         return kernel
 
