@@ -275,7 +275,7 @@ def test_a_launcher_that_was_stopped_takes_a_signal(waiting):
 
 def test_a_launcher_that_was_stopped_takes_a_signal_before_it_has_a_rank(tmp_path):
     up, ended = tmp_path / "up", tmp_path / "ended"
-    handler = f"signal.signal(signal.SIGTERM, lambda *_: (open({str(ended)!r}, 'w'), os._exit(0)))"
+    handler = f"signal.signal(signal.SIGTERM, lambda *_: (open({str(ended)!r}, 'w'), os._exit(1)))"
     program = f"import os, signal, time; {handler}; open({str(up)!r}, 'w'); time.sleep(600)"
     supervisor = subprocess.Popen([*command(tmp_path, "")[:6], "--", sys.executable, "-c", program])
     wait_for(up.exists, supervisor)
