@@ -21,11 +21,6 @@ from hfscale.core.logging import print_line
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import HfScaleError
 
-try:
-    from typer.exceptions import TyperException
-except ModuleNotFoundError:  # before 0.26 its errors are those of click
-    from click import ClickException as TyperException  # type: ignore[assignment, import-not-found, no-redef, unused-ignore]
-
 COMMANDS = {
     "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
     "estimate": "Memory and time of one layout, or of every row of a table of runs.",
@@ -62,6 +57,18 @@ _ALL = "--json"
 """Loads every command, to list them."""
 
 
+def _error_of_usage() -> Any:
+    """Return the base class of typer's errors: before typer 0.26 that of click."""
+    try:
+        from typer.exceptions import TyperException
+    except ModuleNotFoundError:
+        return import_module("click").ClickException
+    return TyperException
+
+
+_ERROR_OF_USAGE = _error_of_usage()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. An error is printed as one line on standard error, never as a traceback.
 
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HfScaleError as error:
         print_line(f"hfscale: error: {error}")
         return error.exit_code
-    except TyperException as error:
+    except _ERROR_OF_USAGE as error:
         print_line(f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)")
         return 2
     except ImportError:
@@ -91,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(code or 0)
 
 
-def _usage_message(error: TyperException) -> str:
+def _usage_message(error: Any) -> str:
     """Return typer's message in one line.
 
     It leaves out the value of an option, which is in the exception that caused it.
