@@ -1,7 +1,5 @@
 """Checks of a model's config against a layout, made before a model is built or a process group exists."""
 
-import math
-
 from transformers import PreTrainedConfig
 
 from hfscale.core.logging import get_logger
@@ -9,6 +7,7 @@ from hfscale.errors import LayoutError
 from hfscale.facts.experts import check_experts_divide, spreads_experts
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.support import PIPELINE_TESTED, Combination, Speaker, check_support
+from hfscale.parallel.key_value_heads import can_share_heads
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.attention import attention_implementation
 
@@ -75,20 +74,23 @@ def check_config(
 def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
     text = config.get_text_config()
     heads = text.num_attention_heads
-    counts = {
-        "attention heads": heads,
-        "key-value heads": getattr(text, "num_key_value_heads", None) or heads,
-        "vocabulary entries": text.vocab_size,
-    }
-    for what, count in counts.items():
-        if count % tp:
-            common = math.gcd(*counts.values())
-            legal = [n for n in range(1, common + 1) if common % n == 0]
-            nearest = min(legal, key=lambda n: abs(n - tp))
-            raise LayoutError(
-                f"`tp_size` is {tp}, which does not divide the model's {count} {what}: set `tp_size={nearest}` "
-                f"(one of {', '.join(map(str, legal[:12]))})"
-            )
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    shares = can_share_heads(text)
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and _divides_or_shares(n, kv_heads, shares=shares)]
+    if tp not in legal:
+        what = f"{heads} attention heads" if heads % tp else f"{kv_heads} key-value heads"
+        nearest = min(legal, key=lambda n: abs(n - tp))
+        raise LayoutError(
+            f"`tp_size` is {tp}, which does not divide the model's {what}: set `tp_size={nearest}` "
+            f"(one of {', '.join(map(str, legal[:12]))})"
+        )
+    if -(-text.vocab_size // tp) * (tp - 1) >= text.vocab_size:
+        raise LayoutError(f"`tp_size` is {tp}, too many for the model's {text.vocab_size} vocabulary entries")
+
+
+def _divides_or_shares(tp: int, kv_heads: int, *, shares: bool) -> bool:
+    """Return whether each rank gets whole key-value heads, or several ranks share one."""
+    return kv_heads % tp == 0 or (shares and tp % kv_heads == 0)
 
 
 def _rope_type(config: PreTrainedConfig) -> str | None:

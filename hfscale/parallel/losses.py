@@ -39,19 +39,26 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, labels: torch.Tensor, smoothing: float, group: dist.ProcessGroup
+        ctx: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        smoothing: float,
+        group: dist.ProcessGroup,
+        first: int,
+        vocabulary: int,
     ) -> torch.Tensor:
-        """(tokens, vocabulary / tp), (tokens,) -> (tokens,), which is the same on all ranks.
+        """(tokens, this rank's entries), (tokens,) -> (tokens,), which is the same on all ranks.
+
+        `first` is the first of this rank's entries, and `vocabulary` the number of all.
 
         With V entries and smoothing e, the loss is -(1 - e) log p_label - e / V sum_j log p_j (Szegedy et al.,
         arXiv 1512.00567, section 7), where -log p_j = log sum exp(z - max z) - (z_j - max z).
         """
         width = logits.shape[-1]
-        tp = group.size()
         peak = logits.amax(dim=-1).float()
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         shifted = logits.float() - peak[:, None]
-        column = labels - group.rank() * width
+        column = labels - first
         is_local = (column >= 0) & (column < width)
         column = torch.where(is_local, column, 0)[:, None]
         label_logits = torch.where(is_local, shifted.gather(-1, column).squeeze(-1), 0.0)
@@ -62,18 +69,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         probabilities /= sums[0][:, None]
         ctx.save_for_backward(probabilities, column, is_local)
         ctx.smoothing = smoothing
-        ctx.vocabulary = width * tp
+        ctx.vocabulary = vocabulary
         ctx.dtype = logits.dtype
-        return sums[0].log() - (1 - smoothing) * sums[1] - smoothing / (width * tp) * sums[2]
+        return sums[0].log() - (1 - smoothing) * sums[1] - smoothing / vocabulary * sums[2]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradient of column j is p_j - e / V, minus 1 - e where j is the label."""
         probabilities, column, is_local = ctx.saved_tensors
         per_token = gradients[0][:, None]
         gradient = (probabilities - ctx.smoothing / ctx.vocabulary) * per_token
         gradient.scatter_add_(-1, column, (ctx.smoothing - 1) * is_local[:, None] * per_token)
-        return gradient.to(ctx.dtype), None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None, None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +89,9 @@ class VocabParallelLoss:
 
     group: dist.ProcessGroup
     """The tensor parallel ranks, in the order of their parts of the vocabulary."""
+    vocabulary: int
+    """Entries of the whole vocabulary. Where the ranks do not divide it, the last one has fewer, as `torch.chunk`
+    gives them."""
     epsilon: float = 0.0
     """Label smoothing."""
 
@@ -98,7 +108,7 @@ class VocabParallelLoss:
         """Compute what transformers' `ForCausalLMLoss` computes, from this rank's logits.
 
         Args:
-            logits (`torch.Tensor`): (batch, sequence, vocabulary / tp).
+            logits (`torch.Tensor`): (batch, sequence, this rank's entries).
             labels (`torch.Tensor`): (batch, sequence), not shifted; unused where `shift_labels` is given.
             vocab_size (`int`): entries of the whole vocabulary.
             num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens to divide the sum by; absent: those here.
@@ -111,10 +121,11 @@ class VocabParallelLoss:
         Raises:
             UnsupportedModelError: the logits are not this rank's part of the vocabulary.
         """
-        if logits.shape[-1] * self.group.size() != vocab_size:
+        own = self._entries()
+        if vocab_size != self.vocabulary or logits.shape[-1] != len(own):
             raise UnsupportedModelError(
-                f"{logits.shape[-1]} logits on each of {self.group.size()} ranks do not make up a vocabulary of "
-                f"{vocab_size}: set `tp_size=1`"
+                f"{logits.shape[-1]} logits are not this rank's {len(own)} of {self.group.size()} ranks' parts of a "
+                f"vocabulary of {vocab_size}: set `tp_size=1`"
             )
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -130,7 +141,7 @@ class VocabParallelLoss:
         """Compute the loss of a causal language model's output, as a Trainer calls its label smoother.
 
         Args:
-            model_output (`Mapping`): its `logits` are (batch, sequence, vocabulary / tp).
+            model_output (`Mapping`): its `logits` are (batch, sequence, this rank's entries).
             labels (`torch.Tensor`): (batch, sequence).
             shift_labels (`bool`): whether the labels are still to be shifted.
             num_items_in_batch (`int` or `torch.Tensor`, *optional*): tokens to divide the sum by; absent: those here.
@@ -138,17 +149,23 @@ class VocabParallelLoss:
         Returns:
             The loss, a scalar.
         """
-        logits = model_output["logits"]
-        vocabulary = logits.shape[-1] * self.group.size()
-        return self(logits, labels, vocabulary, num_items_in_batch, shift_labels=None if shift_labels else labels)
+        shifted = None if shift_labels else labels
+        return self(model_output["logits"], labels, self.vocabulary, num_items_in_batch, shift_labels=shifted)
+
+    def _entries(self) -> range:
+        """Return the entries of the vocabulary whose logits this rank has."""
+        most = -(-self.vocabulary // self.group.size())
+        first = most * self.group.rank()
+        return range(first, min(first + most, self.vocabulary))
 
     def _mean(
         self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None, ignored: int
     ) -> torch.Tensor:
         labels = labels.reshape(-1).to(logits.device)
         counts = labels != ignored
+        first = self._entries().start
         losses: torch.Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]  # of torch
-            logits.flatten(0, -2), labels.clamp(min=0), self.epsilon, self.group
+            logits.flatten(0, -2), labels.clamp(min=0), self.epsilon, self.group, first, self.vocabulary
         )
         total = torch.where(counts, losses, 0.0).sum()
         return total / (counts.sum() if items is None else torch.as_tensor(items).to(total.device))

@@ -15,6 +15,7 @@ from hfscale.errors import UsageError
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.experts import apply_expert_parallel, expert_parallel_plan, is_of_experts, shard_experts
 from hfscale.parallel.gradients import TiedWeight
+from hfscale.parallel.key_value_heads import apply_shared_heads, plan_shared_heads
 from hfscale.parallel.losses import RouterBalanceLoss, VocabParallelLoss, keep_logits_sharded
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.partition import (
@@ -120,10 +121,12 @@ def parallelize_model(
     expert_plan = expert_parallel_plan(model, mesh.expert_mesh["ep"].size()) if mesh.expert_mesh is not None else {}
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
     tensor_plan = {name: style for name, style in tensor_plan.items() if not is_of_experts(name, expert_plan)}
+    shared_heads = plan_shared_heads(model, tensor_plan, mesh.layout.tp)
     packed = packed_parameters(model)
     structure = ModelStructure.of(model)
     is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
-    vocab_loss = VocabParallelLoss(group=mesh.tp_group) if is_sharded else None
+    vocabulary = model.get_parameter(f"{structure.head}.weight").shape[0]
+    vocab_loss = VocabParallelLoss(group=mesh.tp_group, vocabulary=vocabulary) if is_sharded else None
     sequence_plan = (
         plan_sequence_parallel(model, structure, tensor_plan) if sequence_parallel and tensor_plan else None
     )
@@ -145,6 +148,8 @@ def parallelize_model(
 
     # 4. Shard over tensor and expert parallel ranks before data parallel ones: FSDP2 shards these shards again.
     partial_gradients = _shard_over_tensor_ranks(model, structure, tensor_plan, sequence_plan, mesh)
+    summed_blocks = sequence_plan.sharded if sequence_plan is not None else ()
+    apply_shared_heads(model, shared_heads, tp_mesh, summed_blocks=summed_blocks)
     if expert_plan:
         apply_expert_parallel(model, expert_plan, mesh)
 

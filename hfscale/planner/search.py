@@ -319,11 +319,10 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     for tp in _powers_of_two(min(node, gpus)):
         heads = shape.attention.heads
         kv_heads = shape.attention.kv_heads
-        if heads % tp or (kv_heads % tp and tp % kv_heads) or gpus % tp:
+        # Hugging Face's stack copies key-value heads in ParallelTrainer only, which a plan has with a pipeline.
+        if heads % tp or (kv_heads % tp and (request.stack == "hf" or tp % kv_heads)) or gpus % tp:
             continue
         for pp in _pipeline_sizes(shape.layers, gpus // tp):
-            if tp > 1 and request.stack == "hf" and not _divides(shape, tp, pp):
-                continue
             for cp in _powers_of_two(request.seq_len // MIN_TOKENS_PER_CP_RANK):
                 if _why_not_split(request, tp=tp, pp=pp, cp=cp) is not None:
                     continue
@@ -351,14 +350,6 @@ def _why_not_split(request: PlanRequest, *, tp: int, pp: int, cp: int) -> str | 
         tp_plan=request.shape.model_type not in TENSOR_PARALLEL_PLAN_MISSING,
     )
     return explain(split, "tp", "model_parallel", "ranks_per_replica", "strategy_family")
-
-
-def _divides(shape: ModelShape, tp: int, pp: int) -> bool:
-    """Whether the model's heads divide over `tp` ranks of Hugging Face's stack, which replicates none, and with
-    `ParallelTrainer` its vocabulary too."""
-    if shape.attention.kv_heads % tp:
-        return False
-    return pp == 1 or shape.vocab % tp == 0
 
 
 def _powers_of_two(most: int) -> list[int]:

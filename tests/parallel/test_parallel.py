@@ -22,6 +22,7 @@ FIRST, LATER = 5e-6, 5e-4
 CUBE = {"tp_size": 2, "pp_size": 2}  # the remaining ranks are data parallel
 LORA = {"r": 4, "target_modules": ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]}
 TIED = {"tie_word_embeddings": True}
+ODD = {"vocab_size": 97}  # of which no two ranks have equal parts
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 FAMILIES = ("qwen3", "gemma2", "granite", "phi3", "olmo")
 """The families of the ordinary suite; the long suite has all."""
@@ -154,7 +155,7 @@ def test_hsdp_checkpoints_resume_in_any_layout(tmp_path):
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("llama", marks=pytest.mark.faults)])
 def test_a_checkpoint_resumes_in_any_layout_and_exports(family, tmp_path):
-    model = {"num_local_experts": 4} if family == "mixtral" else TIED
+    model = ODD | ({"num_local_experts": 4} if family == "mixtral" else TIED)
     steps = {"max_steps": 4, "eval_steps": 4}
     base = {"family": family, "model": model}
     (expected,) = in_world(1, train, [base | {"args": steps}])
@@ -212,6 +213,31 @@ def test_families_and_the_load_balancing_of_experts():
             "config": BALANCED,
         }
     assert wrong(jobs, in_world(4, compare, list(jobs.values()))) == {}
+
+
+ONE_HEAD = {"num_key_value_heads": 1}
+
+
+def test_vocabularies_and_key_value_heads_that_the_ranks_do_not_divide():
+    jobs = {
+        "sequence": {"tp": 2, "sequence": True, "config": ODD | ONE_HEAD},
+        "tied stages": {"tp": 2, "pp": 2, "config": ODD | ONE_HEAD | TIED},
+        "two of four": {"tp": 4, "config": ODD | {"num_key_value_heads": 2}, "gradients": True},
+    }
+    results = in_world(4, compare, [{"family": "qwen3"} | job for job in jobs.values()])
+    assert wrong(jobs, results) == {}
+    assert max(result["gradient"] for result in results) < FIRST
+    # Adapters of projections that every rank holds.
+    check(2, [{"parallel": {"tp_size": 2}, "lora": LORA, "model": ODD | ONE_HEAD}])
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "mixtral", "qwen2", "glm4"])
+def test_families_with_one_key_value_head(family):
+    jobs = {"tp": {"family": family, "tp": 2, "config": ODD | ONE_HEAD}}
+    jobs["cp"] = jobs["tp"] | {"cp": 2}
+    jobs["shards"] = jobs["tp"] | {"gradients": True}
+    assert wrong(jobs, in_world(2, compare, [jobs["tp"]]) + in_world(4, compare, [jobs["cp"], jobs["shards"]])) == {}
 
 
 @pytest.mark.faults

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 RECIPE = REPOSITORY / "recipes" / "tp_pp" / "train.py"
 TINY = {
-    "vocab_size": 97,
+    "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 4,
@@ -22,15 +22,15 @@ TINY = {
     "num_key_value_heads": 2,
 }
 QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-LLAMA, OPT = LlamaConfig(**TINY), OPTConfig(vocab_size=96, hidden_size=32, num_attention_heads=4, num_hidden_layers=4)
-EVEN = LlamaConfig(**(TINY | {"vocab_size": 96}))
-EXPERTS = Qwen3MoeConfig(**TINY | {"vocab_size": 96, "num_experts": 4, "moe_intermediate_size": 16})
+EVEN, OPT = LlamaConfig(**TINY), OPTConfig(vocab_size=96, hidden_size=32, num_attention_heads=4, num_hidden_layers=4)
+THREE = LlamaConfig(**TINY | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3})
+EXPERTS = Qwen3MoeConfig(**TINY | {"num_experts": 4, "moe_intermediate_size": 16})
 CASES = {
     "world": (EVEN, "--tp_size 2 --pp_size 3", "set --pp_size 2, or start 6"),
     "replicas": (EVEN, "--dp_shard_size 3", "needs 3 processes, but the world has 8"),
     "contexts": (EVEN, "--cp_size 3", "cp_size 3 x dp_replicate_size 1 = 3 does not divide the 8"),
-    "heads": (EVEN, "--tp_size 8", "--tp_size is 8.*4 attention heads.*--tp_size 2"),
-    "vocabulary": (LLAMA, "--tp_size 2", "97 vocabulary entries.*--tp_size 1"),
+    "heads": (EVEN, "--tp_size 8", "--tp_size is 8.*4 attention heads.*--tp_size 4"),
+    "key-value heads": (THREE, "--tp_size 2", "--tp_size is 2.*3 key-value heads.*--tp_size 1 .one of 1, 3, 6, 12"),
     "layers": (EVEN, "--pp_size 8 --gradient_accumulation_steps 8", "4 layers: set --pp_size 4"),
     "micro-batches": (
         EVEN,

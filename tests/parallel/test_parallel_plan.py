@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MixtralConfig,
+    Olmo2Config,
     PreTrainedConfig,
     PreTrainedModel,
     Trainer,
@@ -159,8 +160,12 @@ def test_remaining_ranks_become_shards():
 @pytest.mark.parametrize(
     ("config", "sizes", "line"),
     [
-        ({"num_key_value_heads": 1}, {"tp": 2}, "1 key-value heads.*`tp_size=1`"),
-        ({"vocab_size": 97}, {"tp": 2}, "97 vocabulary entries.*`tp_size=1`"),
+        (
+            {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+            {"tp": 2},
+            "3 key-value heads.*`tp_size=[13]`",
+        ),
+        ({"vocab_size": 5}, {"tp": 4}, "`tp_size` is 4, too many for the model's 5 vocabulary entries"),
         ({"num_hidden_layers": 3}, {"pp": 4}, "3 layers: set `pp_size=3`"),
         ({"quantization_config": {"quant_method": "gptq"}}, {"tp": 2}, "quantised"),
     ],
@@ -170,6 +175,14 @@ def test_a_model_that_does_not_divide_is_refused(config, sizes, line):
     layout = decide_layout(8, **sizes)
     with pytest.raises(UsageError, match=line):
         check_config(model, layout, StagePlan(pp=layout.pp))
+
+
+def test_fewer_key_value_heads_than_ranks_need_projections_of_their_own():
+    layout = decide_layout(4, tp=4)
+    check_config(LlamaConfig(**(TINY | {"num_key_value_heads": 1, "vocab_size": 97})), layout, StagePlan())
+    after_norms = Olmo2Config(**(TINY | {"num_key_value_heads": 1}))  # its norms take all heads at once
+    with pytest.raises(LayoutError, match="1 key-value heads: set `tp_size=1`"):
+        check_config(after_norms, layout, StagePlan())
 
 
 def test_a_model_without_a_tensor_parallel_plan_is_refused():
