@@ -127,8 +127,10 @@ def flip_bit(tensor: torch.Tensor, flip: Flip) -> None:
     bits[flip.element % len(bits)] ^= mask
 
 
-def make_trainer(layout: str, folder: Path, callbacks: list[TrainerCallback], **arguments: Any) -> Trainer:
-    """Make a Trainer in this process, which is a rank."""
+def make_trainer(
+    layout: str, folder: Path, callbacks: list[TrainerCallback], *, hidden: int = 32, **arguments: Any
+) -> Trainer:
+    """Make a Trainer in this process, which is a rank; `hidden` is that of a model without parallelism of its own."""
     if layout in PARALLEL:
         job = dict(PARALLEL[layout])
         defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -147,7 +149,7 @@ def make_trainer(layout: str, folder: Path, callbacks: list[TrainerCallback], **
             loaded, dtype=torch.float32, distributed_config=NATIVE[layout].config
         )
     else:
-        model = tiny_model(attention_dropout=0.2)
+        model = tiny_model(attention_dropout=0.2, hidden_size=hidden, intermediate_size=hidden * 3 // 2)
     return Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=callbacks)
 
 

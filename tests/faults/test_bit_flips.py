@@ -31,7 +31,7 @@ KINDS = {
     "fsdp2": ("output", "gradient", "weight", "state"),
     "hsdp": ("output", "gradient", "weight", "state"),
     "zero2": COMPUTED,
-    "zero3": COMPUTED,
+    "zero3": ("output",),  # the forward pass alone is computed twice: wrong gradients are not covered
     "native-tp": ("output", "gradient", "weight"),
     "tp": ("output", "gradient", "weight"),
     "pp": ("output", "gradient"),
@@ -85,7 +85,7 @@ def test_a_flipped_bit_is_found_or_harmless(tmp_path, layout):
         name = outcome(flip, results, plain)
         of_kind[name] = of_kind.get(name, 0) + 1
     keep_result(f"flips: {layout}", counts)
-    cannot = {"single": STORED, "fsdp2": STORED, "zero3": ("gradient", "wgrad")}.get(layout, ())
+    cannot = STORED if layout in ("single", "fsdp2") else ()
     for kind, of_kind in counts.items():
         assert "not applied" not in of_kind, (kind, of_kind)
         assert "missed" not in of_kind or kind in cannot, (kind, of_kind)
@@ -103,9 +103,10 @@ def test_clean_replays_find_nothing(tmp_path, layout):
     assert results[0]["mismatches"][-1] == 0
 
 
-@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp2", "zero3", "tp"])
+@pytest.mark.parametrize("layout", ["single", "ddp"])
 def test_what_a_replay_costs(tmp_path, layout):
-    ((result, *_),) = run(layout, tmp_path, [(2, None)], timeout_s=600, max_steps=60)
+    sizes = {"hidden": 384, "per_device_train_batch_size": 32, "logging_steps": 100}  # 512 tokens
+    ((result, *_),) = run(layout, tmp_path, [(2, None)], timeout_s=600, max_steps=64, **sizes)
     seconds = result["step_s"][4:]  # the first replay computes more
     plain, replayed = (statistics.median(seconds[first::2]) for first in (0, 1))  # every second step is replayed
     counts = {"step_s": round(plain, 4), "replayed_step_s": round(replayed, 4)}

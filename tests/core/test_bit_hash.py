@@ -1,0 +1,67 @@
+"""The hash of a tensor's bits: it sees each flipped bit, and several flips do not cancel."""
+
+import pytest
+import torch
+
+from hfscale.core import bit_hash as module
+from hfscale.core.bit_hash import bit_hash, weighted_sum
+
+HASHES = [bit_hash, weighted_sum]  # on a CPU, and elsewhere
+
+
+def flipped(tensor, *places):
+    """Return a copy with bits flipped: (element, bit)."""
+    changed = tensor.clone()
+    bits = changed.view(-1).view(torch.uint8)
+    for element, bit in places:
+        bits[element * tensor.element_size() + bit // 8] ^= 1 << bit % 8
+    return changed
+
+
+@pytest.mark.parametrize("hashed", HASHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_each_bit_counts(hashed, dtype):
+    tensor = torch.zeros(3, 7) if dtype == torch.bool else torch.randn(3, 7) * 100
+    tensor = tensor.to(dtype)
+    bits = [0] if dtype == torch.bool else range(tensor.element_size() * 8)
+    hashes = {int(hashed(flipped(tensor, (element, bit)))) for element in range(21) for bit in bits}
+    assert len(hashes | {int(hashed(tensor))}) == 21 * len(bits) + 1
+
+
+@pytest.mark.parametrize("hashed", HASHES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bit_of_two_elements_does_not_cancel(hashed, dtype):
+    for values in (torch.zeros(24), torch.randn(24)):
+        tensor = values.to(dtype)
+        last = tensor.element_size() * 8 - 1
+        places = [((a, bit), (b, bit)) for a in range(24) for b in range(a) for bit in (0, last)]
+        seen = {int(hashed(flipped(tensor, *pair))) for pair in places}
+        assert int(hashed(tensor)) not in seen
+        assert len(seen) == 24 * 23
+
+
+@pytest.mark.parametrize("hashed", HASHES)
+def test_rows_do_not_cancel(hashed, monkeypatch):
+    monkeypatch.setattr(module, "_ROW", 8)
+    monkeypatch.setattr(module, "_ROWS", 2)
+    module._weights.cache_clear()
+    tensor = torch.randn(29)
+    places = [(element, bit) for element in range(29) for bit in (3, 31)]
+    seen = {int(hashed(flipped(tensor, a, b))) for a in places for b in places if a < b}
+    seen |= {int(hashed(flipped(tensor, a))) for a in places} | {int(hashed(tensor))}
+    assert len(seen) == 58 * 57 // 2 + 58 + 1
+    module._weights.cache_clear()
+
+
+@pytest.mark.parametrize("hashed", HASHES)
+def test_only_bits_and_order_matter(hashed):
+    tensor = torch.randn(9, 5).to(torch.bfloat16)
+    base = torch.cat([tensor.new_zeros(1), tensor.view(-1)])
+    at_odd_place = base[1:45]  # its bytes are not at a multiple of four
+    assert hashed(at_odd_place) == hashed(at_odd_place.clone())
+    assert hashed(tensor.t()) == hashed(tensor.t().contiguous())
+    assert hashed(tensor.t()) != hashed(tensor)
+    assert hashed(torch.zeros(3)) != hashed(torch.zeros(4))
+    assert hashed(torch.tensor(1.0)) != hashed(torch.tensor(-1.0))
+    assert hashed(torch.zeros(2)) != hashed(-torch.zeros(2))
+    assert hashed(torch.zeros(0)).dtype == torch.int64
