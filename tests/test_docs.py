@@ -542,8 +542,7 @@ def words_of_prose(markdown):
 def test_a_page_is_read_in_one_sitting(path):
     """At most 1,500 words of prose; pages that people read from the beginning to the end count their tables too."""
     text = text_of(path)
-    most = 1700 if path.stem == "debugging" else 1500
-    assert words_of_prose(text) <= most, "split the page by what its reader wants"
+    assert words_of_prose(text) <= 1500, "split the page by what its reader wants"
     if path.stem in ("choose", "faq", "glossary", "migration", "tokenized_data", "trl_spot", "beside_other_programs"):
         assert len(text.split()) <= 1500
 
