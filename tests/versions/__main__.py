@@ -96,7 +96,7 @@ CORNERS = (
             strategies=("native",),
             contract=False,
         )
-        for version in ("5.19", "5.20", "5.21", "5.22")
+        for version in ("5.19", "5.20", "5.21", "5.22", "5.24")
     ),
     Corner(name="pinned", strategies=("ddp", "fsdp2", "native")),
     # torch 2.6 has no FSDP2 on CPUs: their streams cannot record events.
