@@ -122,6 +122,8 @@ def test_a_command_that_fails_by_itself_is_not_called_a_wait(capsys, tmp_path):
         ("fsdp2", "text-only"),
         ("fsdp2", "generation"),  # DeepSpeed #8262, under FSDP2
         ("zero3", "text-only"),  # DeepSpeed #7170, ms-swift #9639
+        ("zero3", "unused"),
+        ("fsdp2", "clipping"),
     ],
 )
 def test_what_depends_on_the_batch_of_a_rank_is_found(check, layout, case):
@@ -129,6 +131,20 @@ def test_what_depends_on_the_batch_of_a_rank_is_found(check, layout, case):
     report = check(*accelerate(layout, script, "--case", case), code=1)
     keep(layout, case, report)
     assert report["difference"]["kind"] in ("entry", "size", "missing")
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize("layout", ["fsdp2", "zero3"])
+def test_experts_of_which_each_rank_uses_another_one_are_found(check, layout):
+    """Their sizes are equal, so that nothing waits, and each rank computes with a mixture of both."""
+    script = SCRIPTS / "layouts_script.py"
+    report = check(*accelerate(layout, script, "--case", "expert"), code=1)
+    keep(layout, "expert", report)
+    found = report["difference"]
+    assert found["kind"] == "module"
+    modules = [found[side]["entry"]["module"] for side in "ab"]
+    assert [module.partition(".up")[0] for module in modules] == ["experts.0", "experts.1"]
 
 
 @pytest.mark.recipes
@@ -152,7 +168,7 @@ def test_a_recipe_passes(check, layout, recipe):
 
 @pytest.mark.recipes
 @pytest.mark.world(2)
-@pytest.mark.parametrize(("layout", "case"), [("fsdp2", "text-only"), ("ddp", "unused")])
+@pytest.mark.parametrize(("layout", "case"), [("fsdp2", "text-only"), ("ddp", "unused"), ("zero3", "expert")])
 def test_scripts_that_do_what_the_threads_recommend_pass(check, layout, case):
     script = SCRIPTS / "layouts_script.py"
     report = check(*accelerate(layout, script, "--case", case, "--fixed"), code=0)

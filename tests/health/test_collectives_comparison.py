@@ -109,6 +109,18 @@ def test_nothing_is_reported_as_waiting_while_all_have_entered_the_same():
     assert comparison.waiting() is None
 
 
+def test_parameters_of_different_modules_do_not_match():
+    hook = "/x/torch/distributed/fsdp/_fully_shard/_fsdp_state.py:250 in _pre_forward"
+    for stack, kind in (((hook,), "module"), ((), None)):  # what a model itself gathers may differ
+        comparison = Comparison()
+        first, second = (
+            entry("allgather_base", 16, phase="forward", module=module, stack=stack) for module in ("a", "b")
+        )
+        assert comparison.add(0, first) is None
+        found = comparison.add(1, second)
+        assert (found and found.kind) == kind
+
+
 def test_what_ranks_have_said_is_read_also_when_the_command_has_ended(tmp_path):
     """The end of the command and the messages of its ranks arrive on different sockets, in any order."""
     ended, tell = socket.socketpair()

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 NEW_GROUP = "new_group"
+_SHARDING = ("/torch/distributed/fsdp/", "/deepspeed/runtime/zero/")
+"""Where FSDP2 and ZeRO-3 gather the parameters of a module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,12 @@ class Entry:
         module = f", {self.module}" if self.module else ""
         return f"{self.phase}, after step {self.step}{module}"
 
+    @property
+    def gathered_module(self) -> str:
+        """The module whose parameters are gathered for its forward pass; empty for anything else."""
+        is_gather = self.phase == "forward" and self.name.startswith("allgather")
+        return self.module if is_gather and any(part in frame for frame in self.stack for part in _SHARDING) else ""
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
         return asdict(self)
@@ -88,7 +96,8 @@ class Difference:
     """The first collective that depends on the rank."""
 
     kind: str
-    """`entry`, `size`, `dtype`, `arguments`, `missing` (a rank has ended without it) or `silent`."""
+    """`entry`, `size`, `dtype`, `arguments`, `module` (the parameters of two modules), `missing` (a rank has ended
+    without it) or `silent`."""
     group: str
     """The process group."""
     position: int
@@ -122,4 +131,6 @@ def kind_of_difference(a: Entry, b: Entry, *, rank_a: int, rank_b: int) -> str |
         index_a, index_b = a.ranks.index(rank_a), a.ranks.index(rank_b)
         fits = a.sends[index_b] == b.receives[index_a] and b.sends[index_a] == a.receives[index_b]
         return None if fits else "size"
-    return None if a.sizes == b.sizes else "size"
+    if a.sizes != b.sizes:
+        return "size"
+    return None if a.gathered_module == b.gathered_module else "module"

@@ -14,6 +14,7 @@ _KINDS = {
     "size": "they enter the same collective with different sizes",
     "dtype": "they enter the same collective with different types",
     "arguments": "they enter the same collective with different arguments",
+    "module": "they gather the parameters of different modules, and compute with a mixture of both",
     "missing": "the second has ended without entering it",
     "silent": "the second does not enter it, and no rank has gone on for long",
 }
