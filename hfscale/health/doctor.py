@@ -57,6 +57,7 @@ _MODULES = {
     "tensor parallelism of transformers": ("transformers.distributed.tensor_parallel",),
     "transformers' own sharding": ("transformers.distributed.fsdp",),
     "expert parallelism and replicas of transformers": ("transformers.distributed.expert_parallel",),
+    "adapters of experts that ranks share": ("hfscale.trainer.expert_adapters",),
     "ParallelTrainer": ("hfscale.parallel.trainer", "hfscale.parallel.dry_run"),
     "DeepSpeed": ("deepspeed",),
     "sequence parallelism of DeepSpeed": ("deepspeed",),

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from hfscale.core.bit_hash import bit_hash
-from hfscale.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass
+from hfscale.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
 
 SENDS = {
     "all_gather_into_tensor": 0,
@@ -220,7 +219,7 @@ class _Sends(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
             return NotImplemented  # which lets the DTensor run first, and shows its collectives
-        name = func._schema.name.rpartition("::")
+        name = func.name().partition(".")[0].rpartition("::")
         if name[0] in _NAMESPACES and name[2] in SENDS:
             for tensor in tree_leaves(args[SENDS[name[2]]]):
                 own = own_tensor(tensor) if isinstance(tensor, torch.Tensor) else None

@@ -23,10 +23,9 @@ import torch.distributed as dist
 import transformers
 import transformers.training_args
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # no public name
-from torch.utils._pytree import tree_leaves  # no public name
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hfscale.core.torch_internals import FakeStore, TorchDispatchMode
+from hfscale.core.torch_internals import FakeStore, TorchDispatchMode, tree_leaves
 from hfscale.core.versions import recomputes_activations
 
 RESULT = "hfscale-trace: "

@@ -66,7 +66,7 @@ def sharded_losses(job):
                 expected = ForCausalLMLoss(full, labels, 8 * world, num_items_in_batch=items)
             expected.backward()
             local = logits.chunk(world, dim=-1)[rank].clone().requires_grad_()
-            loss = VocabParallelLoss(group=dist.group.WORLD, epsilon=epsilon)
+            loss = VocabParallelLoss(group=dist.group.WORLD, vocabulary=8 * world, epsilon=epsilon)
             if epsilon:
                 found = loss.of_output({"logits": local}, labels, True, num_items_in_batch=items)
             else:

@@ -219,7 +219,10 @@ def test_modules_to_adapt_are_looked_for_before_weights_are_loaded():
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, head_dim=8, num_experts=4
     )
     check_adapted_modules(ModelArguments(use_peft=True), config)
-    check_adapted_modules(ModelArguments(use_peft=True, lora_target_modules=["q_proj", "gate_proj"]), config)
+    experts = ["q_proj", "gate_proj", "up_proj"]
+    check_adapted_modules(ModelArguments(use_peft=True, lora_target_modules=experts), config)
+    with pytest.raises(UsageError, match=r"gate_proj'\] cannot be used: .* without also targeting up_proj"):
+        check_adapted_modules(ModelArguments(use_peft=True, lora_target_modules=experts[:2]), config)
     with pytest.raises(UsageError, match=r"--lora_target_modules .*no_such"):
         check_adapted_modules(ModelArguments(use_peft=True, lora_target_modules=["no_such"]), config)
 
