@@ -319,7 +319,7 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     for tp in _powers_of_two(min(node, gpus)):
         heads = shape.attention.heads
         kv_heads = shape.attention.kv_heads
-        # Hugging Face's stack copies key-value heads in ParallelTrainer only, which a plan has with a pipeline.
+        # Of Hugging Face's stack only `ParallelTrainer` copies key-value heads, and the estimates do not count that.
         if heads % tp or (kv_heads % tp and (request.stack == "hf" or tp % kv_heads)) or gpus % tp:
             continue
         for pp in _pipeline_sizes(shape.layers, gpus // tp):

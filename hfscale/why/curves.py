@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hfscale.why.difference import Difference, Earlier
 from hfscale.why.run_folder import Fingerprint, RunFolder, elements_on_cpu
 from hfscale.why.settings import lowest_of_both, most_ranks
-from hfscale.why.tolerance import norm_tolerance, relative_difference, relative_tolerance
+from hfscale.why.tolerance import relative_difference, relative_tolerance
 
 _MODULUS = 2**64
 SETTLING_STEPS = 3
@@ -87,7 +87,7 @@ def _first_number(
     """Return the first difference of a number, and the step from which the runs only drift apart."""
     dtype = lowest_of_both(a, b)
     ranks = most_ranks(a, b)
-    of_norm = norm_tolerance(elements_on_cpu(a, b))
+    elements = elements_on_cpu(a, b)
     recent: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     drifts_from = None
     for index, step in enumerate(steps):
@@ -111,9 +111,10 @@ def _first_number(
                 if apart > 0:
                     return difference, None
                 continue
-            limit = relative_tolerance(dtype, ranks=ranks, steps=step, chained=key == "grad_norm")
-            if key == "grad_norm":
-                limit = max(limit, of_norm)
+            is_norm = key == "grad_norm"
+            limit = relative_tolerance(
+                dtype, ranks=ranks, steps=step, chained=is_norm, of_norm=elements if is_norm else 0
+            )
             before = recent[key][-SETTLING_STEPS:]
             recent[key].append(apart)
             if apart <= limit:

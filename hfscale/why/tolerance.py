@@ -23,7 +23,7 @@ def roundoff(dtype: str) -> float:
     return UNIT_ROUNDOFF.get(dtype.removeprefix("torch."), UNIT_ROUNDOFF["bfloat16"])
 
 
-def relative_tolerance(dtype: str, *, ranks: int, steps: int = 1, chained: bool = False) -> float:
+def relative_tolerance(dtype: str, *, ranks: int, steps: int = 1, chained: bool = False, of_norm: int = 0) -> float:
     """Return the relative difference that rounding explains, between two orders of the same arithmetic.
 
     Args:
@@ -31,12 +31,15 @@ def relative_tolerance(dtype: str, *, ranks: int, steps: int = 1, chained: bool 
         ranks (`int`): the larger number of ranks of the two runs.
         steps (`int`): optimizer steps since both runs had the same weights; each adds as much again.
         chained (`bool`): whether the number has passed a whole forward and backward pass, as a gradient has.
+        of_norm (`int`): for a gradient norm, and what depends on one: elements of the model on a CPU, as for
+            `norm_tolerance`.
 
     Returns:
-        `float`: `SPREAD x sqrt(ranks) x steps x roundoff`, times `REDUCTIONS` for a gradient; at most 0.5.
+        `float`: `SPREAD x sqrt(ranks) x steps x roundoff`, times `REDUCTIONS` for a gradient, or the error of the norm
+            where that is larger; at most 0.5.
     """
     factor = SPREAD * math.sqrt(max(ranks, 1)) * max(steps, 1) * (REDUCTIONS if chained else 1.0)
-    return min(factor * roundoff(dtype), 0.5)
+    return max(min(factor * roundoff(dtype), 0.5), norm_tolerance(of_norm))
 
 
 def norm_tolerance(elements: int) -> float:

@@ -19,7 +19,8 @@ from typing import Any
 from hfscale.core.run_files import TRACES_NAME
 from hfscale.errors import UsageError
 
-FORMAT = 1
+FORMAT = 2
+"""2: hashes of bits on a CPU are XXH3 (`hfscale.core.bit_hash`)."""
 MAX_LINES = 400_000
 """Lines of one rank and step, about 50 MB."""
 PHASES = (

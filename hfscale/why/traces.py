@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfscale.why.difference import Difference, Earlier
-from hfscale.why.tolerance import norm_tolerance, relative_difference, relative_tolerance
+from hfscale.why.tolerance import relative_difference, relative_tolerance
 from hfscale.why.trace_files import Event, RankTrace
 
 _KIND_OF_PHASE = {
@@ -294,7 +294,6 @@ def compare_within_rounding(
         elements_on_cpu (`int`): parameters of the model, if a run was on a CPU (`norm_tolerance`).
     """
     first, second = _totals(a), _totals(b)
-    of_norm = norm_tolerance(elements_on_cpu)
     scales = [_data_parallel(a), _data_parallel(b)]
     ranks = max(len(a), len(b))
     before = [one for one in _settings(a[:1], b[:1]) if isinstance(one.a, float) or isinstance(one.b, float)]
@@ -326,9 +325,9 @@ def compare_within_rounding(
         elif phase == "loss":
             squares, sums = [0.0, 0.0], [x.sum / x.elements * _micros(a), y.sum / y.elements * _micros(b)]
         chained = phase not in ("forward", "loss") or step > 1  # later weights carry the error of gradients
-        limit = relative_tolerance(dtype, ranks=ranks, steps=step, chained=chained)
-        if phase in _AFTER_NORM or step > 1:  # clipping has multiplied all gradients by the norm's error
-            limit = max(limit, of_norm)
+        is_clipped = phase in _AFTER_NORM or step > 1  # clipping has multiplied all gradients by the norm's error
+        of_norm = elements_on_cpu if is_clipped else 0
+        limit = relative_tolerance(dtype, ranks=ranks, steps=step, chained=chained, of_norm=of_norm)
         norms = [square**0.5 for square in squares]
         if relative_difference(*norms) > limit or _sums_differ(sums, max(norms), x.elements, limit):
             rank = _odd_rank(x, y, limit) if copies > 1 else None

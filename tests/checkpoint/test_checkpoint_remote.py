@@ -97,23 +97,27 @@ def fast_store(url):
     return RemoteStore(url, attempts=2, first_pause_s=0.01)
 
 
+def check_store(store, folder):
+    """Upload, download, rotate and archive in an empty store."""
+    assert store.committed_steps() == []
+    for step in (9, 10, 11):
+        store.upload(make_checkpoint(folder, step))
+    assert store.committed_steps() == [9, 10, 11]
+    assert store.rotate(limit=1, keep="checkpoint-9") == [10]
+    assert store.committed_steps() == [9, 11]
+    fetched = store.download(11, folder / "other", folder / "other" / "down")
+    assert fetched == folder / "other" / "checkpoint-11"
+    assert verify(fetched).files == verify(folder / "checkpoint-11").files
+    assert store.archive(after_step=9) == [11]
+    assert store.committed_steps() == [9]
+    store.upload(folder / "checkpoint-11")  # the step again
+    assert store.committed_steps() == [9, 11]
+
+
 class TestStore:
     @each_store("s3", "file", "memory")
     def test_upload_download_rotate_and_archive(self, remote, tmp_path):
-        store = fast_store(remote[0])
-        assert store.committed_steps() == []
-        for step in (9, 10, 11):
-            store.upload(make_checkpoint(tmp_path, step))
-        assert store.committed_steps() == [9, 10, 11]
-        assert store.rotate(limit=1, keep="checkpoint-9") == [10]
-        assert store.committed_steps() == [9, 11]
-        fetched = store.download(11, tmp_path / "other", tmp_path / "other" / "down")
-        assert fetched == tmp_path / "other" / "checkpoint-11"
-        assert verify(fetched).files == verify(tmp_path / "checkpoint-11").files
-        assert store.archive(after_step=9) == [11]
-        assert store.committed_steps() == [9]
-        store.upload(tmp_path / "checkpoint-11")  # the step again
-        assert store.committed_steps() == [9, 11]
+        check_store(fast_store(remote[0]), tmp_path)
 
     @each_store("s3")
     def test_the_manifest_is_uploaded_last(self, remote, tmp_path, monkeypatch):

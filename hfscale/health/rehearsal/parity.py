@@ -12,7 +12,7 @@ from hfscale.health.rehearsal.hook import COMPARED, FOLDER, SMALL, STEPS
 from hfscale.health.rehearsal.launch import failure_of, find_program, run_watched, too_few_ranks
 from hfscale.why.answer import compare_runs
 from hfscale.why.run_folder import elements_on_cpu, read_run
-from hfscale.why.tolerance import norm_tolerance, relative_difference, relative_tolerance
+from hfscale.why.tolerance import relative_difference, relative_tolerance
 
 _NUMBERS = ("loss", "grad_norm")
 
@@ -102,13 +102,14 @@ def check_parity(command: Sequence[str], *, steps: int, quiet_s: float) -> Parit
 def _compare(one: Path, asked: Path, ranks: int) -> Parity:
     runs = read_run(one), read_run(asked)
     a, b = (run.numbers for run in runs)
-    of_norm = norm_tolerance(elements_on_cpu(*runs))
+    elements = elements_on_cpu(*runs)
     rows = []
     for step in sorted(a.keys() & b.keys()):
         differs = False
         for name in _NUMBERS:
-            limit = relative_tolerance("float32", ranks=ranks, steps=step, chained=name == "grad_norm")
-            limit = max(limit, of_norm) if name == "grad_norm" else limit
+            is_norm = name == "grad_norm"
+            of_norm = elements if is_norm else 0
+            limit = relative_tolerance("float32", ranks=ranks, steps=step, chained=is_norm, of_norm=of_norm)
             if name in a[step] and name in b[step]:
                 differs |= relative_difference(a[step][name], b[step][name]) > limit
         rows.append(Step(step=step, one=dict(a[step]), asked=dict(b[step]), differs=differs))
