@@ -54,6 +54,7 @@ def test_replicas_that_differ_are_found(tmp_path, layout, kinds):
         assert sum(result["flipped"] for result in of_kind) == 1
         for result in of_kind:
             found = result["found"][0]
+            assert len(found["ranks"]) == 2
             assert 1 in found["ranks"]
             assert found["host"] is None  # two replicas: either may be wrong
             expected = "the weight" if kind == "weight" else "the optimizer's exp_avg"

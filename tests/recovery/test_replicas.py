@@ -9,7 +9,7 @@ import pytest
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import commit
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.run_memory import PARTS, RunMemory, replicated_step
+from hfscale.core.run_memory import PARTS, RunMemory, replicated_step, trust_again, trust_until, trusted_step
 from hfscale.recovery.connections import connect, receive
 from hfscale.recovery.replicas import (
     REPLICAS,
@@ -205,3 +205,23 @@ def test_a_replica_waits_for_the_own_part_of_the_same_step(nodes):
     assert json.loads((second.folder / REPLICAS / "checkpoint-5" / MANIFEST_NAME).read_text())["files"].keys() == {
         "own"
     }
+
+
+def test_snapshots_after_the_last_trusted_step_are_not_used_until_the_next_training(nodes):
+    node, _ = nodes
+    for step in (3, 5):
+        node.write_part(step, weights="w")
+
+    def usable():
+        return sorted(part["step"] for part in list_parts(node.memory.folder, 0, 2))
+
+    assert usable() == [3, 5]
+    trust_until(node.folder, 4)
+    assert usable() == [3]
+    node.write_part(5, weights="w")  # one that was still being copied
+    assert usable() == [3]
+    trust_again(node.folder)
+    assert trusted_step(node.folder) is None
+    assert usable() == [3]
+    node.write_part(5, weights="w")
+    assert usable() == [3, 5]
