@@ -125,12 +125,29 @@ def _starting(plan: Plan, written: Sequence[Path], command: Sequence[str]) -> li
     if launch is None:
         folder = Path("runs/plan")
         words = [*command, *(["--choice", str(launchable[0])] if launchable[0] > 1 else []), "--emit", str(folder)]
-        lines.append(f"  {shlex.join(words)}")
+        lines += _wrapped(words)
         launch = folder / "launch.sh"
     job = launchable[1].estimate.job
     nodes = -(-job.layout.world_size // job.gpus_per_node)
-    where = "" if nodes == 1 else f"  # on each of the {nodes} nodes, with its MACHINE_RANK and with MAIN_IP"
-    return [*lines, f"  bash {shlex.quote(str(launch))}{where}"]
+    if nodes > 1:
+        lines.append(f"  # on each of the {nodes} nodes, with its MACHINE_RANK and with MAIN_IP:")
+    return [*lines, f"  bash {shlex.quote(str(launch))}"]
+
+
+def _wrapped(words: Sequence[str]) -> list[str]:
+    """Return a command for a shell, broken before options into lines of at most 80 columns where these fit."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            parts.append([])
+        parts[-1].append(word)
+    lines = [f"  {shlex.join(parts[0])}"]
+    for part in map(shlex.join, parts[1:]):
+        if len(lines[-1]) + len(part) + len("  \\") > WIDTH:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {part}"
+    return lines
 
 
 def _short_choices(plan: Plan) -> Table:

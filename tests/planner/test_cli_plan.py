@@ -90,7 +90,7 @@ class TestPlan:
         assert "Global batch: 1024 sequences, 4,194,304 tokens per step, assumed" in " ".join(lines[:8])
         start = lines.index("Start it:")
         assert start < 9
-        assert all(len(line) <= 80 for line in (*lines[:start], *lines[start + 3 :]))
+        assert all(len(line) <= 80 for line in lines)
         assert "Assumptions" not in "".join(lines)
         assert "--details" in lines[-1]
 
@@ -103,7 +103,10 @@ class TestPlan:
         shown = run(capsys, *argv).out
         lines = shown.splitlines()
         start = lines.index("Start it:")
-        command, launch = shlex.split(lines[start + 1]), shlex.split(lines[start + 2])
+        end = next(number for number, line in enumerate(lines) if line.startswith("  bash "))
+        assert end > start + 2, "the command is short: nothing is wrapped"
+        assert all(len(line) <= 80 for line in lines[start:end])
+        command, launch = shlex.split("\n".join(lines[start + 1 : end]).replace("\\\n", "")), shlex.split(lines[end])
         assert command[0] == "hfscale"
         again = run(capsys, *command[1:]).out
         assert launch == ["bash", "runs/plan/launch.sh"]
