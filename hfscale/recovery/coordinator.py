@@ -5,12 +5,12 @@ It keeps no state that a restarted one would need: what the nodes have in memory
 
 | message of a node | fields | meaning |
 |---|---|---|
-| `ready` | `node`, `nodes`, `address`, `parts`, `folders`, `failure` | it can start; what it has in memory |
+| `ready` | `node`, `nodes`, `host`, `address`, `parts`, `folders`, `failure` | it can start; what it has in memory |
 | `assembling` | | it still collects files |
 | `assembled` | `round`, `failed` | it has all files of the chosen snapshots, but for those |
 | `failed` | | a rank of this node has failed, or its launcher has |
 | `replicated` | `launch`, `folder`, `step` | its part of a snapshot lies on its partner |
-| `ended` | `code`, `failure` | its launch is over: a final exit code, or how it failed |
+| `ended` | `code`, `failure`, `is_blamed` | its launch is over: an exit code, or how it failed; is the host to blame |
 
 | message to a node | fields | meaning |
 |---|---|---|
@@ -20,6 +20,7 @@ It keeps no state that a restarted one would need: what the nodes have in memory
 | `stop` | | end the launch, since another node has failed |
 | `replicated` | `folder`, `step` | all parts of a snapshot lie on two nodes |
 | `again` | `text`, `failure` | another launch follows: say `ready` |
+| `leave` | `text` | another launch follows on the other nodes only |
 | `end` | `code`, `text`, `failure` | the run is over |
 """
 
@@ -76,6 +77,8 @@ class Coordinator:
         self._messages: queue.SimpleQueue[tuple[int, Connection, dict[str, Any]]] = queue.SimpleQueue()
         self._connections: dict[int, Connection] = {}
         self._ready: dict[int, dict[str, Any]] = {}
+        self._hosts: dict[int, str] = {}
+        self._blamed: set[str] = set()
         self._launches = self._rounds = 0
         self._server = Server(address, token, self._read)
         threading.Thread(target=self._run_and_report, daemon=True, name="hfscale-coordinator").start()
@@ -108,6 +111,7 @@ class Coordinator:
                 reason = self._why_refuse(node, message)
                 if reason is None:
                     self._connections[node] = connection
+                    self._hosts[node] = message["host"]
                 else:
                     self._tell(connection, event="refused", reason=reason, may_pass=node in self._connections)
                     continue
@@ -125,6 +129,10 @@ class Coordinator:
             return f"--node-rank {node} of --nodes {message['nodes']} does not fit --nodes {self._nodes} of node 0"
         if node in self._connections:
             return f"--node-rank {node} is taken by another supervisor"
+        if message["host"] in self._blamed:
+            return (
+                f"the health checks of this run blame {message['host']}: start --node-rank {node} on another machine"
+            )
         return None
 
     @staticmethod
@@ -164,11 +172,13 @@ class Coordinator:
             time.sleep(max(wait_until - time.monotonic(), 0.0))
             self._start(members, chosen, failure)
             endings = self._wait_for_the_end(members)
-            code = _final_code(endings)
+            code = _final_code(list(endings.values()))
             if code is not None:
                 self._tell_all(event="end", code=code, text=None)
                 return
-            failure = Failure.merged([ending["failure"] for ending in endings if ending["failure"] is not None])
+            failure = Failure.merged(
+                [ending["failure"] for ending in endings.values() if ending["failure"] is not None]
+            )
             why = self._policy.why_give_up(failure)
             if why is not None:
                 self._tell_all(event="end", code=1, text=f"gives up: {why}", failure=asdict(failure))
@@ -176,7 +186,21 @@ class Coordinator:
             wait_s, text = self._policy.next_restart(failure)
             wait_until = time.monotonic() + wait_s
             self._ready.clear()
+            self._dismiss([node for node, ending in endings.items() if ending.get("is_blamed")])
             self._tell_all(event="again", text=text, failure=asdict(failure))
+
+    def _dismiss(self, nodes: list[int]) -> None:
+        """Let the nodes leave whose hosts the health checks blame, if the run can go on without them."""
+        for node in nodes:
+            host = self._hosts[node]
+            if node == 0 or len(self._connections) <= self._min_nodes:
+                why = "the run needs node 0" if node == 0 else f"--min-nodes is {self._min_nodes}"
+                self._report(f"the health checks blame {host}, but node {node} stays: {why}")
+                continue
+            self._report(f"node {node} leaves: the health checks blame {host}; start it on another machine")
+            self._blamed.add(host)
+            connection = self._connections.pop(node)
+            self._tell(connection, event="leave", text=f"leaves the run: the health checks blame this host, {host}")
 
     def _missing(self) -> str:
         missing = [str(node) for node in range(self._nodes) if node not in self._ready]
@@ -247,10 +271,10 @@ class Coordinator:
                 snapshots=[[snapshot["folder"], snapshot["step"]] for snapshot in chosen],
             )
 
-    def _wait_for_the_end(self, members: list[int]) -> list[dict[str, Any]]:
-        """Pass on failures and complete snapshots until the launch is over on all nodes."""
+    def _wait_for_the_end(self, members: list[int]) -> dict[int, dict[str, Any]]:
+        """Pass on failures and complete snapshots until the launch is over on all nodes; return how, by node."""
         running = set(members)
-        endings: list[dict[str, Any]] = []
+        endings: dict[int, dict[str, Any]] = {}
         is_stopped = False
         deadline: float | None = None
         replicated: dict[tuple[str, int], set[int]] = {}
@@ -271,13 +295,13 @@ class Coordinator:
                     self._tell_all(event="replicated", folder=snapshot[0], step=snapshot[1])
             elif event == "ended":
                 running.discard(node)
-                endings.append(message)
+                endings[node] = message
             elif event == "lost" and node in running:
                 running.discard(node)
                 now = time.time()
                 reason = f"node {node} was lost"
                 lost = Failure(failed_at=now, ended_at=now, rank=None, reason=reason, begun_step=0, completed_step=0)
-                endings.append({"code": None, "failure": asdict(lost)})
+                endings[node] = {"code": None, "failure": asdict(lost)}
             has_failed = event in ("failed", "lost") or (event == "ended" and message["code"] not in (0, PREEMPTED))
             if has_failed and node in members and not is_stopped:
                 is_stopped = True

@@ -234,6 +234,7 @@ class NodeGroup:
             event="ready",
             node=self._settings.node_rank,
             nodes=self._settings.nodes,
+            host=socket.gethostname(),
             address=self._server.address,
             parts=parts,
             failure=None if self._failure is None else asdict(self._failure),
@@ -310,26 +311,31 @@ class NodeGroup:
         """
         keep_only(self._memory.folder / message["folder"], message["step"])
 
-    def ended(self, code: int | None, failure: Failure | None) -> int | None:
+    def ended(self, code: int | None, failure: Failure | None, *, is_blamed: bool) -> int | None:
         """Say how the launch has ended on this node, and wait until it has ended on all.
 
         Args:
             code (`int`, *optional*): the exit code if the command is not to be started again.
             failure (`Failure`, *optional*): otherwise, how it failed.
+            is_blamed (`bool`): whether the health checks blame this host, so that it should leave the run.
 
         Returns:
-            `int` or `None`: the exit code if the run is over, or if node 0 is lost and this one was done; None if
-                another launch follows.
+            `int` or `None`: the exit code if the run is over, if this node leaves it, or if node 0 is lost and this
+                one was done; None if another launch follows.
         """
         if failure is not None and self.connection is None:
             failure = replace(failure, reason="node 0 was lost")
         self._failure = failure
-        self._send(event="ended", code=code, failure=None if failure is None else asdict(failure))
-        message = self._next_of("again", "end", timeout_s=_LAST_WORD_S)
+        fields = None if failure is None else asdict(failure)
+        self._send(event="ended", code=code, failure=fields, is_blamed=is_blamed)
+        message = self._next_of("again", "leave", "end", timeout_s=_LAST_WORD_S)
         if message is None:
             return code
         if message["event"] == "end":
             return self._end(message)
+        if message["event"] == "leave":
+            self._say("left", message["text"])
+            return 1
         self._failure = None
         self._say("restart", message["text"], message["failure"])
         return None

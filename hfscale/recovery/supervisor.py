@@ -85,6 +85,7 @@ class _Launch:
     first_dead: int | None = None  # rank that ended without saying why, or with an error
     failed_at: float | None = None
     is_stopped: bool = False  # because another node has failed
+    is_blamed: bool = False  # this host, by the health checks
     is_standby: bool = False  # its launcher has waited for it (`hfscale.recovery.standby`)
     has_stepped: bool = False
 
@@ -184,7 +185,7 @@ class Supervisor:
             final = None if launch.is_stopped else self._final_code(launch, code)
             failure = self._failure(launch, ended_at) if final is None else None
             if self._group is not None:
-                decided = self._group.ended(final, failure)
+                decided = self._group.ended(final, failure, is_blamed=launch.is_blamed)
                 if decided is not None:
                     return decided
             elif final is not None:
@@ -352,6 +353,7 @@ class Supervisor:
             launch.endings[launch.ranks.get(pid, -1)] = message
             if self._settings.exclude_file is not None and message["hosts"]:
                 self._exclude(self._settings.exclude_file, message["hosts"])
+                launch.is_blamed |= socket.gethostname() in message["hosts"]
         elif event == "trained":
             launch.trained.add(launch.ranks.get(pid, -1))
         elif event == "training":

@@ -5,11 +5,12 @@ step that is replayed. Snapshots are taken at every step, so the newest one is o
 """
 
 import json
+import os
 import socket
 
 import pytest
 from preemption_trials import losses
-from test_node_loss import nodes  # noqa: F401  a fixture
+from test_node_loss import NO_DROPOUT, largest_difference, nodes  # noqa: F401  a fixture
 from test_recovery import PARALLEL, server, supervise  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
@@ -59,6 +60,25 @@ def test_on_two_nodes_all_go_on_from_before(nodes, tmp_path, strategy):  # noqa:
     )
     assert hosts.read_text().split() == [socket.gethostname()]
     assert losses(runs["flipped"].folder) == losses(runs["plain"].folder)
+    assert resumed_after(runs["flipped"].folder) == 6
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another host name")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_on_two_nodes_the_bad_host_leaves_and_the_other_goes_on(nodes, tmp_path, strategy):  # noqa: F811
+    hosts = tmp_path / "bad-hosts"
+    options = ("--exclude-bad-hosts", str(hosts), "--min-nodes", "1", "--node-wait", "5")
+    more = {"arguments": {"max_steps": STEPS, "save_steps": 3}, "replay_every": 2, "keeps_batch": True}
+    runs = {}
+    for name, fault in {"plain": None, "flipped": flip(2)}.items():
+        runs[name] = nodes(name, strategy, *options, hosts={1: "bad-host"}, model=NO_DROPOUT, flip=fault, **more)
+        if fault is not None:
+            assert runs[name].running.pop(1).wait(600) == 1
+        runs[name].finish()
+    assert hosts.read_text().split() == ["bad-host"]
+    (left,) = runs["flipped"].events("left")
+    assert left["text"] == "leaves the run: the health checks blame this host, bad-host"
+    assert largest_difference(losses(runs["flipped"].folder), losses(runs["plain"].folder)) < 1e-5
     assert resumed_after(runs["flipped"].folder) == 6
 
 

@@ -45,11 +45,20 @@ STEPS, LOSSES = 24, 3
 LIMIT_S = 900  # four ranks on two busy cores take ten seconds for a step
 
 
-class Nodes:
-    """The nodes of one training, on this machine. With one of them, its launches choose their ports themselves."""
+def named(host):
+    """The beginning of a command that runs on a host of this name; only root can give one."""
+    return ("unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh") if host else ()
 
-    def __init__(self, address, folder, env, *options, count=2, arguments=None, **more):
+
+class Nodes:
+    """The nodes of one training, on this machine. With one of them, its launches choose their ports themselves.
+
+    `hosts` gives the machine another name on some nodes.
+    """
+
+    def __init__(self, address, folder, env, *options, count=2, arguments=None, hosts=None, **more):
         folder.mkdir()
+        self.hosts = hosts or {}
         self.folder, self.server, self.options, self.count = folder, address, options, count
         self.address = f"127.0.0.1:{free_port()}"
         self.running = {}
@@ -65,6 +74,7 @@ class Nodes:
         with self.standard_error(node) as stderr:
             self.running[node] = subprocess.Popen(
                 [
+                    *named(self.hosts.get(node)),
                     *(sys.executable, "-m", "hfscale", "run", "--memory-dir", str(memory)),
                     *(["--nodes", "2", "--node-rank", str(node), "--rendezvous", self.address] * (self.count > 1)),
                     *("--memory-interval-steps", "1", "--max-restarts", "50", "--log", str(self.log(node))),
@@ -271,7 +281,7 @@ def test_128_nodes_of_8_ranks_agree_on_a_snapshot_whose_part_one_node_has_lost()
             connected.wait()
             parts = [part((index - 1) % nodes, "replicas"), *([part(index, "parts")] if index != 5 else [])]
             ready = {"node": index, "nodes": nodes, "address": ["127.0.0.1", 1], "parts": parts, "folders": ["f"]}
-            connection.send({"event": "ready", "failure": None} | ready)
+            connection.send({"event": "ready", "host": f"host-{index}", "failure": None} | ready)
             assemble = receive(connection)
             (snapshot,) = assemble["snapshots"]
             if len(snapshot["manifest"]["files"]) == nodes * ranks * files:

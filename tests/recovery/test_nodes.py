@@ -129,14 +129,20 @@ class Client:
     """What the supervisor of one node says to the coordinator."""
 
     def __init__(self, address, node):
-        self.node = node
+        self.address, self.node = address, node
         self.connection = connect(address, b"secret")
 
     def send(self, **message):
         self.connection.send(message)
 
-    def say_ready(self):
-        about = {"address": ["127.0.0.1", 1], "parts": [], "folders": [], "failure": None}
+    def say_ready(self, host=None):
+        about = {
+            "host": host or f"host-{self.node}",
+            "address": ["127.0.0.1", 1],
+            "parts": [],
+            "folders": [],
+            "failure": None,
+        }
         self.send(event="ready", node=self.node, nodes=2, **about)
 
     def receive(self, event):
@@ -153,10 +159,10 @@ class Client:
 
 
 @pytest.fixture
-def two_clients():
-    """A coordinator that waits 0.5 s for nodes, its lines, and two nodes that are ready."""
+def two_clients(request):
+    """A coordinator that waits 0.5 s for nodes, its lines, and two nodes that are ready; by default one is enough."""
     address, lines = ("127.0.0.1", free_port()), []
-    limits = {"nodes": 2, "min_nodes": 1, "wait_s": 0.5, "max_restarts": 3}
+    limits = {"nodes": 2, "min_nodes": getattr(request, "param", 1), "wait_s": 0.5, "max_restarts": 3}
     coordinator = Coordinator(address, b"secret", report=lines.append, **limits)
     clients = [Client(address, 0), Client(address, 1)]
     for client in clients:
@@ -189,19 +195,62 @@ def test_a_node_that_does_not_end_its_launch_counts_as_lost(two_clients, monkeyp
         client.receive("start")
     failed.send(event="failed")
     stuck.receive("stop")
-    failure = {
-        "failed_at": 1.0,
-        "ended_at": 2.0,
-        "rank": 0,
-        "reason": "bad luck",
-        "begun_step": 5,
-        "completed_step": 4,
-    }
     failed.receive("stop")
-    failed.send(event="ended", code=None, failure=failure | {"is_consequence": False, "samples": {}})
+    failed.send(event="ended", code=None, failure=FAILURE | {"is_consequence": False, "samples": {}}, is_blamed=False)
     assert "bad luck" in failed.receive("again")["text"]
     assert stuck.is_left()
     assert any("node 1 did not end" in line for line in lines)
+
+
+FAILURE = {"failed_at": 1.0, "ended_at": 2.0, "rank": 0, "reason": "bad luck", "begun_step": 5, "completed_step": 4}
+
+
+def fail(clients, blamed):
+    """A launch starts and fails; the health checks blame the host of one node."""
+    for client in clients:
+        client.send(event="assembled", round=client.receive("assemble")["round"], failed=[])
+    for client in clients:
+        client.receive("start")
+    clients[0].send(event="failed")
+    for client in clients:
+        client.receive("stop")
+        failure = FAILURE | {"is_consequence": False, "samples": {}}
+        client.send(event="ended", code=None, failure=failure, is_blamed=client.node == blamed)
+
+
+def test_a_node_whose_host_is_blamed_leaves_and_another_host_may_take_its_place(two_clients):
+    clients, lines = two_clients
+    kept, blamed = clients
+    fail(clients, blamed=1)
+    kept.receive("again")
+    assert "blame this host, host-1" in blamed.receive("leave")["text"]
+    assert any("node 1 leaves: the health checks blame host-1" in line for line in lines)
+    blamed.connection.close()
+    clients[1] = same = Client(kept.address, 1)
+    same.say_ready()
+    refused = same.receive("refused")
+    assert "blame host-1: start --node-rank 1 on another machine" in refused["reason"]
+    assert not refused["may_pass"]
+    same.connection.close()
+    clients[1] = other = Client(kept.address, 1)
+    other.say_ready("host-2")
+    kept.say_ready()
+    for client in clients:
+        client.send(event="assembled", round=client.receive("assemble")["round"], failed=[])
+    assert len(kept.receive("start")["addresses"]) == len(other.receive("start")["addresses"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("two_clients", "blamed", "why"),
+    [(1, 0, "the run needs node 0"), (2, 1, "--min-nodes is 2")],
+    indirect=["two_clients"],
+)
+def test_a_node_whose_host_is_blamed_stays_where_the_run_needs_it(two_clients, blamed, why):
+    clients, lines = two_clients
+    fail(clients, blamed)
+    for client in clients:
+        assert "bad luck" in client.receive("again")["text"]
+    assert any(f"blame host-{blamed}, but node {blamed} stays: {why}" in line for line in lines)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -210,7 +259,8 @@ def test_a_coordinator_that_fails_ends_the_run_on_all_nodes():
     limits = {"nodes": 2, "min_nodes": 2, "wait_s": 100.0, "max_restarts": 1}
     coordinator = Coordinator(address, b"secret", report=lambda text: None, **limits)
     first, broken = connect(address, b"secret"), connect(address, b"secret")
-    ready = {"event": "ready", "node": 0, "nodes": 2, "address": address, "parts": [], "folders": [], "failure": None}
+    about = {"host": "a", "address": address, "parts": [], "folders": [], "failure": None}
+    ready = {"event": "ready", "node": 0, "nodes": 2} | about
     first.send(ready)
     while not coordinator._ready:
         time.sleep(0.01)

@@ -7,6 +7,7 @@ the exit code is 1; a SIGTERM is passed on to the ranks. A rank kills itself at 
 On several nodes the spec has `local_world`, the ranks of each node, and `ports`, one for each launch.
 """
 
+import ctypes
 import json
 import os
 import select
@@ -19,6 +20,15 @@ from contextlib import suppress
 from pathlib import Path
 
 TERM_TO_KILL_S = 30.0
+CLONE_NEWUTS = 0x04000000  # <linux/sched.h>
+
+
+def take_host_name(name):
+    """Give this process another host name; only root can."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    socket.sethostname(name)
 
 
 def launch(address, spec):
@@ -26,7 +36,7 @@ def launch(address, spec):
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     environ = {name: value for name, value in os.environ.items() if name.startswith("HFSCALE_")}
-    spec = json.loads(Path(spec).read_text()) | {"environ": environ}
+    spec = json.loads(Path(spec).read_text()) | {"environ": environ, "host": socket.gethostname()}
     if "local_world" in spec:
         spec["world"] = spec["local_world"] * int(environ["HFSCALE_RUN_NODES"])
         spec["first_rank"] = spec["local_world"] * int(environ["HFSCALE_RUN_NODE_RANK"])
@@ -66,6 +76,8 @@ def serve(address):
         for rank in range(first, first + spec.get("local_world", spec["world"])):
             pid = os.fork()
             if pid == 0:
+                if spec["host"] != socket.gethostname():
+                    take_host_name(spec["host"])
                 preemption_server.Phases = KillingPhases
                 preemption_server.SavingTrainer = transformers.Trainer  # one that overrides methods has no snapshots
                 preemption_server.become_rank(
