@@ -219,6 +219,17 @@ def pass_activation_checkpointing(args: Any) -> None:
         args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs
 
 
+def enable_recomputation(model: Any) -> None:
+    """Have a model recompute the forward of its layers in the backward, without reentrant autograd.
+
+    Args:
+        model (`torch.nn.Module`): a model of transformers has `activation_checkpointing_enable` from 5.23, where the
+            older name is deprecated; models of other libraries, such as sentence-transformers, have the older name.
+    """
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
 def saves_safetensors(args: "TrainingArguments") -> bool:
     """Return whether weights are saved as safetensors files.
 

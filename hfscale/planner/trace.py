@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # no publi
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hfscale.core.torch_internals import FakeStore, TorchDispatchMode, tree_leaves
-from hfscale.core.versions import recomputes_activations
+from hfscale.core.versions import enable_recomputation, recomputes_activations
 
 RESULT = "hfscale-trace: "
 """What the line with the result begins with."""
@@ -114,7 +114,7 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
         model._apply(lambda one: one if isinstance(one, FakeTensor) else fake.from_tensor(one.detach()))
     model.train()
     if recomputes_activations(args):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_recomputation(model)
     parameters = list(model.parameters())
     trained = [one for one in parameters if one.requires_grad]
     counter = StepCounter(parameters)

@@ -11,6 +11,7 @@ from tiny import EXPERT_SIZES, EXPERTS, tiny_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
 
 from hfscale import ScalingMetricsCallback
+from hfscale.core.versions import enable_recomputation
 from hfscale.metrics.expert_load import ExpertLoad, keys_of
 
 KEYS = {"moe/max_load", "moe/entropy", "moe/dropped_fraction"}
@@ -89,7 +90,7 @@ def test_compiled_layers_are_counted(tmp_path, recomputed):
     for name in ("plain", "compiled"):
         model = expert_model()
         if recomputed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            enable_recomputation(model)
         if name == "compiled":
             for layer in model.model.layers:
                 layer.compile(backend="eager")

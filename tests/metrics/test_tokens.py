@@ -19,6 +19,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+from hfscale.core.versions import enable_recomputation
 from hfscale.metrics.batches import batch_entries, is_compiled
 from hfscale.metrics.tokens import TokenCounter
 
@@ -275,7 +276,7 @@ def test_every_choice_counts(tmp_path):
 
 def test_recomputed_layers_do_not_count(tmp_path):
     model = tiny_model()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_recomputation(model)
     counter, model = attached(tmp_path, model)
     model(input_ids=IDS, labels=IDS).loss.backward()
     assert counter.take().tokens == IDS.numel()

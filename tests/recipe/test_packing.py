@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from benchmarks import packing as packing_benchmark
+from hfscale.core.versions import enable_recomputation
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.recipe.arguments import DataArguments
@@ -180,7 +181,7 @@ def test_recomputed_layers_are_cut_too():
     model = tiny_causal_lm(attention_dropout=0.0).train()
     batch = batch_of(pack(made, 20))
     logits, expected = losses_and_gradients(model, batch)
-    model.gradient_checkpointing_enable()
+    enable_recomputation(model)
     again, gradients = losses_and_gradients(model, batch)
     torch.testing.assert_close(again, logits, rtol=0, atol=0)
     for name, gradient in gradients.items():
