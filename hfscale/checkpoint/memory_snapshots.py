@@ -52,6 +52,7 @@ _FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the st
 _MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
 _REMEMBERED_STEPS = 50
 _COPY_POLL_S = 0.005
+_FIRST_PAUSE_STEPS, _MAX_PAUSE_STEPS = 16, 1024  # until snapshots that did not fit are tried again
 
 
 class MemorySnapshots(ResetOnCopy):
@@ -65,6 +66,9 @@ class MemorySnapshots(ResetOnCopy):
     On several nodes each has a part of a snapshot, and the supervisors copy the parts between the nodes
     (`hfscale.recovery.replicas`). The next snapshot is taken when all parts of the last have been copied. For that
     training waits, up to the time of one step, if the interval is forced.
+
+    Snapshots that do not fit, or that cannot be written, are tried again after 16 steps, then after 32, and so on up
+    to 1,024.
 
     Args:
         interval_steps (`int`, *optional*): steps between two snapshots, instead; `hfscale run --memory-interval-steps`
@@ -86,6 +90,9 @@ class MemorySnapshots(ResetOnCopy):
         self._has_waited = False  # for the copies of the last snapshot
         self._interval: int | None = None  # forced by the user
         self._next_step = 0
+        self._pause_steps = 0  # the last pause, after a snapshot that did not fit
+        self._is_paused = False
+        self._run_dir = Path()
         self._taken = 0
         self._stall_s = 0.0
         self._started_from = 0
@@ -116,7 +123,8 @@ class MemorySnapshots(ResetOnCopy):
         self._link = connect()
         self._nodes = int(os.environ.get(NODES_VARIABLE, "1"))
         self._commits = _leads_node() if self._nodes > 1 else saving.commits
-        why_not = self._agree_why_not(saving, run_dir)
+        self._run_dir = run_dir
+        why_not, may_pass = self._agree_why_not(saving)
         if self._link is None:
             return
         self._samples = record_samples(adapter, train_dataloader)
@@ -129,7 +137,7 @@ class MemorySnapshots(ResetOnCopy):
             self._own_folder.mkdir(parents=True, exist_ok=True)
             trust_again(self._folder)
         adapter.before_last_log(self._finish)
-        if why_not is not None:
+        if why_not is not None and not may_pass:
             logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
             return
         self._interval = self._forced_interval()
@@ -137,6 +145,8 @@ class MemorySnapshots(ResetOnCopy):
         self._saving = saving
         if self._commits:
             clear_unfinished(self._own_folder)
+        if why_not is not None:
+            self._pause(state.global_step, why_not)
         adapter.after_reports(lambda: self._after_reports(state))
 
     def _forced_interval(self) -> int | None:
@@ -157,8 +167,8 @@ class MemorySnapshots(ResetOnCopy):
         """Folder in which this node's ranks write snapshots, or its part of them."""
         return self._folder / PARTS if self._nodes > 1 else self._folder
 
-    def _agree_why_not(self, saving: TrainerSaving, run_dir: Path) -> str | None:
-        """Return why there are no snapshots, the same on all ranks; None if there are.
+    def _agree_why_not(self, saving: TrainerSaving) -> tuple[str | None, bool]:
+        """Return why there are no snapshots, None if there are, and whether that may change; the same on all ranks.
 
         Raises:
             UsageError: what decides when ranks meet for a snapshot differs between them; raised on every rank.
@@ -167,12 +177,35 @@ class MemorySnapshots(ResetOnCopy):
         options = {option: os.environ.get(name) for name, option in AGREED_VARIABLES.items()}
         own["options"] = options | {"memory_interval_steps": self._asked_interval}
         if self._link is not None and own["why_not"] is None:
-            folder = self._link.memory.snapshots(run_dir)
+            folder = self._link.memory.snapshots(self._run_dir)
             own["bytes"] = saving.expected_bytes()
             own["held"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             own["free"] = min(available_bytes(), shutil.disk_usage(self._link.memory.folder).free)
-        reason: str | None = TRAINING.combine("memory snapshots", own, _first_reason)
-        return reason
+        reason, may_pass = TRAINING.combine("memory snapshots", own, _first_reason)
+        return reason, may_pass
+
+    def _pause(self, step: int, why: str) -> None:
+        """Take no snapshots for some steps, and free their memory."""
+        self._is_paused = True
+        self._pause_steps = min(2 * self._pause_steps, _MAX_PAUSE_STEPS) or _FIRST_PAUSE_STEPS
+        self._next_step = step + self._pause_steps
+        text = "no snapshots in host memory from step %d to %d: %s; a failure meanwhile is resumed from the disk"
+        logger.warning(text, step, self._next_step, why)
+        self._last_step = None
+        if self._commits:
+            for snapshot in list_checkpoints(self._own_folder):
+                shutil.rmtree(snapshot, ignore_errors=True)
+
+    def _resumes(self, step: int) -> bool:
+        """Return whether snapshots fit again after a pause; all ranks call it together."""
+        assert self._saving is not None
+        why_not, _ = self._agree_why_not(self._saving)
+        if why_not is not None:
+            self._pause(step, why_not)
+            return False
+        self._is_paused = False
+        logger.warning("snapshots in host memory are taken again, from step %d", step)
+        return True
 
     def _why_not(self, saving: TrainerSaving) -> str | None:
         if self._link is None:
@@ -234,6 +267,8 @@ class MemorySnapshots(ResetOnCopy):
         """Take a snapshot if one is due. It is called on every rank after each step."""
         if self._saving is None or state.global_step < self._next_step:
             return
+        if self._is_paused and not self._resumes(state.global_step):
+            return
         began = time.monotonic()
         writer = self._saving.writer
         if self._interval is not None and not self._has_waited:
@@ -248,10 +283,9 @@ class MemorySnapshots(ResetOnCopy):
             ],
         )
         if failed:
-            why = writer.optional_failure
-            logger.warning("no more snapshots in host memory: %s; after a failure the run resumes from the disk", why)
-            self._saving = None
-            self._delete_snapshots()
+            writer.wait()  # on the ranks that do not know it yet
+            why, writer.optional_failure = writer.optional_failure, None
+            self._pause(state.global_step, str(why))
             return
         if copying:  # the last snapshot is needed until the next has been copied
             return
@@ -306,11 +340,6 @@ class MemorySnapshots(ResetOnCopy):
             self._link.ended_trainings.append(self._folder)
             self._link.say("trained")
 
-    def _delete_snapshots(self) -> None:
-        if self._commits:
-            for snapshot in list_checkpoints(self._own_folder):
-                shutil.rmtree(snapshot, ignore_errors=True)
-
     def preempted(self, code: int) -> None:
         """Tell the supervisor that the process is about to end, since the run was preempted and has saved.
 
@@ -325,15 +354,16 @@ def _leads_node() -> bool:
     return int(os.environ.get("LOCAL_RANK", "0")) == 0
 
 
-def _first_reason(ranks: list[dict[str, Any]]) -> str | None:
-    """Return the first rank's reason against snapshots, or that two of them do not fit into the host's memory.
+def _first_reason(ranks: list[dict[str, Any]]) -> tuple[str | None, bool]:
+    """Return the first rank's reason against snapshots, or that two of them do not fit into the host's memory, which
+    may change.
 
     Raises:
         UsageError: an option differs between the ranks: they would take snapshots at different steps.
     """
     reason: str | None = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
     if reason is not None:
-        return reason
+        return reason, False
     for option, value in ranks[0]["options"].items():
         for number, rank in enumerate(ranks):
             if rank["options"][option] != value:
@@ -342,8 +372,8 @@ def _first_reason(ranks: list[dict[str, Any]]) -> str | None:
     wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
     free = min(rank["free"] for rank in ranks)
     if wanted <= SHARE_OF_FREE_MEMORY * free:
-        return None
-    return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free"
+        return None, True
+    return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free", True
 
 
 def _shown(value: object) -> str:

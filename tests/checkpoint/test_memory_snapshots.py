@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -126,7 +127,7 @@ def test_without_a_supervisor_there_is_no_snapshot(tmp_path, monkeypatch):
     assert "_maybe_log_save_evaluate" not in vars(run)
 
 
-def test_a_full_memory_ends_the_snapshots_but_not_the_training(memory, tmp_path, caplog):
+def test_a_full_memory_pauses_the_snapshots_and_does_not_end_the_training(memory, tmp_path, caplog):
     folder = memory.snapshots(tmp_path / "out")
     folder.mkdir()
     (folder / ".unfinished").write_text("in the way")
@@ -139,8 +140,9 @@ def test_a_full_memory_ends_the_snapshots_but_not_the_training(memory, tmp_path,
     run = trainer(tmp_path / "out", Block(), max_steps=5)
     run.train()
     assert run.state.global_step == 5
-    assert sum("no more snapshots" in record.message for record in caplog.records) == 1
+    assert sum("no snapshots in host memory from step 2 to 18: " in record.message for record in caplog.records) == 1
     assert snapshots(memory, tmp_path / "out") == []
+    assert not (folder / ".unfinished").is_dir()
 
 
 def test_snapshots_that_do_not_fit_are_not_taken(memory, tmp_path, caplog, monkeypatch):
@@ -148,6 +150,39 @@ def test_snapshots_that_do_not_fit_are_not_taken(memory, tmp_path, caplog, monke
     trainer(tmp_path / "out", max_steps=2).train()
     assert snapshots(memory, tmp_path / "out") == []
     assert any("2 of them need" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("reason", ["no room at the start", "a snapshot that cannot be written"])
+def test_snapshots_are_tried_again_after_a_pause(memory, tmp_path, caplog, monkeypatch, reason):
+    """There is no room during two steps, at the start or in the middle."""
+    folder, first = memory.snapshots(tmp_path / "out"), 0 if reason == "no room at the start" else 5
+    monkeypatch.setattr(memory_snapshots, "_FIRST_PAUSE_STEPS", 3)
+    available, is_full = memory_snapshots.available_bytes, [first == 0]
+    monkeypatch.setattr(memory_snapshots, "available_bytes", lambda: 0 if is_full[0] else available())
+    seen = {}
+
+    class Fill(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            finish_renames(folder)
+            seen[state.global_step] = snapshots(memory, tmp_path / "out")
+            if first and state.global_step == first:
+                shutil.rmtree(folder / ".unfinished", ignore_errors=True)
+                (folder / ".unfinished").write_text("in the way")
+                is_full[0] = True
+            if state.global_step == first + 5:
+                (folder / ".unfinished").unlink(missing_ok=True)
+                is_full[0] = False
+
+    run = trainer(tmp_path / "out", Fill(), max_steps=20)
+    run.train()
+    assert run.state.global_step == 20
+    messages = [record.message for record in caplog.records if "snapshots in host memory" in record.message]
+    begin = 0 if first == 0 else 7  # the failure of step 6 is noticed after step 7
+    paused = [message.partition(": ")[0].rpartition("from step ")[2] for message in messages if "no " in message]
+    assert paused == [f"{begin} to {begin + 3}", f"{begin + 3} to {begin + 9}"]  # the second while there is no room
+    assert sum("taken again" in message for message in messages) == 1
+    assert not any(found for step, found in seen.items() if first + 2 < step < first + 9)
+    assert snapshots(memory, tmp_path / "out") == ["checkpoint-20"]
 
 
 def test_the_expected_size_is_about_that_of_a_snapshot(memory, tmp_path):

@@ -8,6 +8,7 @@ same command, as a scheduler does it, until the training is done.
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import time
@@ -314,10 +315,21 @@ class Run(Nodes):
                 seconds = first and round(first - fault.applied_at, 2)
             costs.append({"fault": fault.name, "lost": lost, "launches": len(begun), "seconds": seconds})
             limit = IN_MEMORY
-            if fault.target in ("supervisor", "coordinator") or fault.kind.startswith("full"):  # its memory is lost
+            at = max((step for t, step in done if t < fault.applied_at), default=0)
+            has_no_memory = any(first <= at + 1 and at <= last + 1 for first, last in self.pauses())
+            is_lost = fault.target in ("supervisor", "coordinator") or fault.kind.startswith("full")
+            if is_lost or has_no_memory:
                 limit = ON_DISK if self.count == 1 else ON_PARTNER
             assert lost <= limit, (costs, self.report())
         return costs
+
+    def pauses(self):
+        """First and last steps of the times without snapshots in host memory, which was full."""
+        text = "".join(path.read_text() for path in self.folder.glob("log-*"))
+        return [
+            tuple(map(int, found))
+            for found in re.findall(r"no snapshots in host memory from step (\d+) to (\d+)", text)
+        ]
 
     def report(self):
         return json.dumps({"faults": [vars(fault) for fault in self.faults], "output": self.output()}, indent=1)
