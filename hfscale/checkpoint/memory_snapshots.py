@@ -15,7 +15,7 @@ from hfscale.checkpoint.contents import SHARE_OF_FREE_MEMORY
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.sample_indices import StepSamples, record_samples
 from hfscale.checkpoint.saving import TrainerSaving
-from hfscale.checkpoint.store import DELETING, list_checkpoints, rotate
+from hfscale.checkpoint.store import DELETING, rotate
 from hfscale.checkpoint.writer import clear_unfinished
 from hfscale.core import distributed
 from hfscale.core.best_effort import best_effort
@@ -185,16 +185,13 @@ class MemorySnapshots(ResetOnCopy):
         return reason, may_pass
 
     def _pause(self, step: int, why: str) -> None:
-        """Take no snapshots for some steps, and free their memory."""
+        """Take no snapshots for some steps. The last one is kept: a restart, or this start, may need it."""
         self._is_paused = True
         self._pause_steps = min(2 * self._pause_steps, _MAX_PAUSE_STEPS) or _FIRST_PAUSE_STEPS
         self._next_step = step + self._pause_steps
-        text = "no snapshots in host memory from step %d to %d: %s; a failure meanwhile is resumed from the disk"
+        text = "no snapshots in host memory from step %d to %d: %s; a failure resumes from the last one or the disk"
         logger.warning(text, step, self._next_step, why)
         self._last_step = None
-        if self._commits:
-            for snapshot in list_checkpoints(self._own_folder):
-                shutil.rmtree(snapshot, ignore_errors=True)
 
     def _resumes(self, step: int) -> bool:
         """Return whether snapshots fit again after a pause; all ranks call it together."""

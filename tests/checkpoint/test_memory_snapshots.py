@@ -181,8 +181,22 @@ def test_snapshots_are_tried_again_after_a_pause(memory, tmp_path, caplog, monke
     paused = [message.partition(": ")[0].rpartition("from step ")[2] for message in messages if "no " in message]
     assert paused == [f"{begin} to {begin + 3}", f"{begin + 3} to {begin + 9}"]  # the second while there is no room
     assert sum("taken again" in message for message in messages) == 1
-    assert not any(found for step, found in seen.items() if first + 2 < step < first + 9)
+    kept = ["checkpoint-5"] if first else []
+    assert all(found == kept for step, found in seen.items() if first < step < first + 9)
     assert snapshots(memory, tmp_path / "out") == ["checkpoint-20"]
+
+
+def test_a_start_without_room_keeps_the_snapshot_that_it_resumes_from(memory, tmp_path, monkeypatch):
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    with pytest.raises(Killed):
+        trainer(tmp_path / "broken", EndAt(7)).train()
+    finish_renames(memory.snapshots(tmp_path / "broken"))
+    monkeypatch.setattr(memory_snapshots, "available_bytes", lambda: 0)
+    resumed = trainer(tmp_path / "broken")
+    resumed.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "broken"))
+    assert logged(resumed)[:-1] == logged(whole)[:-1]  # also the random states, which are read when training has begun
+    assert snapshots(memory, tmp_path / "broken") == ["checkpoint-7"]
 
 
 def test_the_expected_size_is_about_that_of_a_snapshot(memory, tmp_path):
