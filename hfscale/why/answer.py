@@ -11,7 +11,7 @@ from hfscale.why.difference import Answer, Difference, Earlier
 from hfscale.why.run_folder import RunFolder, elements_on_cpu, read_run
 from hfscale.why.settings import cause_of, has_same_arithmetic, lowest_of_both, settings_differences
 from hfscale.why.trace_files import read_trace
-from hfscale.why.traces import TraceDifference, compare_exactly, compare_within_rounding
+from hfscale.why.traces import TraceDifference, compare_exactly, compare_within_rounding, growth
 
 _STAGES = {
     "config": "their settings",
@@ -30,6 +30,9 @@ _SEEN_AS = {
     "optimizer": ("optimizer", "clipping", "gradient"),
 }
 """The kinds that a difference between logs may be, which do not show more than loss and gradient norm."""
+_UNSTABLE_GROWTH = 0.1
+"""Share of the norm of all weights. A step that changes it by more amplifies rounding without a bound: an assumption of
+ours: a step of a training that learns changes it by some thousandths."""
 
 
 def compare_runs(first: Path, second: Path) -> Answer:
@@ -73,7 +76,9 @@ def compare_runs(first: Path, second: Path) -> Answer:
     return Answer(
         first_difference=found,
         before=before,
-        explanation=_explanation(found, before, curves, traces if is_traced else None, how=how, hint=hint),
+        explanation=_explanation(
+            found, before, curves, traces if is_traced or not found.is_one else None, how=how, hint=hint
+        ),
         compared=compared,
     )
 
@@ -104,6 +109,8 @@ def _compare_traces(a: RunFolder, b: RunFolder, *, exact: bool) -> TraceDifferen
             last = compare_within_rounding(step, *traces, dtype=lowest_of_both(a, b), elements_on_cpu=elements)
         if last.difference.is_one:
             return last
+        if not exact and growth(traces[0]) > _UNSTABLE_GROWTH:
+            return replace(last, unstable_step=step)
     return last
 
 
@@ -147,6 +154,11 @@ def _explanation(
             text += (
                 f" From step {curves.drifts_from} on they drift apart slowly, as rounding does that a training "
                 f"amplifies; the losses differ by {curves.largest:.1e} at most. Trace a step before to be sure."
+            )
+        if traces is not None and traces.unstable_step is not None:
+            text += (
+                f" Step {traces.unstable_step} changes the norm of the weights by more than a tenth, which amplifies "
+                "rounding without a bound: the traces of later steps were not compared. Use a smaller learning rate."
             )
         return text
     where = f" in {found.module}" if found.module else ""

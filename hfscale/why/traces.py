@@ -46,6 +46,8 @@ class TraceDifference:
     """Number of values that were compared."""
     skipped: int = 0
     """Values of one run that the other does not have in the same size."""
+    unstable_step: int | None = None
+    """A step that changes the weights so much that later steps of other layouts cannot be compared (`growth`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +335,23 @@ def compare_within_rounding(
             rank = _odd_rank(x, y, limit) if copies > 1 else None
             return _cross(step, _KIND_OF_PHASE[phase], key, *_pair(norms, sums), rank, before, compared)
     return TraceDifference(difference=Difference(kind="none"), before=before, compared=compared, skipped=skipped)
+
+
+def growth(traces: Sequence[RankTrace]) -> float:
+    """Return by how much a step has changed the norm of all weights, relative to what it was.
+
+    A step that changes it much, of a learning rate that is far too large, amplifies rounding without a bound: the
+    weights after it hardly depend on those before. 0 if the trace has no weights.
+
+    Args:
+        traces (`Sequence[RankTrace]`): the traces of all ranks of a run, of one step.
+    """
+    squares = dict.fromkeys(("weights", "updated"), 0.0)
+    for (phase, _, value_name), total in _totals(traces).items():
+        if phase in squares and value_name != "buffer":
+            squares[phase] += total.square
+    before, after = squares["weights"] ** 0.5, squares["updated"] ** 0.5
+    return relative_difference(before, after) * max(before, after) / before if before and after else 0.0
 
 
 def _pair(norms: Sequence[float], sums: Sequence[float]) -> tuple[Any, Any]:

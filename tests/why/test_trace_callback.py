@@ -85,6 +85,17 @@ def test_two_ranks_have_the_values_of_one_process(plain, plain_ddp):
     assert answer.compared["traced_steps"] == [1, 2, 3, 4]
 
 
+def test_layouts_are_not_compared_after_a_step_that_changes_the_weights_beyond_measure(tmp_path):
+    large = Training(arguments={"learning_rate": 0.1})
+    train(large, tmp_path / "one")
+    train(large, tmp_path / "again")
+    two = launch(large, tmp_path / "two", "ddp")
+    answer = compare_runs(tmp_path / "one", two)
+    assert answer.first_difference.kind == "none", answer
+    assert "Step 1 changes the norm of the weights by more than a tenth" in answer.explanation
+    assert "more than a tenth" not in compare_runs(tmp_path / "one", tmp_path / "again").explanation
+
+
 def test_equal_runs_have_equal_traces(plain, tmp_path):
     train(Training(), tmp_path)
     assert not compare_runs(plain, tmp_path).first_difference.is_one
