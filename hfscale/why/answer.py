@@ -31,8 +31,8 @@ _SEEN_AS = {
 }
 """The kinds that a difference between logs may be, which do not show more than loss and gradient norm."""
 _UNSTABLE_GROWTH = 0.1
-"""Share of the norm of all weights. A step that changes it by more amplifies rounding without a bound: an assumption of
-ours: a step of a training that learns changes it by some thousandths."""
+"""Share of the norm of all weights. A step that changes it by more amplifies rounding without a bound; an assumption
+of ours: a step of a training that learns changes it by some thousandths."""
 
 
 def compare_runs(first: Path, second: Path) -> Answer:
