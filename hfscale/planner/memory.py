@@ -415,7 +415,9 @@ def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job
     shard, where a third divides them if only one rank has these experts; the copy of a unit exists until that of the
     next (transformers 5.23, distributed/fsdp.py; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py).
     Where attention writes its scores to memory, one layer's attention may need more than all of the layer keeps; the
-    experts' gradients have been copied for their reduction before. Where layers have different mixers, one kind
+    experts' gradients have been copied for their reduction before, and the buffer into which a recomputed forward pass
+    has gathered the experts of several ranks is kept until that of the next layer (_fsdp_param_group.py,
+    `wait_for_unshard`, there). Where layers have different mixers, one kind
     computes at a time, and the peak is that of the kind that needs most.
 
     Args:
@@ -453,6 +455,8 @@ def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job
     if attention > 0:
         others = kept_of_all - kept if job.activation_checkpointing == "none" else kept_of_all
         held = width * dense + reduced * experts * gathered_share(job)
+        if job.activation_checkpointing != "none" and shards > job.expert_parallel:
+            held += width * experts * gathered_share(job)
         moments.append(_Moment(others + ends + attention, 0.0, gradients, held, at="last layer's attention"))
     if job.activation_checkpointing == "none":
         moments.append(
