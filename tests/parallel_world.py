@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallb
 from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
 from hfscale.optim.muon import Muon
 from hfscale.parallel.weights import build_model
+from hfscale.recipe.router_bias import RouterBiasCallback
 from hfscale.trainer.strategy import let_fsdp_run_on_cpu
 
 VOCAB, LENGTH = 96, 12
@@ -165,7 +166,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train a tiny model for a few steps.
 
     Keys of `job`: `family`, `model` (overrides of its config), `parallel` (absent: the stock Trainer), `data`, `args`,
-    `empty` (start on the meta device), `lora`, `muon`, `resume`, `export` and others below.
+    `empty` (start on the meta device), `lora`, `muon`, `bias_rate`, `resume`, `export` and others below.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parallel = job.get("parallel")
@@ -213,6 +214,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     if job.get("muon"):
         options = {"module": model, "lr": args.learning_rate, "dtype": torch.float32}
         trainer.optimizer_cls_and_kwargs = (Muon, options)
+    if job.get("bias_rate"):
+        trainer.add_callback(RouterBiasCallback(trainer, job["bias_rate"]))
     trainer.train(resume_from_checkpoint=job.get("resume"))
     if job.get("export"):
         trainer.save_model(job["export"])
@@ -220,5 +223,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         key: [record[key] for record in log.records if key in record] for key in ("loss", "grad_norm", "eval_loss")
     }
     result["tokens"] = [r["scaling/tokens_seen"] for r in log.records if "scaling/tokens_seen" in r]
+    result["load"] = [{key: r[key] for key in r if key.startswith("moe/")} for r in log.records if "moe/entropy" in r]
     result["bubble"] = [r["scaling/bubble_fraction"] for r in log.records if "scaling/bubble_fraction" in r]
     return result

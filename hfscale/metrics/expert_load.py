@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 from transformers import TrainerState
 
 from hfscale.core.logging import get_logger
 from hfscale.trainer.collector import Arrays
-from hfscale.trainer.expert_counter import ExpertCounter
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
-from hfscale.trainer.state import model_of
+from hfscale.trainer.expert_counter import ExpertCounter, counter_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -35,12 +32,11 @@ class ExpertLoad:
     Rank 0 adds up the counts of all ranks (`judge`); they are 8 bytes per expert, layer and rank at each log.
 
     Args:
-        model (`nn.Module`): the model that is trained, with or without wrappers.
-        device (`torch.device`): where its hidden states are.
+        counter (`ExpertCounter`): counts the tokens on this rank, with the same layers on every rank.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._counter = ExpertCounter(model, device)
+    def __init__(self, counter: ExpertCounter) -> None:
+        self._counter = counter
         self._layers = self._counter.layers
         self._counts = self._counter.counts
         self._without_tokens = [np.zeros(len(counts) - 1) for counts in self._counts]
@@ -149,7 +145,5 @@ def expert_load_of(trainer: "Trainer") -> ExpertLoad | None:
     Args:
         trainer (`Trainer`): prepared for training.
     """
-    if is_parallel_trainer(trainer) and trainer.layout.pp > 1:
-        return None  # the stages have different layers, and all ranks exchange the same numbers
-    load = ExpertLoad(model_of(trainer), trainer.args.device)
+    load = ExpertLoad(counter_of(trainer))
     return load if load else None

@@ -36,6 +36,7 @@ from hfscale.parallel.sequence import (
 )
 from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.tensor import PackedParameter, apply_tensor_parallel, packed_parameters, tensor_parallel_plan
+from hfscale.trainer.expert_counter import expert_layers
 
 LossFunction = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
 """`loss(view, inputs)`: the loss of one micro-batch on the last stage, a scalar."""
@@ -72,11 +73,18 @@ class ParallelizedModel:
     """The loss for logits that are sharded over the tensor parallel ranks; None where each rank has all logits."""
     context: ContextParallel | None
     """Splits sequences over the context parallel ranks; None without context parallelism."""
+    expert_layers: dict[str, int]
+    """The number of experts of each module of experts in the unsplit model, by name."""
 
     @property
     def sequence_multiple(self) -> int:
         """The length of every sequence, in tokens, has to be a multiple of this number."""
         return self.context.multiple if self.context is not None else self.sequence_parts
+
+    def computes_micro_batch(self) -> bool:
+        """Return whether a stage of this rank is running the forward of a micro-batch of a training step, the first
+        time and not to fill the schedule."""
+        return any(stage.computes_micro_batch for stage in self.stages)
 
 
 def parallelize_model(
@@ -123,6 +131,7 @@ def parallelize_model(
     tensor_plan = {name: style for name, style in tensor_plan.items() if not is_of_experts(name, expert_plan)}
     shared_heads = plan_shared_heads(model, tensor_plan, mesh.layout.tp)
     packed = packed_parameters(model)
+    layers_with_experts = expert_layers(model)
     structure = ModelStructure.of(model)
     is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
     vocabulary = model.get_parameter(f"{structure.head}.weight").shape[0]
@@ -200,6 +209,7 @@ def parallelize_model(
         sequence_parts=sequence_parts,
         vocab_loss=vocab_loss,
         context=context,
+        expert_layers=layers_with_experts,
     )
 
 

@@ -163,8 +163,19 @@ class Stage(nn.Module):
         self._context = context
         self._balance = balance
         self._balance_losses: list[torch.Tensor] = []
+        self._left = 0
+        self.computes_micro_batch = False
+        """Whether the forward of one of the micro-batches of `start_step` is running."""
         if balance is not None:
             balance.watch(self)
+
+    def start_step(self, micro_batches: int) -> None:
+        """Prepare for the forwards of a training step.
+
+        Args:
+            micro_batches (`int`): how many of them, the first ones, are of batches; others only fill the schedule.
+        """
+        self._left = micro_batches
 
     def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Run the stage on one micro-batch.
@@ -177,6 +188,14 @@ class Stage(nn.Module):
         Returns:
             Hidden states, (rows, sequence, hidden), or the last stage's loss, a scalar.
         """
+        self.computes_micro_batch = self.training and self._left > 0
+        self._left -= 1
+        try:
+            return self._run(hidden, inputs)
+        finally:
+            self.computes_micro_batch = False
+
+    def _run(self, hidden: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         if self._stage_hidden_states is not None and not self.spec.is_first:
             hidden = self._stage_hidden_states(hidden)
         attention_mask = inputs.get("attention_mask")

@@ -9,6 +9,7 @@ more shrinks by it. DeepSeek-V3 was trained with a rate of 0.001 (arXiv:2412.194
 The bias is a buffer of the model, which every checkpoint holds; nothing else needs to be saved.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,16 +18,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from hfscale.core.collectives import TRAINING
 from hfscale.core.distributed import is_distributed
 from hfscale.core.logging import get_logger
 from hfscale.errors import UsageError
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments
-from hfscale.trainer.expert_counter import ExpertCounter, number_of_experts
+from hfscale.trainer.expert_counter import counter_of, modules_of_experts, number_of_experts
 from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+    from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 logger = get_logger(__name__)
 
@@ -34,24 +36,20 @@ BIAS = "e_score_correction_bias"
 """transformers' name of the buffer, in the router of a layer or in the module that holds router and experts."""
 
 
-def check_router_bias(
-    model_args: ModelArguments, args: "TrainingArguments", *, islands: int, parallel_trainer: bool
-) -> None:
+def check_router_bias(model_args: ModelArguments, args: "TrainingArguments", *, islands: int) -> None:
     """Check that a run can update the bias of routers as `--router_bias_update_rate` asks.
 
     Args:
         model_args (`ModelArguments`): the flags of the adapters.
         args (`TrainingArguments`): the flags of the training; those of TRL's recipes have no such flag.
         islands (`int`): number of islands that train together.
-        parallel_trainer (`bool`): whether `ParallelTrainer` trains.
 
     Raises:
-        UsageError: the method or the trainer excludes it.
+        UsageError: the method or the islands exclude it.
     """
     if not isinstance(args, RecipeTrainingArguments):
         return
     asked = Combination(
-        engine="parallel_trainer" if parallel_trainer else "trainer",
         method="lora" if model_args.use_peft else "full",
         islands=islands,
         router_bias=args.router_bias_update_rate,
@@ -74,19 +72,17 @@ def check_has_bias(config: "PreTrainedConfig", rate: float) -> None:
     if rate == 0 or is_deepspeed_zero3_enabled():
         return
     with torch.device("meta"):
-        _routers_to_update(AutoModelForCausalLM.from_config(config), rate)
+        _require_bias(biased_routers(AutoModelForCausalLM.from_config(config)), config, rate)
 
 
-def _routers_to_update(model: "PreTrainedModel", rate: float) -> dict[str, nn.Module]:
-    """Return `biased_routers`; a model without them is a UsageError."""
-    routers = biased_routers(model)
-    if not routers:
+def _require_bias(layers: Collection[str], config: "PreTrainedConfig", rate: float) -> None:
+    """Make a model without a layer whose router has a bias a UsageError."""
+    if not layers:
         raise UsageError(
-            f"--router_bias_update_rate {rate:g}: the routers of {model.config.get_text_config().model_type} have no "
+            f"--router_bias_update_rate {rate:g}: the routers of {config.get_text_config().model_type} have no "
             "bias that balances their experts, as those of deepseek_v3 and glm4_moe do: leave it out (or give "
             "--router_aux_loss_coef)"
         )
-    return routers
 
 
 def biased_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -95,10 +91,8 @@ def biased_routers(model: nn.Module) -> dict[str, nn.Module]:
     Args:
         model (`nn.Module`): the model, with or without wrappers.
     """
-    counter = ExpertCounter(model, torch.device("cpu"))
-    counter.detach()
     found = {}
-    for name, experts in counter.layers.items():
+    for name, experts in modules_of_experts(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
         holders = [module for module in parent.modules() if BIAS in dict(module.named_buffers(recurse=False))]
         if len(holders) == 1 and _bias_of(holders[0]).shape == (number_of_experts(experts),):
@@ -128,7 +122,7 @@ class RouterBiasCallback(TrainerCallback):
     """Updates the bias of the routers after each optimizer step, from the tokens of each expert on all ranks.
 
     Tokens of padding count, as they do for the routers. Ranks that compute the same tokens all count them, which
-    changes no sign.
+    changes no sign. With a pipeline each rank has counts and biases of its own layers, and adds those of other ranks.
 
     Args:
         trainer (`Trainer`): the trainer of the run.
@@ -146,19 +140,23 @@ class RouterBiasCallback(TrainerCallback):
             UsageError: there is no bias, or it is not in fp32, where a small step may change nothing.
         """
         model: Any = model_of(self._trainer)
-        self._routers = _routers_to_update(model, self._rate)
-        for name, router in self._routers.items():
-            if _bias_of(router).dtype != torch.float32:
+        self._routers = biased_routers(model)
+        own = {name: str(_bias_of(router).dtype) for name, router in self._routers.items()}
+        # With a pipeline each rank has some of the layers, and all ranks are to end with the same error.
+        layers = {name: dtype for found in TRAINING.gather("biases of routers", own) for name, dtype in found.items()}
+        _require_bias(layers, model.config, self._rate)
+        for name, dtype in layers.items():
+            if dtype != str(torch.float32):
                 raise UsageError(
                     f"--router_bias_update_rate {self._rate:g}: the bias of the router of {name} is in "
-                    f"{_bias_of(router).dtype}, where such a step may change nothing: use FSDP2, which keeps it in "
+                    f"{dtype}, where such a step may change nothing: use FSDP2, which keeps it in "
                     "fp32, or leave it out"
                 )
-        self._counter = ExpertCounter(model, args.device)
+        self._counter = counter_of(self._trainer)
         logger.info(
             "router bias: moves by %g towards an even load after each step, in %d layers",
             self._rate,
-            len(self._routers),
+            len(layers),
         )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

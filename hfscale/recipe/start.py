@@ -92,7 +92,7 @@ def start_run(
     else:
         layout = _layout_of_accelerate(parallel_args, training_args)
         check_compatibility(model_args, training_args, layout)
-    check_router_bias(model_args, training_args, islands=scaling_args.islands, parallel_trainer=parallel_trainer)
+    check_router_bias(model_args, training_args, islands=scaling_args.islands)
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
     check_output_dir(str(output_folder(training_args)))

@@ -3,9 +3,11 @@
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     import torch
+    from torch import nn
     from transformers import Trainer
 
     from hfscale.facts.layout import ParallelLayout
@@ -18,10 +20,17 @@ if TYPE_CHECKING:
         @property
         def per_rank(self) -> int: ...
 
-    class HasSequenceParts(Protocol):
+    class HasParts(Protocol):
         """The part of a `ParallelizedModel` that describes a training."""
 
-        sequence_parts: int
+        @property
+        def model(self) -> nn.Module: ...
+        @property
+        def sequence_parts(self) -> int: ...
+        @property
+        def expert_layers(self) -> Mapping[str, int]: ...
+
+        def computes_micro_batch(self) -> bool: ...
 
     class HasMeshRanks(Protocol):
         """The part of a `ParallelMesh` that says what this rank holds."""
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
 
         layout: ParallelLayout
         stage_plan: HasSchedule
-        parallelized: HasSequenceParts
+        parallelized: HasParts
         mesh: HasMeshRanks
         parameter_counts: tuple[int, int]
 

@@ -145,10 +145,9 @@ def consumers(monkeypatch):
     def rows(cp=2, **data):
         return message_of(cut_document_attention, None, SimpleNamespace(**data), None, ParallelLayout(cp=cp))
 
-    def bias(islands=1, parallel_trainer=False, **model):
+    def bias(islands=1, **model):
         args = RecipeTrainingArguments(output_dir="out", use_cpu=True, router_bias_update_rate=0.001)
-        changes = {"islands": islands, "parallel_trainer": parallel_trainer}
-        return message_of(check_router_bias, ModelArguments(**model), args, **changes)
+        return message_of(check_router_bias, ModelArguments(**model), args, islands=islands)
 
     def samples(layout=None, can_generate=True):
         prompts = SimpleNamespace(sample_prompts="prompts.txt", sample_steps=None)
@@ -433,7 +432,6 @@ CASES = {
     "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(can_generate=False)],
     "updating the bias of routers with adapters": lambda c: [c.bias(use_peft=True)],
     "updating the bias of routers on islands": lambda c: [c.bias(islands=2)],
-    "updating the bias of routers in `ParallelTrainer`": lambda c: [c.bias(parallel_trainer=True)],
     "`ParallelTrainer` with compute_metrics": lambda c: [c.trainer(given={"compute_metrics": len})],
     "`ParallelTrainer` with compute_loss_func and context parallelism": lambda c: [
         c.trainer(cp=2, given={"compute_loss_func": len})

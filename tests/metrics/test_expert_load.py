@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_
 from hfscale import ScalingMetricsCallback
 from hfscale.core.versions import enable_recomputation
 from hfscale.metrics.expert_load import ExpertLoad, keys_of
+from hfscale.trainer.expert_counter import ExpertCounter
 
 KEYS = {"moe/max_load", "moe/entropy", "moe/dropped_fraction"}
 FAMILIES = {"mixtral": 2, "qwen3_moe": 2, "gpt_oss": 2, "deepseek_v3": 1, "glm4_moe": 1}
@@ -62,7 +63,7 @@ def test_the_keys_are_those_of_the_routers_choices(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_experts_of_each_family_are_found(tmp_path, family):
     model = expert_model(family)
-    load = ExpertLoad(model, torch.device("cpu"))
+    load = ExpertLoad(ExpertCounter(model, torch.device("cpu")))
     load.detach()
     assert len(load._layers) == FAMILIES[family]
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), model=model, max_steps=2)
@@ -122,7 +123,7 @@ def test_experts_without_tokens_are_reported_once(tmp_path, caplog):
         model.model.layers[1].mlp.gate.weight[3] = 0.0
         model.model.layers[1].mlp.gate.weight[:3] *= 1000.0  # of four logits two are at least 0, none of them expert 3
     hidden = torch.ones(600, 32)
-    load = ExpertLoad(model, torch.device("cpu"))
+    load = ExpertLoad(ExpertCounter(model, torch.device("cpu")))
     experts = model.model.layers[1].mlp.experts.train()
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
@@ -136,7 +137,7 @@ def test_experts_without_tokens_are_reported_once(tmp_path, caplog):
 
 def test_choices_that_name_no_expert_are_dropped_tokens():
     model = expert_model()
-    load = ExpertLoad(model, torch.device("cpu"))
+    load = ExpertLoad(ExpertCounter(model, torch.device("cpu")))
     hook = next(iter(model.model.layers[0].mlp.experts._forward_pre_hooks.values()))
     hook(model.model.layers[0].mlp.experts.train(), (None, torch.tensor([[0, EXPERTS], [1, -1]]), None), {})
     numbers = {name: np.array([value]) for name, value in load.numbers(None, {}, {}).items()}

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from parallel_families import compare
-from parallel_world import in_world, tiny_config, train
+import torch.distributed as dist
+from parallel_families import SMALL, compare, small_config
+from parallel_world import LENGTH, in_world, tiny_config, train
 from test_parallel import BALANCED, FIRST, plain, same
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale.errors import LayoutError, UnsupportedModelError
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
@@ -14,6 +15,9 @@ from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.experts import expert_parallel_plan
 from hfscale.parallel.stages import StagePlan
+from hfscale.recipe.router_bias import BIAS
+from hfscale.trainer.expert_counter import counter_of
+from hfscale.trainer.frames import calling_trainer
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2}
 QWEN = {"family": "qwen3_moe", "model": EXPERTS}
@@ -76,6 +80,121 @@ def test_experts_on_two_ranks_train_and_resume_as_in_one_process(tmp_path):
     same(rest, {key: expected[key][-1:] for key in ("loss", "grad_norm", "eval_loss")}, first=TOLERANCE)
     for folder in ("spread", "resumed"):
         check_weights(tmp_path / folder, tmp_path / "one")
+
+
+RECOMPUTED = {"activation_checkpointing": True}
+BIASED = {
+    "family": "deepseek_v3",
+    "model": {name: SMALL[name] for name in small_config("deepseek_v3").to_dict().keys() & SMALL.keys()}
+    | {"num_key_value_heads": 4},
+    "bias_rate": 0.01,
+    # Adam divides gradients that are 0 but for rounding by their own size.
+    "args": {"optim": "sgd", "learning_rate": 0.1},
+}
+
+
+def biases_of(folder):
+    """The bias of each router of an exported model, by name."""
+    return {name: value for name, value in weights_of(folder).items() if name.endswith(BIAS)}
+
+
+def check_bias(size, layouts, folder):
+    """Train DeepSeek-V3 in layouts, and the last of three steps again from the checkpoints of others; compare losses
+    and the exported bias of the routers with those of one process."""
+    alone = BIASED | {"export": str(folder / "one")}
+    (expected,) = in_world(1, train, [alone])
+    jobs = []
+    for number, layout in enumerate(layouts):
+        saving = {"args": {"save_strategy": "steps", "save_steps": 2}}
+        own = {"output_dir": str(folder / str(number)), "export": str(folder / f"export-{number}")}
+        for extra in (layout, saving):
+            extra["args"] = BIASED["args"] | layout.get("args", {}) | extra.get("args", {})
+        jobs.append(BIASED | layout | saving | own)
+        before = str(folder / str((number - 1) % len(layouts)) / "checkpoint-2")
+        resumed = {"output_dir": str(folder / f"again-{number}"), "export": str(folder / f"resumed-{number}")}
+        jobs.append(BIASED | layout | resumed | {"resume": before})
+    jobs = jobs[::2] + jobs[1::2]
+    found = in_world(size, train, jobs)
+    for one in found[: len(layouts)]:
+        same(one, expected, first=FIRST, later=TOLERANCE)
+    biases = biases_of(folder / "one")
+    assert len(biases) == BIASED["model"]["num_hidden_layers"] - 1
+    assert all(0.009 < bias.abs().max() < 0.031 for bias in biases.values())
+    for job in jobs:
+        for name, bias in biases_of(job["export"]).items():
+            torch.testing.assert_close(bias, biases[name], rtol=0, atol=1e-6)
+
+
+def test_the_bias_of_routers_is_that_of_one_process(tmp_path):
+    check_bias(2, [{"parallel": {"pp_size": 2}, "empty": True}], tmp_path)
+
+
+@pytest.mark.faults
+def test_the_bias_of_routers_in_every_layout(tmp_path):
+    layouts = [
+        {"parallel": {"pp_size": 2, "ep_size": 2, "pipeline_schedule": "ZBV"}, "args": RECOMPUTED},
+        {"parallel": {"tp_size": 2, "pp_size": 2}},
+        {"parallel": {"dp_replicate_size": 2, "ep_size": 2}},
+        {"parallel": {"tp_size": 2, "ep_size": 2}},
+    ]
+    check_bias(4, [layout | {"batch": 1} for layout in layouts], tmp_path)
+
+
+class Counts(TrainerCallback):
+    """The tokens of each expert of all layers, of all ranks."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.counter = counter_of(calling_trainer())
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.counter.detach()
+        counts = torch.cat(self.counter.counts)
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        self.counts = counts.tolist()
+
+
+def count(job):
+    """Train; return the load of the experts in each log, and the tokens of all experts."""
+    counts = Counts()
+    result = train(job | {"scaling": True, "callbacks": [counts]})
+    return {"load": result["load"], "counts": counts.counts}
+
+
+LOAD_LAYOUTS = {
+    "V-shaped": (2, {"parallel": {"pp_size": 2, "pipeline_schedule": "ZBV"}, "args": RECOMPUTED}),
+    "virtual": (2, {"parallel": {"pp_size": 2, "pipeline_schedule": "InterleavedZeroBubble"}, "args": RECOMPUTED}),
+    "experts": (2, {"parallel": {"ep_size": 2, "tp_size": 2}}),
+    "sequences": (2, {"parallel": {"tp_size": 2, "sequence_parallel": True}}),
+    "context": (2, {"parallel": {"cp_size": 2}}),
+    "stages of experts": (4, {"parallel": {"pp_size": 2, "ep_size": 2}, "args": RECOMPUTED, "batch": 1}),
+}
+
+
+def check_load(layouts):
+    """Compare the load in layouts, (processes, job) by name, with that in one process."""
+    base = {"family": "qwen3_moe", "model": EXPERTS | {"num_hidden_layers": 4}}
+    for ranks in {ranks for ranks, _ in layouts.values()}:
+        jobs = {name: base | job for name, (size, job) in layouts.items() if size == ranks}
+        alone = [{key: value for key, value in plain(job).items() if key != "args"} for job in jobs.values()]
+        found = dict(zip(jobs, in_world(ranks, count, list(jobs.values())), strict=True))
+        expected = dict(zip(jobs, in_world(1, count, alone), strict=True))
+        assert found == expected
+        for name, one in expected.items():
+            rows = 18 if jobs[name].get("data") else 3 * 8
+            assert sum(one["counts"]) == rows * LENGTH * 2 * 4, name  # tokens, choices, layers
+            assert len(one["load"]) == 3
+
+
+def test_the_load_of_experts_is_that_of_one_process():
+    """Each token counts once: neither when a layer is computed again, nor in batches that fill the third step."""
+    filled = {"parallel": {"pp_size": 2}, "data": {"size": 18}, "args": RECOMPUTED}
+    check_load({"stages": (2, filled)})
+
+
+@pytest.mark.faults
+def test_the_load_of_experts_in_every_layout():
+    check_load(LOAD_LAYOUTS)
 
 
 def test_families_with_and_without_tokens_for_every_rank():
