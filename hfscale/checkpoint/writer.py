@@ -72,7 +72,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,7 @@ class CheckpointWriter:
     def __init__(self) -> None:
         SAVING.open()
         self._thread: threading.Thread | None = None
+        self._is_optional = False  # what the thread writes
         self._failure: Exception | None = None
         self.optional_failure: Exception | None = None
         """The error of the last optional checkpoint that could not be written; it is the same kind on every rank."""
@@ -183,14 +184,17 @@ class CheckpointWriter:
         """Whether the last checkpoint could not be written and `wait` has not yet raised its error."""
         return self._failure is not None
 
-    @activity("saving")
     def start(self, job: CheckpointJob) -> None:
         """Write `job` in a background thread, after waiting for a checkpoint that is still being written.
+
+        A snapshot in host memory takes no long time, so that a rank which waits for others there may hang.
 
         Raises:
             Exception: as `wait`; an error that occurred before the job was handed over is raised here, on all ranks.
         """
-        self._begin(job)
+        with _may_take_long(job.is_optional):
+            self._begin(job)
+        self._is_optional = job.is_optional
         self._started_at = job.started_at
         _last_writers[job.run_dir.resolve()] = self
         # A daemon thread: the callers that know how long they may wait do so before the process ends.
@@ -217,7 +221,6 @@ class CheckpointWriter:
                 other.wait_without_raising()
         _exchange("save: state is copied", job, job.error)
 
-    @activity("saving")
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, or for `timeout_s` seconds.
 
@@ -231,7 +234,8 @@ class CheckpointWriter:
                 its rank, and a `RuntimeError` that contains its traceback on the others.
         """
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            with _may_take_long(self._is_optional):
+                self._thread.join(timeout_s)
             if self._thread.is_alive():
                 return
             self._thread = None
@@ -267,6 +271,10 @@ class CheckpointWriter:
                 self.optional_failure = error
             else:
                 self._failure = error
+
+
+def _may_take_long(is_optional: bool) -> AbstractContextManager[None]:
+    return nullcontext() if is_optional else activity("saving")
 
 
 def current_gpu() -> int | None:

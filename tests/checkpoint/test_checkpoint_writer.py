@@ -35,9 +35,11 @@ from hfscale.checkpoint import saving as trainer_saving
 from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.store import verify
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
+from hfscale.core.activity import activity_of
 from hfscale.core.collectives import SAVING
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.errors import StorageError
+from hfscale.health.diagnosis import frames_of
 from hfscale.recipe import corpus
 
 
@@ -499,6 +501,26 @@ def test_the_thread_that_writes_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
     writer.wait()
     assert used == [(used[0][0], 5), (used[0][0], "write")]
     assert used[0][0] is not threading.main_thread()
+
+
+@pytest.mark.parametrize(("is_optional", "expected"), [(False, "saving"), (True, None)])
+def test_a_rank_that_waits_for_a_snapshot_in_memory_may_hang(tmp_path, is_optional, expected):
+    """Waiting for a checkpoint on the disk may take long: the hang watch gives it more time."""
+    main, seen = threading.get_ident(), []
+
+    def write(folder):
+        until = time.monotonic() + 60
+        while threading.Thread.join.__code__ not in [frame.f_code for frame in frames_of(main)]:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        seen.append(activity_of(main))
+
+    about = {"run_dir": tmp_path, "step": 4, "strategy": "single", "global_batch_size": 4, "commits": True}
+    writer = CheckpointWriter()
+    writer.start(CheckpointJob(write=write, is_optional=is_optional, **about))
+    writer.wait()
+    assert seen == [expected]
+    assert writer.optional_failure is None
 
 
 class TestRepairAfterACrash:
