@@ -47,6 +47,9 @@ CONTRACT = (
     "tests/lr_scaling/test_lr_scaling_callback.py",
     "tests/trainer/test_integrations.py",
 )
+PIPELINES = "tests/parallel"
+PIP_REASONS = ("The user requested (constraint)", "ERROR: ")
+"""What the lines begin with in which pip says why it cannot install something, the most telling first."""
 TIMEOUT_S = 1800
 
 
@@ -65,6 +68,8 @@ class Corner:
     """What runs on two processes; `native`: models that transformers distributes while it loads them."""
     contract: bool = True
     """Whether the contract tests run, too."""
+    more_tests: tuple[str, ...] = ()
+    """Folders of tests that run with the contract tests."""
     short: bool = False
     """Whether `--short` runs it."""
     program: str | None = None
@@ -89,6 +94,12 @@ CORNERS = (
         ),
         short=True,
     ),
+    # Its pins are those of axolotl 0.19; NeMo AutoModel 0.7 pins transformers 5.18.
+    Corner(
+        name="transformers-5.16",
+        pins=("transformers==5.16.1", "huggingface-hub==1.33.0", "accelerate==1.13.0", "peft==0.20.0"),
+    ),
+    Corner(name="transformers-5.18", pins=("transformers==5.18.0",)),
     *(
         Corner(
             name=f"transformers-{version}",
@@ -101,6 +112,13 @@ CORNERS = (
     Corner(name="pinned", strategies=("ddp", "fsdp2", "native")),
     # torch 2.6 has no FSDP2 on CPUs: their streams cannot record events.
     Corner(name="oldest", oldest=True, python="python3.11", strategies=("ddp",)),
+    Corner(
+        name="torch-2.15",
+        pins=("torch==2.15.0", "transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2"),
+        python="python3.11",
+        strategies=("ddp", "fsdp2", "native"),
+        more_tests=(PIPELINES,),
+    ),
     Corner(name="newest", pins=NEWEST, python="python3.11"),
     Corner(name="newest-python-3.13", pins=NEWEST, python="python3.13"),
     Corner(name="llama-factory", program="llamafactory==0.9.5", python="python3.11"),
@@ -136,7 +154,11 @@ def main() -> int:
 def passes(corner: Corner, *, contract: bool) -> bool:
     """Set up one corner and run its checks; print one line for each."""
     start = time.monotonic()
-    python, path = set_up(corner)
+    try:
+        python, path = set_up(corner)
+    except NotInstalledError as error:
+        print(f"{corner.name}: {error}", flush=True)
+        return False
     environ = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")} | {
         "PYTHONPATH": os.pathsep.join([*path, str(REPOSITORY)]),
         "HF_HUB_OFFLINE": "1",
@@ -160,7 +182,7 @@ def passes(corner: Corner, *, contract: bool) -> bool:
             good.append(run(corner, f"{strategy} on two processes", argv, environ))
     if contract and corner.contract:
         argv = [python, "-m", "pytest", "-q", "-rfEs", "-p", "no:cacheprovider", "-m", "not (gpu or faults or timing)"]
-        good.append(run(corner, "contract tests", [*argv, *CONTRACT], environ))
+        good.append(run(corner, "contract tests", [*argv, *CONTRACT, *corner.more_tests], environ))
     print(f"{corner.name}: {time.monotonic() - start:.0f} s", flush=True)
     return all(good)
 
@@ -193,14 +215,27 @@ def set_up(corner: Corner) -> tuple[str, list[str]]:
     return python, [] if corner.python else [str(folder)]
 
 
+class NotInstalledError(Exception):
+    """pip cannot install the versions of a corner; the message is one line."""
+
+
 def quietly(argv: list[str]) -> None:
-    """Run pip; its output is shown if it fails."""
+    """Run pip.
+
+    Raises:
+        NotInstalledError: it failed. The message has pip's reasons, of which a version that the configuration of this
+            machine excludes is one.
+    """
     done = subprocess.run(
         [*argv, "--no-compile", "--disable-pip-version-check"], capture_output=True, text=True, timeout=TIMEOUT_S
     )
     if done.returncode:
-        print(done.stdout[-2000:], done.stderr[-2000:], sep="\n")
-        raise SystemExit(1)
+        said = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+        reasons = [line for start in PIP_REASONS for line in said if line.startswith(start)] or ["pip failed"]
+        raise NotInstalledError(
+            f"cannot be installed: {reasons[0]}. PIP_CONFIG_FILE=/dev/null leaves out the constraints in the "
+            "configuration of pip"
+        )
 
 
 def versions(python: str, environ: dict[str, str]) -> str:
