@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves as tree_leaves
 
 StridedShard = _StridedShard
 without_dispatch_modes = _disable_current_modes

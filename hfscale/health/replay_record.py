@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hfscale.core.bit_hash import bit_hash
-from hfscale.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
+from hfscale.core.nested import tensors_in
+from hfscale.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass
 
 SENDS = {
     "all_gather_into_tensor": 0,
@@ -221,8 +222,8 @@ class _Sends(TorchDispatchMode):
             return NotImplemented  # which lets the DTensor run first, and shows its collectives
         name = func.name().partition(".")[0].rpartition("::")
         if name[0] in _NAMESPACES and name[2] in SENDS:
-            for tensor in tree_leaves(args[SENDS[name[2]]]):
-                own = own_tensor(tensor) if isinstance(tensor, torch.Tensor) else None
+            for tensor in tensors_in(args[SENDS[name[2]]]):
+                own = own_tensor(tensor)
                 if own is not None:
                     self._record.sent(name[2], own)
         return func(*args, **(kwargs or {}))

@@ -36,8 +36,6 @@ test_parallel_plan.py fails when a new version moves them:
   one stream of random numbers.
 - `_version` of tensors. By: weights.py. Reason: nothing public tells whether a tensor was written. Test:
   test_parallel.py.
-- `torch._foreach_mul_`. By: `clip_gradients`. Reason: the public `clip_grads_with_norm_` takes parameters, and cannot
-  scale DTensors of several meshes together. Test: test_gradients.py.
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
 """
 

@@ -160,10 +160,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_n
         norm (`torch.Tensor`): the result of `gradient_norm`, a scalar.
         max_norm (`float`): the largest norm that is not clipped.
     """
-    by_dtype: Mapping[torch.dtype, list[torch.Tensor]] = defaultdict(list)
+    holders = []  # plain tensors: DTensors of several meshes cannot be scaled together
     for parameter in parameters:
         if parameter.grad is not None:
-            by_dtype[parameter.grad.dtype].append(local_tensor(parameter.grad))
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for dtype, gradients in by_dtype.items():
-        torch._foreach_mul_(gradients, factor.to(dtype))
+            gradient = local_tensor(parameter.grad)
+            holder = gradient.detach()
+            holder.grad = gradient
+            holders.append(holder)
+    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)

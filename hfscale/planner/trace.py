@@ -23,9 +23,11 @@ import torch.distributed as dist
 import transformers
 import transformers.training_args
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # no public name
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from hfscale.core.torch_internals import FakeStore, TorchDispatchMode, tree_leaves
+from hfscale.core.nested import tensors_in
+from hfscale.core.torch_internals import FakeStore, TorchDispatchMode
 from hfscale.core.versions import enable_recomputation, recomputes_activations
 
 RESULT = "hfscale-trace: "
@@ -56,18 +58,18 @@ class StepCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
+        results = tensors_in(result)
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collective_bytes += max(map(nbytes, inputs), default=0)
             return result
         memory = set(map(storage, inputs))
-        if not func._schema.is_mutable and any(storage(one) in memory for one in results):
-            return result  # a view
+        name = func.overloadpacket.__name__
+        if (func.is_view or name == "_unsafe_view") and any(storage(one) in memory for one in results):
+            return result
         if not results:
             return result  # a question about a tensor
         self.largest_bytes = max(self.largest_bytes, *map(nbytes, results), 0)
-        name = func._overloadpacket.__name__
         if name == "_to_copy" and storage(inputs[0]) in self._parameters:
             self.casts.add(storage(results[0]))
         if name.startswith(ATTENTION):
@@ -75,8 +77,8 @@ class StepCounter(TorchDispatchMode):
             backward = name.endswith("_backward")
             count = sdpa_backward_flop_count(*shapes[:4]) if backward else sdpa_flop_count(*shapes[:3])
             self.attention_flops += count
-        elif func._overloadpacket in flop_registry:
-            self.matmul_flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        elif func.overloadpacket in flop_registry:
+            self.matmul_flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
         else:
             self.other_bytes += sum(map(nbytes, (*inputs, *results)))
         return result
@@ -84,13 +86,33 @@ class StepCounter(TorchDispatchMode):
 
 def storage(tensor: torch.Tensor) -> int:
     """Return a number that tells the memory of tensors apart."""
-    address: int = tensor.untyped_storage()._cdata
+    address: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return address
 
 
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
+
+
+def make_fake(model: torch.nn.Module, fake: FakeTensorMode) -> None:
+    """Replace the parameters and buffers of a model by tensors without data; those that are one stay one.
+
+    Args:
+        model (`torch.nn.Module`): the model, changed in place.
+        fake (`FakeTensorMode`): the mode of the new tensors.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if isinstance(tensor, FakeTensor):
+                continue
+            if tensor not in made:
+                new = fake.from_tensor(tensor.detach())
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                made[tensor] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+            setattr(module, name, made[tensor])
 
 
 def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[str, Any]:
@@ -110,8 +132,7 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
     model = trainer.model
     batch = next(iter(trainer.get_train_dataloader()))
     if not all(isinstance(one, FakeTensor) for one in model.parameters()):  # made by the script, with memory
-        torch.__future__.set_overwrite_module_params_on_conversion(True)
-        model._apply(lambda one: one if isinstance(one, FakeTensor) else fake.from_tensor(one.detach()))
+        make_fake(model, fake)
     model.train()
     if recomputes_activations(args):
         enable_recomputation(model)

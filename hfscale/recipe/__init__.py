@@ -48,14 +48,8 @@ Read, called, or set once
   not find when it loads it again. Test: test_recipe_native.py, test_the_4_bit_experts_of_gpt_oss_are_dequantised.
 - `PreTrainedModel._is_stateful`. By: `reason_not_to_cut`. Reason: nothing public tells that a model has layers that
   pass a state along the sequence. Test: test_packing.py, test_models_that_do_not_cut_are_refused.
-- `PreTrainedModel._supports_flash_attn`, `_supports_flex_attn` and `_compatible_flash_implementations`. By:
-  kernels.py. Reason: nothing public tells which attention a model supports before it is set. Test:
-  test_fast_defaults.py, test_the_fastest_attention_that_the_model_supports_is_chosen.
-- `_scaled_dot_product_attention_math`, `_scaled_dot_product_cudnn_attention`,
-  `_scaled_dot_product_efficient_attention`, `_scaled_dot_product_flash_attention`,
-  `_scaled_dot_product_flash_attention_for_cpu` and `_scaled_dot_product_fused_attention_overrideable` of torch. By:
-  recompute.py.
-  Reason: selective recomputation names the operators whose outputs it keeps. Test: test_recompute.py.
+- `PreTrainedModel._compatible_flash_implementations`. By: kernels.py. Reason: transformers accepts implementations
+  of FlashAttention that a model does not list. Test: test_fast_defaults.py, test_flash_attention_is_preferred.
 """
 
 from importlib import import_module

@@ -121,10 +121,9 @@ def use_fast_document_attention(model: PreTrainedModel, kernels: Kernels) -> Non
     current = attention_implementation(model.config)
     if current is None or not is_dense(current):
         return
-    chosen = next((name for name in kernels.attention() if _supports(model, name)), None)
+    chosen = next((name for name in kernels.attention() if _takes(model, name, current)), None)
     if chosen is None:
         return
-    model.set_attn_implementation(chosen)
     logger.info(
         "attention: %s instead of %s, because documents are packed and it skips what they hide from each other",
         chosen,
@@ -132,16 +131,28 @@ def use_fast_document_attention(model: PreTrainedModel, kernels: Kernels) -> Non
     )
 
 
-def _supports(model: PreTrainedModel, name: str) -> bool:
+def _takes(model: PreTrainedModel, name: str, current: str) -> bool:
+    """Give a model another implementation of attention; return whether it fits and transformers supports it."""
+    if not _fits(model, name):
+        return False
+    try:
+        model.set_attn_implementation(name)
+    except ValueError:
+        model.set_attn_implementation(current)  # a part of the model may have taken it
+        return False
+    return True
+
+
+def _fits(model: PreTrainedModel, name: str) -> bool:
     if is_flash_attention(name):
         compatible = getattr(model, "_compatible_flash_implementations", None)
-        return model._supports_flash_attn and (not compatible or name in compatible)
+        return not compatible or name in compatible
     text = model.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     smallest, largest = _FLEX_HEAD_DIMS
     has_dropout = bool(getattr(text, "attention_dropout", 0.0))  # transformers refuses it with flex_attention
     has_two_widths = getattr(text, "kv_lora_rank", None) is not None  # multi-head latent attention
-    return model._supports_flex_attn and smallest <= head_dim <= largest and not has_dropout and not has_two_widths
+    return smallest <= head_dim <= largest and not has_dropout and not has_two_widths
 
 
 def choose_loss(trainer: Trainer, kernels: Kernels) -> None:

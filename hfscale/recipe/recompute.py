@@ -9,17 +9,9 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 RECOMPUTE_POLICIES = ("full", "selective")
 """Values of `--recompute`."""
 
-_aten = torch.ops.aten
-_MATMULS = (_aten.mm.default, _aten.addmm.default)
-_ATTENTION = (  # its computation grows with the square of the length, its output linearly
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    _aten._scaled_dot_product_fused_attention_overrideable.default,  # of backends outside of torch
-    _aten._scaled_dot_product_attention_math.default,
-    torch.ops.higher_order.flex_attention,
-)
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_OF_TORCH = "scaled_dot_product"
+"""What the names of all of torch's operators of attention contain, each of which is for one backend."""
 _FLASH_PACKAGES = "flash_attn"
 """How the namespaces of FlashAttention 2 and 3 begin, whose operators exist only where the packages are imported."""
 
@@ -51,5 +43,11 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 def _is_attention(op: Any) -> bool:
-    """Return whether an operator computes attention forwards, in torch or in a package of FlashAttention."""
-    return op in _ATTENTION or (str(op).startswith(_FLASH_PACKAGES) and "forward" in str(op))
+    """Return whether an operator computes attention forwards, in torch or in a package of FlashAttention.
+
+    Its computation grows with the square of the length, its output linearly.
+    """
+    name = str(op)
+    if name.startswith(_FLASH_PACKAGES):
+        return "forward" in name
+    return op is torch.ops.higher_order.flex_attention or (_OF_TORCH in name and "backward" not in name)

@@ -54,8 +54,8 @@ Replaced until the end of the training
   a step even if the checkpoint has all of them. Test: test_resume.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
   Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
-- `Accelerator.prepare` (public) and, within it, `Module._non_persistent_buffers_set`. By: fsdp2_loading.py. Reason:
-  Accelerate's FSDP2 cannot load persistent buffers. Test: test_fsdp2_loading.py.
+- `Accelerator.prepare` (public). By: fsdp2_loading.py. Reason: Accelerate's FSDP2 cannot load persistent buffers.
+  Test: test_fsdp2_loading.py.
 - `Accelerator.deepspeed_ulysses_dl_adapter` (public). By: `wrap_ulysses_loader`. Reason:
   `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,
   TestUlyssesLoader.
@@ -78,10 +78,8 @@ Read, called, or set once
   continues. Test: test_stream_position.py.
 - `Trainer._train_batch_size`, set before transformers 5.4 if it is read in `on_init_end`. By: `global_batch_size`.
   Reason: Trainer sets it later. Test: test_lr_scaling_callback.py, in `make test-versions`.
-- `PartialState._shared_state` of Accelerate. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP on accelerators
-  only. Test: test_strategies.py.
+- `PartialState.distributed_type` of Accelerate (public), set. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP
+  on accelerators only. Test: test_strategies.py.
 - `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public. Test:
   test_parallel_context.py.
-- `_orig_mod` of a compiled module. By: strategy.py. Reason: torch has no public way from a compiled module to the
-  original. Test: test_integrations.py, test_a_compiled_module_is_unwrapped.
 """

@@ -46,20 +46,21 @@ def load_buffers_under_fsdp2(trainer: "Trainer") -> None:
 @contextmanager
 def _persistent_buffers_left_out(model: nn.Module) -> Iterator[None]:
     """Let all buffers of a model be non-persistent for a while; afterwards all ranks have those of rank 0."""
+    saved = model.state_dict(keep_vars=True)
     owners = [
         (module, name)
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for path, module in model.named_modules()
+        for name, _ in module.named_buffers(recurse=False)
+        if (f"{path}.{name}" if path else name) in saved
     ]
+    del saved
     for module, name in owners:
-        module._non_persistent_buffers_set.add(name)
+        module.register_buffer(name, module.get_buffer(name), persistent=False)
     try:
         yield
     finally:
         for module, name in owners:
-            module._non_persistent_buffers_set.discard(name)
+            module.register_buffer(name, module.get_buffer(name), persistent=True)
     for module, name in owners:
-        buffer = getattr(module, name)
         with torch.no_grad():
-            dist.broadcast(buffer, src=0)
+            dist.broadcast(module.get_buffer(name), src=0)

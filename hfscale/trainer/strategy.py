@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
@@ -136,9 +136,9 @@ def let_fsdp_run_on_cpu() -> None:
 
     Accelerate supports them on GPUs only: on CPUs it silently runs DDP instead of FSDP, and refuses meshes.
     """
-    state = PartialState._shared_state
-    if state["distributed_type"] == DistributedType.MULTI_CPU:
-        state["distributed_type"] = DistributedType.MULTI_GPU
+    state = PartialState()  # the one of the process
+    if state.distributed_type == DistributedType.MULTI_CPU:
+        state.distributed_type = DistributedType.MULTI_GPU
 
 
 def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> None:
@@ -378,8 +378,7 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
     Args:
         module (`nn.Module`): a module that a Trainer trains; the engine of DeepSpeed is one too.
     """
-    original: nn.Module = getattr(module, "_orig_mod", module)
-    return original
+    return next(module.children()) if is_compiled_module(module) else module  # the wrapper has no other child
 
 
 def _strategy_wrapper(trainer: "Trainer") -> nn.Module:

@@ -17,7 +17,7 @@ def test_all_gradients_of_a_dtype_are_scaled_at_once_and_as_one_by_one(monkeypat
         parameter.grad = torch.randn(3, 5).to(parameter.dtype)
     total = torch.tensor(norm)
     factor = torch.clamp(1.5 / (total + 1e-6), max=1.0)
-    expected = [parameter.grad * factor.to(parameter.dtype) for parameter in parameters[1:]]
+    expected = [parameter.grad * factor for parameter in parameters[1:]]
     together = []
     multiply = torch._foreach_mul_
 

@@ -4,6 +4,8 @@ import json
 import textwrap
 
 import pytest
+from tiny import tiny_model
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hfscale.cli import main
 from hfscale.errors import HfScaleError, UsageError
@@ -11,6 +13,7 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.estimate import estimate
 from hfscale.planner.script import estimate_script, trace_script
+from hfscale.planner.trace import make_fake
 
 pytestmark = pytest.mark.recipes
 CONFIG = {
@@ -109,3 +112,15 @@ def test_wrong_usage(script, capsys, counts):
         assert message in capsys.readouterr().err
     with pytest.raises(UsageError, match="lion"):
         estimate_script(counts | {"optimizer": "lion"}, gpu=accelerator("A100-80GB"), gpus=1, zero=0, precision="bf16")
+
+
+def test_a_model_that_the_script_has_made_keeps_its_ties():
+    model = tiny_model(tie_word_embeddings=True)
+    frozen = model.model.norm.weight.requires_grad_(False)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(model, fake)
+    assert all(isinstance(one, FakeTensor) for one in (*model.parameters(), *model.buffers()))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.model.norm.weight is not frozen
+    assert not model.model.norm.weight.requires_grad
+    assert model.lm_head.weight.requires_grad

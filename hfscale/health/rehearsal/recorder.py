@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfscale.core.nested import tensors_in
 from hfscale.core.torch_internals import torch_bindings
 from hfscale.health.rehearsal.entries import NEW_GROUP, Entry
 
@@ -146,7 +147,7 @@ class Recorder:
     def _record(self, name: str, arguments: Mapping[str, Any]) -> None:
         group = dist.ProcessGroup.unbox(arguments["process_group"])
         ranks = tuple(dist.get_process_group_ranks(group))
-        tensors = _flat(arguments[_COMPARED[name]]) if name in _COMPARED else []
+        tensors = tensors_in(arguments[_COMPARED[name]]) if name in _COMPARED else []
         how = []
         if "reduce_op" in arguments:
             how.append(dist.ReduceOp.RedOpType(arguments["reduce_op"].op()).name)
@@ -161,7 +162,7 @@ class Recorder:
             ranks,
             name.strip("_"),
             sizes=tuple(tensor.numel() for tensor in tensors),
-            dtype=_dtypes(tensors or _flat(arguments.get("input", arguments.get("input_tensors", [])))),
+            dtype=_dtypes(tensors or tensors_in(arguments.get("input", arguments.get("input_tensors", [])))),
             how=" ".join(how).lower(),
             sends=sends,
             receives=receives,
@@ -228,12 +229,6 @@ def _phase(functions: Sequence[tuple[str, str]]) -> str:
     return next((phase for phase, names in _PHASES if of_libraries.intersection(names)), "script")
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for part in value for tensor in _flat(part)]
-
-
 def _dtypes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
@@ -241,7 +236,7 @@ def _dtypes(tensors: Sequence[torch.Tensor]) -> str:
 def _splits(name: str, arguments: Mapping[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the elements that an all-to-all sends to each rank and receives from each."""
     if name == "alltoall_":
-        sent, received = _flat(arguments["input_tensors"]), _flat(arguments["output_tensors"])
+        sent, received = tensors_in(arguments["input_tensors"]), tensors_in(arguments["output_tensors"])
         return tuple(tensor.numel() for tensor in sent), tuple(tensor.numel() for tensor in received)
     if name == "alltoall_base_":
         rows = _rows(arguments["input"], arguments["input_split_sizes"], ranks)
