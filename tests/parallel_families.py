@@ -204,7 +204,7 @@ def _build(config: Any, job: dict[str, Any]) -> Any:
 
 
 class Shapes(TorchDispatchMode):
-    """Records the shape of every matrix that any operation makes on this rank."""
+    """Records the shape of every matrix of numbers with a fraction that any operation makes on this rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,8 @@ class Shapes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if isinstance(local, torch.Tensor) and local.ndim > 1:
+            # Masks do not count: torch 2.15 makes one of (rows, sequence, 1) for a vocabulary that is split.
+            if isinstance(local, torch.Tensor) and local.ndim > 1 and local.is_floating_point():
                 self.seen.add(tuple(local.shape))
         return result
 

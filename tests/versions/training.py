@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-NEED_MORE = ("hfscale.parallel", "hfscale.recipe", "hfscale.tune.launch_command")
+NEED_MORE = ("hfscale.parallel", "hfscale.recipe", "hfscale.recipe.trl", "hfscale.tune.launch_command")
 """Packages and modules that may say in one line which version they need."""
 
 
