@@ -129,7 +129,7 @@ def what_is_missing(feature: str) -> str | None:
     for need in unmet:
         found = installed(need.package)
         states.append(f"{need.package} {need.minimum} or later ({f'{found} is' if found else 'not'} installed)")
-        wanted.append(f'"hfscale[{need.extra}]"' if need.extra and not found else f'"{need.package}>={need.minimum}"')
+        wanted.append(f'"{need.package}>={need.minimum}"')  # hfscale[extra] would need hfscale in a package index
     command = f"pip install --upgrade {' '.join(wanted)}"
     return f"{feature} cannot be used without {' and '.join(states)}: {command}"
 

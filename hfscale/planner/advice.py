@@ -227,7 +227,7 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         found.append(f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})")
         found += _of_the_task(job)
     if job is not None and job.liger and job.stack == "hf" and not job.chunked_loss:
-        found.append("the fused loss needs Liger Kernel (pip install 'hfscale[gpu]'); --no-liger plans without it")
+        found.append("the fused loss needs Liger Kernel (pip install liger-kernel); --no-liger plans without it")
     if job is not None and job.liger and job.chunked_loss:
         found.append("the loss is computed in chunks, as the recipes do on NVIDIA GPUs; --no-liger plans without it")
     if job is not None and job.compile and job.stack == "hf" and request.compile is None:

@@ -26,6 +26,7 @@ Each is loaded when it is first used. Behind them:
 | `resume` | the checkpoint to resume from, and the accumulation that keeps the global batch |
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models` | loading of model, tokenizer and adapters |
+| `modalities` | the parts of a model that text does not pass, which stay as they were loaded |
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels`, `compilation`, `fused_loss` | attention, loss and compiled layers by default; the loss in chunks |

@@ -6,6 +6,7 @@ well.
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from hfscale.facts.support import Combination, check_support
 from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
 from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
 from hfscale.recipe.fused_loss import FUSED_LOSSES
+from hfscale.recipe.modalities import parts_beside_text
 from hfscale.recipe.optimizer import DEFAULT_OPTIMIZER, OPTIMIZERS, hidden_from_transformers
 from hfscale.recipe.recompute import RECOMPUTE_POLICIES, checkpointing_kwargs
 from hfscale.recipe.resume import keep_global_batch
@@ -141,19 +143,31 @@ class ModelArguments:
         if model is not None and attention_only and not self.lora_target_modules:
             modules = _attention_matrices(model)
         left_out = [] if modules != "all-linear" or model is None else _without_adapter(model)
+        beside_text = [] if model is None else parts_beside_text(model)
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
             target_modules=modules,
-            exclude_modules=left_out or None,
+            exclude_modules=_pattern(left_out, beside_text) if beside_text else left_out or None,
             task_type="CAUSAL_LM",
         )
 
 
+def _pattern(names: list[str], parts: list[str]) -> str:
+    """Return PEFT's pattern of modules with the last names `names` and of all modules in `parts`."""
+    inside = [rf"{re.escape(part)}\..*" for part in parts]
+    return "|".join([*(rf"(.*\.)?{re.escape(name)}" for name in names), *inside])
+
+
 def _attention_matrices(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear layers of the attention, without those of the modules that contain them."""
-    attention = {name for name, module in model.named_modules() if "Attention" in type(module).__name__}
+    beside_text = tuple(f"{part}." for part in parts_beside_text(model))
+    attention = {
+        name
+        for name, module in model.named_modules()
+        if "Attention" in type(module).__name__ and not name.startswith(beside_text)
+    }
     linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     return sorted({name.rpartition(".")[2] for name in linear if name.rpartition(".")[0] in attention})
 

@@ -44,6 +44,7 @@ from hfscale.recipe.layout import (
     is_native,
     quantization_of,
 )
+from hfscale.recipe.modalities import freeze_beside_text
 from hfscale.recipe.router_bias import check_has_bias
 from hfscale.recipe.router_loss import name_experts, set_router_loss
 from hfscale.trainer.native import native_layout
@@ -187,6 +188,7 @@ def load_model(
         set_expert_rules(config.get_text_config())
         model = load_weights(model_args, config, training_args, layout=layout)
         unset_expert_rules(model.config.get_text_config())
+        freeze_beside_text(model)
     if data_args is None:
         return model
     if data_args.document_attention and model_args.attn_implementation is None and not empty:

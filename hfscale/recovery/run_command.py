@@ -12,6 +12,9 @@ from hfscale.errors import UsageError
 if TYPE_CHECKING:
     from hfscale.recovery.nodes import NodeSettings
 
+_LOCAL = ("accelerate", "deepspeed", "python", "torchrun")
+"""How the names of programs begin that read a script from this machine; others may start a container, or use ssh."""
+
 
 def run(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")] = None,
@@ -45,6 +48,10 @@ def run(
         raise UsageError("there is no command: give it after --, such as hfscale run -- accelerate launch train.py")
     if shutil.which(command[0]) is None:
         raise UsageError(f"command {command[0]} is not found: give a program in PATH, or its path")
+    script = next((word for word in command if word.endswith(".py") and not word.startswith("-")), None)
+    is_local = Path(command[0]).name.startswith(_LOCAL)
+    if is_local and script is not None and not Path(script).exists():
+        raise UsageError(f"{script} does not exist in {Path.cwd()}: start the command where it is, or give its path")
     if max_restarts < 0:
         raise UsageError(f"--max-restarts is {max_restarts}: it must be 0 or greater")
     if memory_interval_steps is not None and memory_interval_steps < 1:

@@ -134,7 +134,7 @@ class TestMistakes:
 
 def test_deepspeed_that_is_not_installed(folder, python):
     done = python("-c", WITHOUT_DEEPSPEED, SHARDED, *FLAGS, "--deepspeed", "ds_configs/zero2.json")
-    reports(done, "--deepspeed: ", "deepspeed", "not installed", 'pip install --upgrade "hfscale[deepspeed]"')
+    reports(done, "--deepspeed: ", "deepspeed", "not installed", 'pip install --upgrade "deepspeed>=0.19.8"')
     assert done.code == 2
 
 

@@ -1,0 +1,39 @@
+"""Parts of a model that read images or sound: the recipes train on text, and keep them as they were loaded."""
+
+from transformers import PreTrainedModel
+
+from hfscale.core.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+def parts_beside_text(model: PreTrainedModel) -> list[str]:
+    """Return the names of the modules of an image-text model that text does not pass, such as `model.vision_tower`.
+
+    Args:
+        model (`PreTrainedModel`): any model; one of text alone has no such modules. Of a module and those that it
+            contains the outer one is named.
+    """
+    if model.config.get_text_config() is model.config:
+        return []
+    read = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    used = {id(weight) for module in read if module is not None for weight in module.parameters()}
+    parts: list[str] = []
+    for name, module in model.named_modules():
+        weights = [id(weight) for weight in module.parameters()]
+        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{part}.") for part in parts):
+            parts.append(name)
+    return parts
+
+
+def freeze_beside_text(model: PreTrainedModel) -> None:
+    """Freeze the parts that text does not pass: they get no gradients, for which DDP would wait.
+
+    Args:
+        model (`PreTrainedModel`): the model, before adapters are added.
+    """
+    parts = parts_beside_text(model)
+    for name in parts:
+        model.get_submodule(name).requires_grad_(False)
+    if parts:
+        logger.info("kept as loaded, since text does not pass them: %s", ", ".join(parts))

@@ -1,0 +1,136 @@
+"""The sharded recipe with the text part of mixtures of experts whose checkpoints also have one that reads images."""
+
+import json
+import shutil
+from itertools import islice
+
+import pytest
+from recipe_runs import logged, make_workplace, output, run_recipe
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    set_seed,
+)
+
+from hfscale.recipe import corpus
+
+pytestmark = pytest.mark.recipes
+SAVING = ("--save_steps", "2", "--max_steps", "4", "--learning_rate", "1e-3", "--config_name", "")
+
+
+def qwen3_5(text):
+    """Return a small Qwen3.5 with experts, as its hub checkpoint has it: linear attention, a part for images."""
+    text |= {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision))
+
+
+def gemma_4(text):
+    """Return a small Gemma 4 with experts, as its hub checkpoint has it: with a part that reads images."""
+    text |= {
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "enable_moe_block": True,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+        "hidden_size_per_layer_input": 0,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    return Gemma4ForConditionalGeneration(Gemma4Config(text_config=text, vision_config=vision))
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """Return a folder of `make_workplace` with the checkpoints of both families."""
+    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
+    sizes = json.loads((folder / "deep" / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    text = {name: sizes[name] for name in (*names, "max_position_embeddings")}
+    for name, build in (("qwen3_5", qwen3_5), ("gemma_4", gemma_4)):
+        set_seed(0)
+        build({**text, "num_hidden_layers": 2, "head_dim": 8}).save_pretrained(folder / name)
+    return folder
+
+
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")
+METHODS = {"full": (), "lora": ("--use_peft", "true", "--lora_target_modules", *ADAPTED)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma_4"])
+def test_the_text_part_trains_resumes_and_exports_like_one_process(workplace, tmp_path, family, method):
+    """Killed after step 2 and started again, with all experts on each rank."""
+    flags = (*SAVING, "--model_name_or_path", family, *METHODS[method])
+    for name, ranks, sharding in (("single", 1, ()), ("run", 2, ("--ep_size", "2"))):
+        shutil.copytree(workplace, tmp_path / name)
+        run_recipe(tmp_path / name, "native" if ranks > 1 else "single", ranks, *flags, *sharding)
+    single, run = tmp_path / "single", tmp_path / "run"
+    assert "strategy native on 2 processes (cpu)" in output(run)
+    assert ("kept as loaded, since text does not pass them" in output(run)) == (family == "gemma_4")
+    assert logged(run, "loss") == pytest.approx(logged(single, "loss"), abs=1e-4)
+    assert logged(run, "grad_norm") == pytest.approx(logged(single, "grad_norm"), rel=1e-4)
+    check_export(run, workplace / family, method)
+    shutil.rmtree(run / "out" / "checkpoint-4")
+    (run / "out" / "all_results.json").unlink()
+    run_recipe(run, "native", 2, *flags, "--ep_size", "1")
+    assert "continues from checkpoint-2" in output(run)
+    assert logged(run, "loss") == pytest.approx(logged(single, "loss"), abs=1e-4)
+    check_export(run, workplace / family, method)
+
+
+def check_export(run, loaded, method):
+    """The exported model or adapters change the text part, and nothing else."""
+    before = AutoModelForCausalLM.from_pretrained(loaded).state_dict()
+    if method == "lora":
+        names = list(load_file(run / "out" / "adapter_model.safetensors"))
+        assert any(".layers." in name for name in names)
+        assert not [name for name in names if "vision" in name]
+        return
+    model, report = AutoModelForCausalLM.from_pretrained(run / "out", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    for name, weight in model.named_parameters():
+        assert ("vision" in name) == bool(weight.equal(before[name])), name
+
+
+@pytest.mark.parametrize(("family", "packing"), [("qwen3_5", "none"), ("gemma_4", "bestfit")])
+def test_conversations_as_in_the_yaml_files(workplace, tmp_path, family, packing):
+    """Linear attention cannot be cut between the conversations of a row, which is refused in one line."""
+    rows = "".join(json.dumps(row) + "\n" for row in islice(corpus.chat_records("train"), 64))
+    (workplace / "chats.jsonl").write_text(rows)
+    flags = (*SAVING, "--model_name_or_path", family, "--train_file", "chats.jsonl", "--block_size", "64")
+    losses = []
+    for name, ranks, sharding in (("single", 1, ()), ("run", 2, ("--ep_size", "2"))):
+        shutil.copytree(workplace, tmp_path / name)
+        limits = ("--max_train_samples", "24", "--max_steps", "2", "--packing", packing)
+        run_recipe(tmp_path / name, "native" if ranks > 1 else "single", ranks, *flags, *limits, *sharding)
+        losses.append(logged(tmp_path / name, "loss"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    if family == "qwen3_5":
+        shutil.copytree(workplace, tmp_path / "packed")
+        with pytest.raises(AssertionError, match="give --document_attention false, or --packing none"):
+            run_recipe(tmp_path / "packed", "single", 1, *flags)
