@@ -163,12 +163,14 @@ def _show(found: list[CheckpointInfo], path: Path, as_json: bool) -> None:
     if not found:
         print(f"{path} has no checkpoints")
         return
+    from rich.text import Text
+
     from hfscale.core.terminal import make_console, make_table
 
     columns = ("checkpoint", "state", "step", "strategy", "processes", "global batch", "size", "age", "best")
     table = make_table(*columns, right=("step", "processes", "global batch", "size"))
     for info in found:
-        state = f"[{_STATE_STYLES[info.state]}]{info.state}[/]"
+        state = Text(info.state, style=_STATE_STYLES[info.state])
         known = [_or_dash(v) for v in (info.step, info.strategy, info.world_size, info.global_batch_size)]
         table.add_row(info.name, state, *known, _size(info.bytes), _age(info.age_s), "best" if info.best else "")
     console = make_console()
