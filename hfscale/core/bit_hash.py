@@ -1,5 +1,6 @@
 """A hash of the bits of a tensor, computed on its device without waiting for it."""
 
+import ctypes
 from functools import lru_cache
 from typing import Any
 
@@ -34,9 +35,22 @@ def bit_hash(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.device.type != "cpu":
         return weighted_sum(tensor)
-    raw: Any = bits_of(tensor).reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b""
-    value = xxhash.xxh3_64_intdigest(raw)
+    held = bits_of(tensor)  # the bytes live no longer
+    value = xxhash.xxh3_64_intdigest(bytes_of(held))
     return torch.tensor(value - 2**64 if value >= 2**63 else value)
+
+
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """Return the bytes of a tensor as an object with the buffer protocol, which lives no longer than the tensor.
+
+    `Tensor.numpy` would mark the storage as one that cannot be resized, and FSDP2 then could not free a gathered
+    parameter whose memory it is.
+
+    Args:
+        tensor (`torch.Tensor`): a tensor on a CPU whose elements follow one another.
+    """
+    count = tensor.numel() * tensor.element_size()
+    return (ctypes.c_ubyte * count).from_address(tensor.data_ptr()) if count else b""
 
 
 def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:

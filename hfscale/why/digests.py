@@ -8,7 +8,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from hfscale.core.bit_hash import bit_hash
+from hfscale.core.bit_hash import bit_hash, bytes_of
 from hfscale.core.torch_internals import is_traceable_wrapper_subclass
 
 
@@ -101,7 +101,6 @@ def _digest_on_cpu(local: torch.Tensor) -> Digest:
     flat = local.contiguous().reshape(-1)
     if flat.dtype == torch.bool:
         flat = flat.view(torch.uint8)
-    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     if flat.is_floating_point():
         norm = float(torch.linalg.vector_norm(flat, dtype=torch.float64)) if flat.numel() else 0.0
         total = float(flat.sum(dtype=torch.float64))
@@ -111,7 +110,7 @@ def _digest_on_cpu(local: torch.Tensor) -> Digest:
     return Digest(
         shape=tuple(local.shape),
         dtype=_name(local.dtype),
-        hash=xxhash.xxh3_64_hexdigest(raw),
+        hash=xxhash.xxh3_64_hexdigest(bytes_of(flat)),
         square=norm * norm,
         sum=total,
     )

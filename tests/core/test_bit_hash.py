@@ -5,6 +5,7 @@ import torch
 
 from hfscale.core import bit_hash as module
 from hfscale.core.bit_hash import bit_hash, weighted_sum
+from hfscale.why.digests import DigestQueue
 
 HASHES = [bit_hash, weighted_sum]  # on a CPU, and elsewhere
 
@@ -65,3 +66,11 @@ def test_only_bits_and_order_matter(hashed):
     assert hashed(torch.tensor(1.0)) != hashed(torch.tensor(-1.0))
     assert hashed(torch.zeros(2)) != hashed(-torch.zeros(2))
     assert hashed(torch.zeros(0)).dtype == torch.int64
+
+
+def test_a_hashed_storage_can_still_be_resized():
+    """FSDP2 frees gathered parameters by resizing their storage, which `Tensor.numpy` forbids."""
+    gathered = torch.arange(8.0)
+    bit_hash(gathered[2:])
+    DigestQueue().add(gathered[2:], lambda digest: None)
+    gathered.untyped_storage().resize_(0)
