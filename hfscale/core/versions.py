@@ -61,7 +61,7 @@ FEATURES = {
     # 5.21 and 5.22 divide some gradients of experts twice (`divides_expert_gradients_twice`); before 5.23 no replicas.
     "expert parallelism and replicas of transformers": (*_BASE, _NEWEST),
     # It uses the tensor-parallel plans and the masks of packed sequences of transformers 5.23.
-    "ParallelTrainer": (*_BASE, _NEWEST, Requirement(package="torch", minimum="2.13")),
+    "ParallelTrainer": (*_RECIPES, _NEWEST, Requirement(package="torch", minimum="2.13")),
     "DeepSpeed": (*_BASE, _DEEPSPEED),
     "sequence parallelism of DeepSpeed": (*_RECIPES, _DEEPSPEED, Requirement(package="accelerate", minimum="1.12")),
     "LoRA": (*_BASE, _PEFT),
