@@ -295,7 +295,8 @@ def test_archives_are_listed_and_not_verified(tmp_path, capsys):
     assert main(["checkpoints", "verify", str(tmp_path)]) == 0
     assert main(["checkpoints", "list", str(tmp_path)]) == 0
     rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    assert rows[-2:] == [["checkpoint-1", "good", "1"], ["checkpoint-5.superseded", "superseded", "5"]]
+    assert ["checkpoint-1", "good", "1"] in rows
+    assert ["checkpoint-5.superseded", "superseded", "5"] in rows
 
 
 def test_a_failed_atomic_write_keeps_the_old_file(tmp_path, monkeypatch):

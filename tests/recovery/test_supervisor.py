@@ -394,10 +394,7 @@ def test_every_variable_that_ranks_are_given_is_agreed_or_known_to_be_of_one_nod
         ([], "command"),
         (["--max-restarts", "-1", "--", "true"], "--max-restarts"),
         (["--", "no-such-program"], "no-such-program"),
-        (
-            ["--", "accelerate", "launch", "--num_processes", "2", "no_such_script.py"],
-            "no_such_script.py does not exist",
-        ),
+        (["--", sys.executable, "-u", "no_such_script.py"], "no_such_script.py does not exist"),
         (["--exclude-bad-hosts", "/nowhere/at-all", "--", "true"], "--exclude-bad-hosts"),
         (["--memory-dir", "/nowhere/at-all", "--", "true"], "/nowhere/at-all"),
         (["--log", "/nowhere/at-all", "--", "true"], "--log"),
