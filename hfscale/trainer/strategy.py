@@ -158,7 +158,7 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
     if launched != args.world_size:
         raise StrategyMismatchError(
             f"the launcher started {launched} processes but each of them trains alone (world size {args.world_size}): "
-            "on a machine without GPUs pass --use_cpu true"
+            "on a machine without GPUs pass --use_cpu true, or TrainingArguments(use_cpu=True)"
         )
     # accelerate's launcher of single processes exports MASTER_ADDR when its config asks for several, then starts one.
     by_single_launcher = "ACCELERATE_USE_CPU" in environ and "ACCELERATE_MIXED_PRECISION" in environ
