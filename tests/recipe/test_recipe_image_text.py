@@ -129,7 +129,9 @@ def test_conversations_as_in_the_yaml_files(workplace, tmp_path, family):
         limits = ("--max_train_samples", "24", "--max_steps", "2", "--packing", "none")
         run_recipe(tmp_path / name, "native" if ranks > 1 else "single", ranks, *flags, *limits, *sharding)
         losses.append(logged(tmp_path / name, "loss"))
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    # Gemma 4 with its part for images says that it takes no number of tokens (`accepts_loss_kwargs`), so that Trainer
+    # averages the means of the micro-batches, which differ where one of them has a shorter row.
+    assert losses[1] == pytest.approx(losses[0], abs=5e-3 if family == "gemma_4" else 1e-4)
     shutil.copytree(workplace, tmp_path / "packed")
     with pytest.raises(AssertionError, match="give --document_attention false, or --packing none"):
         run_recipe(tmp_path / "packed", "single", 1, *flags)
