@@ -11,6 +11,9 @@ by two all-to-alls per layer, without a limit on the tokens of an expert
 |---|---|---|
 | experts | `ep` by expert, and `efsdp` (FSDP2) | `efsdp` and `dp_replicate`; the exchange has summed it over `ep` |
 | all others | `tp` by its plan, and `dp_shard_cp` (FSDP2) | `dp_shard_cp` and `dp_replicate` |
+| adapters of experts | `dp_shard_cp` (FSDP2) | `dp_shard_cp` and `dp_replicate`, and summed over `tp` |
+
+A rank has the adapters of all experts, and adds those of its own (hfscale/trainer/expert_adapters.py).
 
 efsdp = dp_shard x cp x tp / ep. A stage runs the same micro-batches in the same order on all ranks of a group, so the
 exchanges of a schedule match.
@@ -26,9 +29,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from hfscale.core.versions import is_lora_layer
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.experts import DISPATCH_STYLE, expert_rules
-from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.mesh import ParallelMesh, local_tensor
 from hfscale.parallel.tensor import PackedParameter
 
@@ -37,23 +40,22 @@ _SHARDED_STYLE = "grouped_gemm"
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
-def expert_parallel_plan(model: PreTrainedModel, ep: int) -> dict[str, str]:
+def expert_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     """Look up the expert-parallel style of each module and parameter; to be called before the model is split.
 
     Args:
         model (`PreTrainedModel`): the unsplit model, with its adapters if it has any.
-        ep (`int`): ranks that share the experts of a layer.
 
     Returns:
         Name of a parameter or module -> style, parameters first.
 
     Raises:
         UnsupportedModelError: the model has no experts that can be spread, or other parameters in them.
-        UsageError: the experts have adapters.
     """
     generic = expert_rules(model.ep_plan)
-    names = [name for items in (model.named_parameters(), model.named_modules()) for name, _ in items]
-    plan = {name: style for name in names if (style := generic.get(_LAYER_NUMBER.sub(".*", name))) is not None}
+    names = [name for name, _ in model.named_parameters()]
+    names += [name for name, module in model.named_modules() if not is_lora_layer(module)]
+    plan = {name: style for name in names if (style := generic.get(_LAYER_NUMBER.sub(".*", _plain(name)))) is not None}
     modules = [name for name, style in plan.items() if style == DISPATCH_STYLE]
     if not modules:
         raise UnsupportedModelError(
@@ -61,9 +63,6 @@ def expert_parallel_plan(model: PreTrainedModel, ep: int) -> dict[str, str]:
         )
     for name in modules:
         for own, _ in model.get_submodule(name).named_parameters(prefix=name):
-            is_adapter = ".lora_" in own or ".base_layer" in own
-            asked = Combination(strategy="parallel", expert_parallel=ep, expert_adapters=is_adapter)
-            check_support(asked, "expert_adapters")
             if plan.get(own) != _SHARDED_STYLE:
                 raise UnsupportedModelError(
                     f"`ep_size` is set, and {own} of {type(model).__name__} belongs to no expert: leave `ep_size` out"
@@ -71,14 +70,21 @@ def expert_parallel_plan(model: PreTrainedModel, ep: int) -> dict[str, str]:
     return plan
 
 
+def _plain(name: str) -> str:
+    """Return the name that a module or parameter has without adapters."""
+    return name.replace(".base_layer", "")
+
+
 def is_of_experts(name: str, plan: Mapping[str, str]) -> bool:
-    """Return whether a module or parameter is one of experts that are spread, or inside of them.
+    """Return whether a module or parameter is one of experts that are spread, or inside of them or of their adapters.
 
     Args:
         name (`str`): its name.
         plan (`Mapping`): the result of `expert_parallel_plan`.
     """
-    return name in plan or plan.get(name.rpartition(".")[0]) == DISPATCH_STYLE
+    roots = {_plain(own) for own, style in plan.items() if style == DISPATCH_STYLE}
+    plain = _plain(name)
+    return any(plain == root or plain.startswith(f"{root}.") for root in roots)
 
 
 def apply_expert_parallel(model: nn.Module, plan: Mapping[str, str], mesh: ParallelMesh) -> None:

@@ -36,6 +36,7 @@ from hfscale.parallel.sequence import (
 )
 from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.tensor import PackedParameter, apply_tensor_parallel, packed_parameters, tensor_parallel_plan
+from hfscale.trainer.expert_adapters import add_own_adapters
 from hfscale.trainer.expert_counter import expert_layers
 
 LossFunction = Callable[[PreTrainedModel, dict[str, Any]], torch.Tensor]
@@ -126,7 +127,7 @@ def parallelize_model(
     device = torch.device(mesh.device_mesh.device_type)
 
     # 1. Make every plan first: all of them need the names, shapes and ties of the unsplit model.
-    expert_plan = expert_parallel_plan(model, mesh.expert_mesh["ep"].size()) if mesh.expert_mesh is not None else {}
+    expert_plan = expert_parallel_plan(model) if mesh.expert_mesh is not None else {}
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
     tensor_plan = {name: style for name, style in tensor_plan.items() if not is_of_experts(name, expert_plan)}
     shared_heads = plan_shared_heads(model, tensor_plan, mesh.layout.tp)
@@ -161,6 +162,10 @@ def parallelize_model(
     apply_shared_heads(model, shared_heads, tp_mesh, summed_blocks=summed_blocks)
     if expert_plan:
         apply_expert_parallel(model, expert_plan, mesh)
+        # The adapters of an expert get their gradient on the ranks that hold the expert.
+        partial_gradients |= {
+            n for n, _ in model.named_parameters() if ".lora_" in n and is_of_experts(n, expert_plan)
+        }
 
     # 5. Move real weights to the device after step 4, so that it never has to hold more than this rank's shards.
     if not _is_on_meta(model):
@@ -177,6 +182,7 @@ def parallelize_model(
     # 7. Shard over data and context parallel ranks.
     if mesh.data_mesh.size() > 1 or compute_dtype is not None:
         _shard_over_data_ranks(model, structure, stages, mesh, compute_dtype, packed, expert_plan)
+    add_own_adapters(model)  # between FSDP2's hooks
 
     # 8. Give a model on the meta device its memory and values last, when every parameter is this rank's shard.
     was_on_meta = _is_on_meta(model)

@@ -29,6 +29,7 @@ from hfscale.core import distributed
 from hfscale.core.versions import is_fsdp_enabled, is_lora_layer
 from hfscale.errors import UsageError
 from hfscale.parallel.mesh import copy_local_shard
+from hfscale.trainer.expert_adapters import is_wrapped_parameter
 
 
 def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
@@ -72,8 +73,9 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
         if is_lora_layer(module):
-            visit(module.get_base_layer(), name, owner)  # by the name that it has without adapters
-            _draw_adapters(module, _seed_of(seed, f"{name}.lora"))
+            visit(module.base_layer, name, owner)  # by the name that it has without adapters
+            own = f"{name}.{module.parameter_name}" if is_wrapped_parameter(module) else name
+            _draw_adapters(module, _seed_of(seed, f"{own}.lora"))
             return
         # Children first, as in transformers: a parent may draw some of their weights again, with another scale.
         for child_name, child in module.named_children():
@@ -112,9 +114,11 @@ def read_weights(
     Raises:
         UsageError: there are no safetensors files, or a parameter is in none of them or has another shape there.
     """
-    adapted = {name for name, module in model.named_modules() if is_lora_layer(module)}
-    renamed = {rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted}
     with contextlib.ExitStack() as files:
+        files.enter_context(_without_wrapped_parameters(model))
+        is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+        adapted = {name for name, module in model.named_modules() if is_lora_layer(module)}
+        renamed = {rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted}
         slices: dict[str, Any] = {}
         for path in _weight_files(name_or_path):
             opened = files.enter_context(safe_open(path, framework="pt"))
@@ -129,6 +133,8 @@ def read_weights(
             weight_mapping=mapping,
         )
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
+        for name, parameter in model.named_parameters():  # some have been replaced by others that require a gradient
+            parameter.requires_grad_(is_trained[name])
     missing = sorted(name for name in info.missing_keys if "lora_" not in name)
     if missing or info.mismatched_keys:
         what = f"no {missing[0]}" if missing else f"another shape of {sorted(info.mismatched_keys)[0][0]}"
@@ -136,6 +142,26 @@ def read_weights(
             f"--model_name_or_path {name_or_path} has {what}: it is not a {model.config.model_type} of this config; "
             "give the config that belongs to it"
         )
+
+
+@contextlib.contextmanager
+def _without_wrapped_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside this context, adapted experts have the names that they have without adapters: transformers makes them of
+    the matrices in checkpoints by these names."""
+    wrapped: list[tuple[nn.Module, str, Any]] = [
+        (module, name, child)
+        for module in model.modules()
+        if not is_wrapped_parameter(module)
+        for name, child in module.named_children()
+        if is_wrapped_parameter(child)
+    ]
+    for module, name, child in wrapped:
+        setattr(module, name, child.get_base_layer())
+    try:
+        yield
+    finally:
+        for module, name, child in wrapped:
+            setattr(module, name, child)
 
 
 def _weight_files(name_or_path: str) -> list[str]:

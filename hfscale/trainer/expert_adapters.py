@@ -1,4 +1,4 @@
-"""LoRA on experts that transformers spreads over ranks (`DistributedConfig(ep_size=...)`)."""
+"""LoRA on experts that ranks share: by transformers (`DistributedConfig(ep_size=...)`) or in `ParallelTrainer`."""
 
 import functools
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hfscale.core.versions import is_peft_model, require
+from hfscale.core.versions import is_lora_layer, is_peft_model, require
 from hfscale.trainer.native import native_layout
 
 _AXIS = "ep"
@@ -33,15 +33,34 @@ def spread_expert_adapters(model: nn.Module | None) -> None:
     layout = native_layout(model)
     if layout is None or layout.ep == 1 or not is_peft_model(model):
         return
-    from peft.tuners.lora.layer import ParamWrapper
+    add_own_adapters(model)
 
-    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+
+def add_own_adapters(model: nn.Module) -> None:
+    """Do the same for any model, after FSDP2 has sharded it. Modules whose experts no ranks share stay as they are.
+
+    Args:
+        model (`nn.Module`): the model, with or without adapters.
+
+    Raises:
+        MissingDependencyError: PEFT is too old.
+    """
+    wrappers: list[Any] = [module for module in model.modules() if is_wrapped_parameter(module)]
     for wrapper in wrappers:
         parameter = wrapper.get_param()
         is_spread = isinstance(parameter, DTensor) and _AXIS in (parameter.device_mesh.mesh_dim_names or ())
         if is_spread and not hasattr(wrapper, _INSTALLED):
             require("adapters of experts that ranks share")
             _SpreadAdapter(wrapper).install()
+
+
+def is_wrapped_parameter(module: nn.Module) -> bool:
+    """Return whether a module is PEFT's wrapper of a parameter, such as that of all experts of a layer.
+
+    Args:
+        module (`nn.Module`): a module of a model.
+    """
+    return is_lora_layer(module) and hasattr(module, "parameter_name")
 
 
 class _SpreadAdapter:

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from tiny import VOCAB
 from torch.optim import SGD
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import GPT2Config, LlamaConfig
 from transformers.distributed import DistributedConfig
 
 import hfscale
@@ -25,7 +23,6 @@ from hfscale.facts.models import find_model
 from hfscale.facts.support import LISTS, Combination, check_support, rules, why_not
 from hfscale.parallel.arguments import check_arguments, plan_stages
 from hfscale.parallel.checks import check_config
-from hfscale.parallel.experts import expert_parallel_plan
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner import launchable
 from hfscale.planner.job import Job
@@ -168,12 +165,6 @@ def consumers(monkeypatch):
         run = SimpleNamespace(model=model, args=arguments({}), accelerator=SimpleNamespace(state=None))
         return message_of(check_strategy, run, {"WORLD_SIZE": "2"})
 
-    def adapted_experts(ep):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, vocab_size=VOCAB, num_experts=4))
-            adapters = LoraConfig(target_modules=[], target_parameters=["experts.gate_up_proj"], task_type="CAUSAL_LM")
-            return message_of(expert_parallel_plan, get_peft_model(model, adapters).get_base_model(), ep)
-
     def launch():
         return message_of(check_launch, arguments({}, world_size=1), {"ACCELERATE_USE_MEGATRON_LM": "true"})
 
@@ -276,7 +267,6 @@ CASES = {
         planned(method="lora", layout=TENSOR, zero=3),
         c.recipe(model={"use_peft": True}, layout=TENSOR),
     ],
-    "adapters of experts that `ParallelTrainer` spreads": lambda c: [c.adapted_experts(ep=2)],
     "plans of adapters with tensor or pipeline parallelism": lambda c: [
         planned(method="lora", layout=PIPELINE, zero=3)
     ],

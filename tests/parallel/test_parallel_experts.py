@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_families import SMALL, compare, small_config
-from parallel_world import LENGTH, in_world, tiny_config, train
+from parallel_world import LENGTH, in_world, tiny_causal_lm, tiny_config, train
+from safetensors.torch import load_file
 from test_parallel import BALANCED, FIRST, plain, same
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -138,6 +139,59 @@ def test_the_bias_of_routers_in_every_layout(tmp_path):
         {"parallel": {"tp_size": 2, "ep_size": 2}},
     ]
     check_bias(4, [layout | {"batch": 1} for layout in layouts], tmp_path)
+
+
+ADAPTED = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+ADAPTED_JOB = QWEN | {"lora": ADAPTED, "args": {"optim": "sgd", "learning_rate": 0.1}}
+
+
+def check_adapters(size, layouts, folder):
+    """Train adapters of experts in layouts, and the third step again from a checkpoint of another one; compare losses,
+    norms before clipping and exported adapters with those of one process."""
+    (expected,) = in_world(1, train, [ADAPTED_JOB | {"export": str(folder / "one")}])
+    jobs = []
+    for number, layout in enumerate(layouts):
+        saving = {"args": ADAPTED_JOB["args"] | layout.get("args", {}) | {"save_strategy": "steps", "save_steps": 2}}
+        saving |= {"output_dir": str(folder / str(number)), "export": str(folder / f"export-{number}")}
+        jobs.append(ADAPTED_JOB | layout | saving)
+    for number, layout in enumerate(layouts):
+        own = {"output_dir": str(folder / f"again-{number}"), "export": str(folder / f"resumed-{number}")}
+        own["resume"] = str(folder / str((number - 1) % len(layouts)) / "checkpoint-2")
+        jobs.append(ADAPTED_JOB | layout | own)
+    found = in_world(size, train, jobs)
+    last = {key: expected[key][-1:] for key in ("loss", "grad_norm", "eval_loss")}
+    for number, one in enumerate(found):
+        same(one, expected if number < len(layouts) else last, first=TOLERANCE, later=TOLERANCE)
+    adapters = load_file(folder / "one" / "adapter_model.safetensors")
+    assert sum("experts" in name for name in adapters) == 2 * 2 * EXPERTS["num_hidden_layers"]
+    for job in jobs:
+        own = load_file(f"{job['export']}/adapter_model.safetensors")
+        assert own.keys() == adapters.keys()
+        assert max((own[name] - adapters[name]).abs().max().item() for name in own) <= TOLERANCE
+
+
+def test_adapters_of_experts_are_those_of_one_process(tmp_path):
+    check_adapters(2, [{"parallel": {"ep_size": 2, "tp_size": 2}}, {"parallel": {"ep_size": 2}}], tmp_path)
+
+
+def test_adapted_experts_are_read_from_files_and_their_adapters_drawn(tmp_path):
+    tiny_causal_lm("qwen3_moe", seed=7, **EXPERTS).save_pretrained(tmp_path / "base")
+    job = ADAPTED_JOB | {"empty": True, "weights_from": str(tmp_path / "base"), "output_dir": str(tmp_path / "run")}
+    (expected, plain_model) = in_world(1, train, [job | {"parallel": {}}, QWEN | {"args": ADAPTED_JOB["args"]}])
+    assert abs(expected["loss"][0] - plain_model["loss"][0]) <= FIRST  # new adapters change nothing
+    (found,) = in_world(2, train, [job | {"parallel": {"ep_size": 2, "tp_size": 2}}])
+    same(found, expected, first=FIRST, later=TOLERANCE)
+
+
+@pytest.mark.faults
+def test_adapters_of_experts_in_every_layout(tmp_path):
+    layouts = [
+        {"parallel": {"ep_size": 2}, "args": ADAPTED_JOB["args"] | RECOMPUTED},
+        {"parallel": {"ep_size": 4, "tp_size": 2}},
+        {"parallel": {"ep_size": 2, "pp_size": 2}},
+        {"parallel": {"ep_size": 2, "dp_replicate_size": 2}},
+    ]
+    check_adapters(4, [layout | {"batch": 1} for layout in layouts], tmp_path)
 
 
 class Counts(TrainerCallback):
@@ -317,7 +371,7 @@ def test_experts_that_cannot_be_spread_are_refused():
     with torch.device("meta"):
         dense = AutoModelForCausalLM.from_config(tiny_config("qwen3_moe", **EXPERTS, mlp_only_layers=[0, 1]))
     with pytest.raises(UnsupportedModelError, match="no layer whose experts"):
-        expert_parallel_plan(dense, 2)
+        expert_parallel_plan(dense)
 
 
 def test_a_layout_without_spread_experts_is_the_one_of_earlier_checkpoints():
