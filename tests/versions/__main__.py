@@ -39,7 +39,16 @@ LAYERED = (
     "fsspec",
 )
 """Packages of `constraints-oldest.txt` that a layered corner takes from there."""
-TEST_PACKAGES = ("pytest", "pytest-rerunfailures", "pytest-timeout", "tensorboard", "wandb", "matplotlib", "optuna")
+TEST_PACKAGES = (
+    "pytest",
+    "pytest-rerunfailures",
+    "pytest-timeout",
+    "tensorboard",
+    "trackio",
+    "wandb",
+    "matplotlib",
+    "optuna",
+)
 CONTRACT = (
     "tests/trainer/test_callbacks_contract.py",
     "tests/checkpoint/test_spot_checkpoint.py",
