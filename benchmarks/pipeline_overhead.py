@@ -1,14 +1,14 @@
 """The overhead of `ParallelTrainer` over a bare loop with torch.distributed.pipelining, and how long its ranks wait.
 
-There are two pipeline ranks with equal stages and the schedule 1F1B. Both variants run alternately in the same
-processes, with the same layers, stages, micro-batches, optimizer and clipping, and read the loss every step. A pair is
-two consecutive runs, one of each variant; the order within a pair alternates. The wait is `scaling/bubble_fraction`,
-compared with the schedule's formula.
+There are two and then four pipeline ranks with equal stages and the schedule 1F1B. Both variants run alternately in
+the same processes, with the same layers, stages, micro-batches, optimizer and clipping, and read the loss every step.
+A pair is two consecutive runs, one of each variant; the order within a pair alternates. The wait is
+`scaling/bubble_fraction`, compared with the schedule's formula.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 --mixed_precision no \
         -m benchmarks.pipeline_overhead
 
-is what `measure` runs.
+is what `measure` runs; each process is a stage.
 """
 
 import statistics
@@ -22,7 +22,8 @@ from torch import nn
 
 from benchmarks.launched import launch_benchmark, send_result
 
-PAIRS = 7
+PAIRS = 20
+RANKS = (2, 4)
 STEPS = 6
 UNTIMED_STEPS = 2
 MICRO_BATCHES = 8
@@ -32,15 +33,21 @@ VOCAB = 64  # so small that the head, which only the last stage has, costs almos
 
 
 def measure() -> dict[str, Any]:
-    """Launch two processes."""
-    result = launch_benchmark("benchmarks.pipeline_overhead", processes=2)
-    summary = {
-        "steps_per_s_over_bare": round(1 / statistics.median(result["step_s_over_bare"]), 4),
-        "bubble_measured": result["bubble_measured"],
-        "bubble_formula": result["bubble_formula"],
-        "first_step_s": result["first_step_s"],
-    }
-    return {"summary": summary, **result}
+    """Launch two processes, then four."""
+    summary, runs = {}, {}
+    for ranks in RANKS:
+        result = launch_benchmark("benchmarks.pipeline_overhead", processes=ranks)
+        paces = sorted(1 / ratio for ratio in result["step_s_over_bare"])
+        summary[f"{ranks} stages"] = {
+            "pairs": len(paces),
+            "steps_per_s_over_bare": round(statistics.median(paces), 4),
+            "quartiles": [round(pace, 4) for pace in (paces[len(paces) // 4], paces[-1 - len(paces) // 4])],
+            "bubble_measured": result["bubble_measured"],
+            "bubble_formula": result["bubble_formula"],
+            "first_step_s": result["first_step_s"],
+        }
+        runs[f"{ranks} stages"] = result
+    return {"summary": summary, "runs": runs}
 
 
 def worker() -> None:
@@ -91,7 +98,7 @@ def worker() -> None:
             result = {
                 "step_s_over_bare": ratios,
                 "bubble_measured": round(statistics.median(bubbles), 4),
-                "bubble_formula": round(StagePlan(pp=2).bubble_fraction(MICRO_BATCHES), 4),
+                "bubble_formula": round(StagePlan(pp=dist.get_world_size()).bubble_fraction(MICRO_BATCHES), 4),
                 "first_step_s": round(statistics.median(first), 3),
                 "step_s": round(runs["trainer"]["step_s"], 3),
             }
@@ -126,7 +133,7 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
         args=args,
         train_dataset=data,
         callbacks=[watch],
-        parallel=ParallelArguments(pp_size=2),
+        parallel=ParallelArguments(pp_size=dist.get_world_size()),
     )
     trainer.train()
     waits = [e["scaling/bubble_fraction"] for e in trainer.state.log_history if "scaling/bubble_fraction" in e]
@@ -134,15 +141,15 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
 
 
 class _BareStage(nn.Module):
-    """Half of a Llama model, without hfscale."""
+    """One of equal parts of a Llama model, without hfscale."""
 
-    def __init__(self, model: Any, rank: int) -> None:
+    def __init__(self, model: Any, rank: int, ranks: int) -> None:
         super().__init__()
-        half = len(model.model.layers) // 2
+        count = len(model.model.layers) // ranks
         self.embedding = model.model.embed_tokens if rank == 0 else None
-        self.layers = model.model.layers[half:] if rank else model.model.layers[:half]
+        self.layers = model.model.layers[rank * count : (rank + 1) * count]
         self.rotary = model.model.rotary_emb
-        self.tail = nn.Sequential(model.model.norm, model.lm_head) if rank else None
+        self.tail = nn.Sequential(model.model.norm, model.lm_head) if rank == ranks - 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(x) if self.embedding is not None else x
@@ -159,8 +166,8 @@ def _bare(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
 
     from hfscale.parallel.weights import build_model
 
-    rank, device = dist.get_rank(), args.device
-    stage = _BareStage(build_model(config, seed=0, dtype=torch.float32), rank).to(device).train()
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), args.device
+    stage = _BareStage(build_model(config, seed=0, dtype=torch.float32), rank, ranks).to(device).train()
     optimizer = torch.optim.AdamW(stage.parameters(), lr=args.learning_rate, weight_decay=0.0)
     items = MICRO_BATCHES * ROWS * (LENGTH - 1)
 
@@ -169,11 +176,16 @@ def _bare(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
             nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / items
         )
 
-    schedule = Schedule1F1B(PipelineStage(stage, rank, 2, device), MICRO_BATCHES, loss_of, scale_grads=False)
+    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, device), MICRO_BATCHES, loss_of, scale_grads=False)
     for step, batch in enumerate(DataLoader(rows, batch_size=MICRO_BATCHES * ROWS, shuffle=True), start=1):
         losses: list[torch.Tensor] = []
         batch = batch.to(device)
-        schedule.step(batch) if rank == 0 else schedule.step(target=batch, losses=losses, return_outputs=False)
+        if rank == 0:
+            schedule.step(batch)
+        elif rank == ranks - 1:
+            schedule.step(target=batch, losses=losses, return_outputs=False)
+        else:
+            schedule.step()
         norm = torch.nn.utils.get_total_norm([p.grad for p in stage.parameters()]) ** 2
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
         dist.all_reduce(norm)
