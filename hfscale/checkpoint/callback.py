@@ -46,7 +46,6 @@ from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import START, TRAINING, StepAgreement
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.logging import get_logger
-from hfscale.core.rank_link import connect
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, ParameterError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
@@ -196,7 +195,6 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
         switch_off_jit_checkpoint(TrainerAdapter.current().trainer)
-        connect()  # to the supervisor, if there is one
         finish_renames(output_folder(args))  # so that plain `resume_from_checkpoint=True` finds them too
         if self.remote is not None and not _is_from_scratch(args):
             self.remote.fetch(output_folder(args))

@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.clocks import PhaseClock
 from hfscale.core.collectives import TRAINING
+from hfscale.core.rank_link import connect
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.core.versions import has_epoch_methods
 from hfscale.trainer.collector import Judge, LogCollector, LogPart
@@ -688,7 +689,11 @@ class AdapterCallback(ResetOnCopy, TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make the adapter while the Trainer is being made, so that it sees each training from its beginning."""
+        """Make the adapter while the Trainer is being made, so that it sees each training from its beginning.
+
+        The supervisor of `hfscale run`, if there is one, hears of this process before an error can end it.
+        """
+        connect()
         TrainerAdapter.current()
 
     def before_train(self, adapter: TrainerAdapter) -> None:

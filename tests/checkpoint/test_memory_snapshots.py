@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from forked_ranks import run_ranks
-from tiny import RandomTokens, tiny_arguments, tiny_model
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 
-from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale import ScalingCallback, SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import memory_snapshots
 from hfscale.checkpoint.memory_snapshots import MAX_COST, MemorySnapshots
 from hfscale.checkpoint.writer import finish_renames
@@ -22,7 +22,7 @@ from hfscale.core import rank_link
 from hfscale.core.records import read_events
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.run_memory import FOLDER_VARIABLE, INTERVAL_VARIABLE, NODES_VARIABLE, RunMemory
-from hfscale.errors import UsageError
+from hfscale.errors import StrategyMismatchError, UsageError
 from hfscale.recovery.replicas import keep_only
 
 
@@ -143,6 +143,16 @@ def test_a_full_memory_pauses_the_snapshots_and_does_not_end_the_training(memory
     assert sum("no snapshots in host memory from step 2 to 18: " in record.message for record in caplog.records) == 1
     assert snapshots(memory, tmp_path / "out") == []
     assert not (folder / ".unfinished").is_dir()
+
+
+def test_the_supervisor_hears_of_a_rank_whose_trainer_cannot_be_made(memory, tmp_path, monkeypatch):
+    """An error that would come back is not to be tried again, and only the rank knows that it is one."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(StrategyMismatchError, match="its launcher started one"):
+        tiny_trainer(tmp_path, ScalingCallback())
+    assert rank_link._link is not None
 
 
 def test_snapshots_that_do_not_fit_are_not_taken(memory, tmp_path, caplog, monkeypatch):
