@@ -101,6 +101,8 @@ class Combination:
     """Whether parameters of the adapters do not train, and begin at random."""
     recompute: str | None = None
     """What is computed again in the backward pass: `none`, `selective` or `full`."""
+    expert_adapters: bool | None = None
+    """Whether experts, or other parameters that PEFT wraps (`target_parameters`), have adapters."""
     merge_adapters: bool | None = None
     """Whether the adapters are merged into the model at the end."""
     optimizer: str | None = None

@@ -32,8 +32,10 @@ from transformers import PreTrainedModel
 from hfscale.core.versions import is_lora_layer
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.experts import DISPATCH_STYLE, expert_rules
+from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.mesh import ParallelMesh, local_tensor
 from hfscale.parallel.tensor import PackedParameter
+from hfscale.trainer.expert_adapters import is_wrapped_parameter
 
 _SHARDED_STYLE = "grouped_gemm"
 """transformers' style of the parameters of such a module: sharded by expert."""
@@ -68,6 +70,21 @@ def expert_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
                     f"`ep_size` is set, and {own} of {type(model).__name__} belongs to no expert: leave `ep_size` out"
                 )
     return plan
+
+
+def check_adapters_of_experts(model: PreTrainedModel, tp: int) -> None:
+    """Refuse adapters of experts that are not spread where tensor parallelism splits the experts themselves.
+
+    Args:
+        model (`PreTrainedModel`): the unsplit model, with its adapters if it has any.
+        tp (`int`): ranks that share each matrix.
+
+    Raises:
+        UsageError: the experts have adapters, and `tp` is greater than 1.
+    """
+    adapted = any(is_wrapped_parameter(module) for module in model.modules())
+    asked = Combination(strategy="parallel", tp=tp, expert_parallel=1, expert_adapters=adapted)
+    check_support(asked, "expert_adapters")
 
 
 def _plain(name: str) -> str:

@@ -13,7 +13,13 @@ from transformers import PreTrainedModel
 
 from hfscale.errors import UsageError
 from hfscale.parallel.context import ContextParallel
-from hfscale.parallel.experts import apply_expert_parallel, expert_parallel_plan, is_of_experts, shard_experts
+from hfscale.parallel.experts import (
+    apply_expert_parallel,
+    check_adapters_of_experts,
+    expert_parallel_plan,
+    is_of_experts,
+    shard_experts,
+)
 from hfscale.parallel.gradients import TiedWeight
 from hfscale.parallel.key_value_heads import apply_shared_heads, plan_shared_heads
 from hfscale.parallel.losses import RouterBalanceLoss, VocabParallelLoss, keep_logits_sharded
@@ -129,6 +135,8 @@ def parallelize_model(
     # 1. Make every plan first: all of them need the names, shapes and ties of the unsplit model.
     expert_plan = expert_parallel_plan(model) if mesh.expert_mesh is not None else {}
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
+    if not expert_plan:
+        check_adapters_of_experts(model, mesh.layout.tp)
     tensor_plan = {name: style for name, style in tensor_plan.items() if not is_of_experts(name, expert_plan)}
     shared_heads = plan_shared_heads(model, tensor_plan, mesh.layout.tp)
     packed = packed_parameters(model)

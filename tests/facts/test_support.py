@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from tiny import VOCAB
 from torch.optim import SGD
-from transformers import GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
 
 import hfscale
@@ -23,6 +25,7 @@ from hfscale.facts.models import find_model
 from hfscale.facts.support import LISTS, Combination, check_support, rules, why_not
 from hfscale.parallel.arguments import check_arguments, plan_stages
 from hfscale.parallel.checks import check_config
+from hfscale.parallel.experts import check_adapters_of_experts
 from hfscale.parallel.stages import StagePlan
 from hfscale.planner import launchable
 from hfscale.planner.job import Job
@@ -165,6 +168,12 @@ def consumers(monkeypatch):
         run = SimpleNamespace(model=model, args=arguments({}), accelerator=SimpleNamespace(state=None))
         return message_of(check_strategy, run, {"WORLD_SIZE": "2"})
 
+    def adapted_experts(tp):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL, vocab_size=VOCAB, num_experts=4))
+            adapters = LoraConfig(target_modules=[], target_parameters=["experts.gate_up_proj"], task_type="CAUSAL_LM")
+            return message_of(check_adapters_of_experts, get_peft_model(model, adapters).get_base_model(), tp)
+
     def launch():
         return message_of(check_launch, arguments({}, world_size=1), {"ACCELERATE_USE_MEGATRON_LM": "true"})
 
@@ -267,6 +276,7 @@ CASES = {
         planned(method="lora", layout=TENSOR, zero=3),
         c.recipe(model={"use_peft": True}, layout=TENSOR),
     ],
+    "adapters of experts that tensor parallelism splits": lambda c: [c.adapted_experts(tp=2)],
     "plans of adapters with tensor or pipeline parallelism": lambda c: [
         planned(method="lora", layout=PIPELINE, zero=3)
     ],
