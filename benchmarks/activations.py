@@ -92,7 +92,8 @@ class LiveBytes(TorchDispatchMode):
 # values; CUDA's dropout keeps a mask of one byte per number, a CPU's a factor.
 
 
-@torch.library.custom_op("hfscale_benchmarks::attention", mutates_args=())
+# Selective recomputation knows it by its name.
+@torch.library.custom_op("hfscale_benchmarks::scaled_dot_product_attention", mutates_args=())
 def attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,7 +161,6 @@ def gpu_kernels() -> Iterator[None]:
         mock.patch.object(torch.nn.functional, "dropout", _dropout_of_a_gpu),
         # Of fake tensors transformers cannot know that a row is one document, and would make a mask.
         mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None),
-        mock.patch("hfscale.recipe.recompute._ATTENTION", (torch.ops.hfscale_benchmarks.attention.default,)),
     ):
         yield
 

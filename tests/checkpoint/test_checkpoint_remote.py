@@ -201,7 +201,7 @@ class TestUserErrors:
         assert "secret" not in str(caught.value)
 
     def test_the_error_names_a_missing_package(self):
-        with pytest.raises(MissingDependencyError, match=r'pip install --upgrade "hfscale\[gcs\]"'):
+        with pytest.raises(MissingDependencyError, match=r'pip install --upgrade "gcsfs>=\d'):
             RemoteStore("gs://bucket/run")
 
     def test_credentials_in_an_error_of_the_store_are_redacted(self):
