@@ -127,7 +127,7 @@ def check_bias(size, layouts, folder):
 
 
 def test_the_bias_of_routers_is_that_of_one_process(tmp_path):
-    check_bias(2, [{"parallel": {"pp_size": 2}, "empty": True}], tmp_path)
+    check_bias(2, [{"parallel": {"pp_size": 2}, "empty": True}, {"parallel": {"ep_size": 2}, "batch": 1}], tmp_path)
 
 
 @pytest.mark.faults
