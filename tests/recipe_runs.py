@@ -53,6 +53,17 @@ FLAGS = [
     "--use_cpu",
     "true",
 ]
+GEMMA_4_EXPERTS = {
+    "num_experts": 4,
+    "top_k_experts": 2,
+    "enable_moe_block": True,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 0,
+}
+"""Sizes of the text part of a small Gemma 4 with experts, in addition to those of any model."""
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",

@@ -192,6 +192,8 @@ class Coordinator:
     def _dismiss(self, nodes: list[int]) -> None:
         """Let the nodes leave whose hosts the health checks blame, if the run can go on without them."""
         for node in nodes:
+            if node not in self._connections:  # it was lost before the launch had ended on all
+                continue
             host = self._hosts[node]
             if node == 0 or len(self._connections) <= self._min_nodes:
                 why = "the run needs node 0" if node == 0 else f"--min-nodes is {self._min_nodes}"

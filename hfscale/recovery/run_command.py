@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 _LOCAL = ("accelerate", "deepspeed", "python", "torchrun")
 """How the names of programs begin that read a script from this machine; others may start a container, or use ssh."""
 
+_NO_SCRIPT = frozenset({"-c", "-m", "--module"})
+"""Options of these programs that run something else; a file that ends in `.py` may then be anything."""
+
 
 def run(
     command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")] = None,
@@ -49,7 +52,7 @@ def run(
     if shutil.which(command[0]) is None:
         raise UsageError(f"command {command[0]} is not found: give a program in PATH, or its path")
     script = next((word for word in command if word.endswith(".py") and not word.startswith("-")), None)
-    is_local = Path(command[0]).name.startswith(_LOCAL)
+    is_local = Path(command[0]).name.startswith(_LOCAL) and _NO_SCRIPT.isdisjoint(command)
     if is_local and script is not None and not Path(script).exists():
         raise UsageError(f"{script} does not exist in {Path.cwd()}: start the command where it is, or give its path")
     if max_restarts < 0:

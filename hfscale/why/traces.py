@@ -351,7 +351,7 @@ def growth(traces: Sequence[RankTrace]) -> float:
         if phase in squares and value_name != "buffer":
             squares[phase] += total.square
     before, after = squares["weights"] ** 0.5, squares["updated"] ** 0.5
-    return relative_difference(before, after) * max(before, after) / before if before and after else 0.0
+    return abs(after - before) / before if before and after else 0.0
 
 
 def _pair(norms: Sequence[float], sums: Sequence[float]) -> tuple[Any, Any]:

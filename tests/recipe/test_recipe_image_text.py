@@ -5,7 +5,7 @@ import shutil
 from itertools import islice
 
 import pytest
-from recipe_runs import logged, make_workplace, output, run_recipe
+from recipe_runs import GEMMA_4_EXPERTS, logged, make_workplace, output, run_recipe
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -41,17 +41,7 @@ def qwen3_5(text):
 
 def gemma_4(text):
     """Return a small Gemma 4 with experts, as its hub checkpoint has it: with a part that reads images."""
-    text |= {
-        "num_experts": 4,
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-        "enable_moe_block": True,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 8,
-        "hidden_size_per_layer_input": 0,
-    }
+    text |= {**GEMMA_4_EXPERTS, "moe_intermediate_size": 16}
     vision = {
         "hidden_size": 32,
         "intermediate_size": 32,

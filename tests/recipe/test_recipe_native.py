@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 import torch
-from recipe_runs import GLOBAL_BATCH, logged, make_workplace, output, run_recipe
+from recipe_runs import GEMMA_4_EXPERTS, GLOBAL_BATCH, logged, make_workplace, output, run_recipe
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig, set_seed
 
@@ -86,15 +86,8 @@ def test_gemma_4_trains_and_resumes_like_one_process(workplace, tmp_path):
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     text = {
         **{name: sizes[name] for name in (*names, "moe_intermediate_size", "max_position_embeddings", "head_dim")},
-        "num_experts": 4,
+        **GEMMA_4_EXPERTS,
         "num_hidden_layers": 2,
-        "top_k_experts": 2,
-        "enable_moe_block": True,
-        "global_head_dim": 16,
-        "num_global_key_value_heads": 2,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 8,
-        "hidden_size_per_layer_input": 0,
     }
     Gemma4TextConfig(**text).save_pretrained(workplace / "gemma4")
     flags = ("--config_name", "gemma4", *SAVING)

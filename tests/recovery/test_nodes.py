@@ -166,6 +166,7 @@ def two_clients(request):
     coordinator = Coordinator(address, b"secret", report=lines.append, **limits)
     clients = [Client(address, 0), Client(address, 1)]
     for client in clients:
+        client.coordinator = coordinator
         client.say_ready()
     yield clients, lines
     for client in clients:
@@ -205,8 +206,8 @@ def test_a_node_that_does_not_end_its_launch_counts_as_lost(two_clients, monkeyp
 FAILURE = {"failed_at": 1.0, "ended_at": 2.0, "rank": 0, "reason": "bad luck", "begun_step": 5, "completed_step": 4}
 
 
-def fail(clients, blamed):
-    """A launch starts and fails; the health checks blame the host of one node."""
+def fail(clients, blamed, *, is_lost=False):
+    """A launch starts and fails; the health checks blame the host of one node, which may be lost before the end."""
     for client in clients:
         client.send(event="assembled", round=client.receive("assemble")["round"], failed=[])
     for client in clients:
@@ -216,6 +217,10 @@ def fail(clients, blamed):
         client.receive("stop")
         failure = FAILURE | {"is_consequence": False, "samples": {}}
         client.send(event="ended", code=None, failure=failure, is_blamed=client.node == blamed)
+        if is_lost and client.node == blamed:
+            client.connection.close()
+            while blamed in client.coordinator._connections:
+                time.sleep(0.01)
 
 
 def test_a_node_whose_host_is_blamed_leaves_and_another_host_may_take_its_place(two_clients):
@@ -238,6 +243,13 @@ def test_a_node_whose_host_is_blamed_leaves_and_another_host_may_take_its_place(
     for client in clients:
         client.send(event="assembled", round=client.receive("assemble")["round"], failed=[])
     assert len(kept.receive("start")["addresses"]) == len(other.receive("start")["addresses"]) == 2
+
+
+def test_a_blamed_node_that_is_lost_at_the_end_of_a_launch_ends_nothing(two_clients):
+    clients, lines = two_clients
+    fail(clients[::-1], blamed=1, is_lost=True)
+    clients[0].receive("again")
+    assert not any("blame" in line for line in lines)
 
 
 @pytest.mark.parametrize(
