@@ -288,16 +288,51 @@ def _base_of(model: Any) -> Any:
 class _Reached(Exception):  # noqa: N818 (not an error)
     """Ends a forward at the loss."""
 
-    def __init__(self, *, is_plain: bool) -> None:
+    def __init__(self, call: "_LossCall") -> None:
         super().__init__()
-        self.is_plain = is_plain
+        self.call = call
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LossCall:
+    """How the forward of a model calls its loss function."""
+
+    keeps_logits: bool
+    """Whether the logits are those that the head has returned."""
+    keeps_labels: bool
+    """Whether the labels are those that the model was given."""
+    others: dict[str, Any]
+    """Arguments besides logits, labels and the size of the vocabulary."""
+
+
+def loss_takes_number_of_tokens(model: PreTrainedModel) -> bool:
+    """Return whether a model divides the loss of all its labels by `num_items_in_batch`, if it is given that.
+
+    Args:
+        model (`PreTrainedModel`): a model, which may be sharded.
+    """
+    twin = _unsharded_twin(model)
+    head = twin.get_output_embeddings()
+    if twin.loss_function is not ForCausalLMLoss or not isinstance(head, nn.Linear):
+        return False
+    call = _call_of_loss(twin, head, num_items_in_batch=1)
+    return isinstance(call, _LossCall) and call.keeps_labels and call.others == {"num_items_in_batch": 1}
 
 
 def _reason_of_logits(model: PreTrainedModel, head: nn.Linear) -> str | None:
-    """Let a model compute a loss, without its decoder and its head, and return whether it does more than that.
+    """Return whether a model does more than compute its loss from the logits of its head.
 
     Gemma 2 caps the logits before, Granite and Cohere multiply them by a constant.
     """
+    call = _call_of_loss(model, head)
+    if isinstance(call, str):
+        return call
+    is_plain = call.keeps_logits and call.keeps_labels and not call.others
+    return None if is_plain else "it changes logits or labels before the loss"
+
+
+def _call_of_loss(model: PreTrainedModel, head: nn.Linear, **keywords: Any) -> _LossCall | str:
+    """Let a model compute a loss, without its decoder and its head, and return how it does; a reason if unknown."""
     decoder: Any = model.base_model
     device = head.weight.device
     tokens = torch.zeros(1, 2, dtype=torch.long, device=device)
@@ -306,8 +341,9 @@ def _reason_of_logits(model: PreTrainedModel, head: nn.Linear) -> str | None:
 
     def at_loss(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(("logits", "labels", "vocab_size"), args, strict=False)), **kwargs}
-        is_plain = given.pop("labels", None) is tokens and given.pop("vocab_size", None) == head.out_features
-        raise _Reached(is_plain=is_plain and given.pop("logits", None) is logits and not given)
+        own_logits, own_labels, size = (given.pop(name, None) for name in ("logits", "labels", "vocab_size"))
+        keeps_labels = own_labels is tokens and size == head.out_features
+        raise _Reached(_LossCall(keeps_logits=own_logits is logits, keeps_labels=keeps_labels, others=given))
 
     def stub_decoder(*args: Any, **kwargs: Any) -> Any:
         return MoeModelOutputWithPast(last_hidden_state=hidden)
@@ -322,9 +358,9 @@ def _reason_of_logits(model: PreTrainedModel, head: nn.Linear) -> str | None:
         model.loss_function = at_loss
         for module, forward in patched:
             module.forward = forward
-        model.forward(input_ids=tokens, labels=tokens)
+        model.forward(input_ids=tokens, labels=tokens, **keywords)
     except _Reached as reached:
-        return None if reached.is_plain else "it changes logits or labels before the loss"
+        return reached.call
     except Exception as error:  # whatever a model raises for inputs that it does not expect
         return f"its forward pass cannot be examined ({type(error).__name__})"
     finally:

@@ -3,6 +3,7 @@
 from transformers import PreTrainedModel
 
 from hfscale.core.logging import get_logger
+from hfscale.recipe.fused_loss import loss_takes_number_of_tokens
 
 logger = get_logger(__name__)
 
@@ -37,3 +38,20 @@ def freeze_beside_text(model: PreTrainedModel) -> None:
         model.get_submodule(name).requires_grad_(False)
     if parts:
         logger.info("kept as loaded, since text does not pass them: %s", ", ".join(parts))
+
+
+def weigh_tokens_equally(model: PreTrainedModel) -> None:
+    """Let Trainer divide the loss of an image-text model by the tokens of all ranks and micro-batches of a step.
+
+    Gemma 4 and others say that they do not take this number (`accepts_loss_kwargs = False`), because some such models
+    leave out labels, of images for example. Trainer then averages the means of the micro-batches, in which a token of
+    a short micro-batch has a larger weight. Trained on text they compute the loss of all labels, as any other model.
+
+    Args:
+        model (`PreTrainedModel`): the model, before a Trainer is made; one whose class takes the number, or that does
+            not divide its loss by it, stays as it is.
+    """
+    if getattr(model, "accepts_loss_kwargs", True) or not loss_takes_number_of_tokens(model):
+        return
+    model.accepts_loss_kwargs = True  # type: ignore[assignment]  # of the class; the Trainer asks the model
+    logger.info("every token of a step has the same weight in the loss, as in models of text alone")

@@ -44,7 +44,7 @@ from hfscale.recipe.layout import (
     is_native,
     quantization_of,
 )
-from hfscale.recipe.modalities import freeze_beside_text
+from hfscale.recipe.modalities import freeze_beside_text, weigh_tokens_equally
 from hfscale.recipe.router_bias import check_has_bias
 from hfscale.recipe.router_loss import name_experts, set_router_loss
 from hfscale.trainer.native import native_layout
@@ -189,6 +189,7 @@ def load_model(
         model = load_weights(model_args, config, training_args, layout=layout)
         unset_expert_rules(model.config.get_text_config())
         freeze_beside_text(model)
+    weigh_tokens_equally(model)
     if data_args is None:
         return model
     if data_args.document_attention and model_args.attn_implementation is None and not empty:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig, set_seed
 
 from hfscale.recipe import corpus
+from hfscale.why.trace_files import read_trace
 
 pytestmark = [pytest.mark.recipes, pytest.mark.world(4)]
 SAVING = ("--save_steps", "3", "--learning_rate", "1e-3")
@@ -101,6 +102,17 @@ def test_gemma_4_trains_and_resumes_like_one_process(workplace, tmp_path):
     again = resumed(tmp_path / "run", tmp_path / "again")
     run_recipe(again, "native", 2, *flags, "--ep_size", "2", "--tp_size", "2", *FULL_BATCH)
     assert logged(again, "loss") == pytest.approx(logged(expected, "loss"), abs=1e-5)
+
+
+def test_a_traced_step_computes_what_it_computes_without(workplace, trained, tmp_path):
+    """FSDP2 must be able to free the parameters whose bytes a trace has hashed."""
+    run = train(workplace, tmp_path / "run", 2, "--ep_size", "2", "--max_steps", "2", "--trace_steps", "1")
+    assert logged(run, "loss")[1] == pytest.approx(logged(trained, "loss")[1], abs=1e-5)
+    events = [trace.events for trace in read_trace(run / "out" / "hfscale_trace" / "step-1")]
+    for of_rank in events:
+        assert {event.name for event in of_rank if event.phase == "forward"} >= {"model.layers.1.mlp.experts"}
+        assert {event.phase for event in of_rank} >= {"backward", "gradient", "optimizer", "updated"}
+    assert len(events) == 2
 
 
 def test_the_loss_in_chunks_is_that_from_all_logits(workplace, trained, tmp_path):
