@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback
+from hfscale.core.bit_hash import bytes_of
 from hfscale.core.findings import Finding
 from hfscale.core.replaying import is_replaying
 from hfscale.health import callback as health_callback
@@ -52,7 +53,12 @@ class Flip:
     step: int = 4
     kind: str = "output"
     """`output`, `gradient` (of the output), `wgrad` (gradient of its weight, before the reduction); or `weight` or
-    `state` (of the optimizer), which change right before the step."""
+    `state` (of the optimizer)."""
+    moment: str = "begin"
+    """When a `weight` or a `state` changes: at the `begin` of the step, while the module is computed in the `replay`,
+    or in the `forward` or `backward` pass of the training."""
+    is_written: bool = False
+    """Whether it is changed by an operation of PyTorch, as a wrong update would; else in memory only."""
     bit: int = 20
     element: int = 0
 
@@ -66,29 +72,66 @@ class FlipsBit(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._state = state
-        if int(os.environ.get("RANK", "0")) != self.flip.rank or self.flip.kind in ("weight", "state"):
+        self._stored: torch.Tensor | None = None
+        if not self._is_own:
             return
-        (module,) = [module for name, module in model.named_modules() if name.endswith(self.flip.module)]
+        found = [module for name, module in model.named_modules() if name.endswith(self._module)]
         if self.flip.kind == "wgrad":
+            (module,) = found
             module.weight.register_hook(self._changed)
-        else:
+        elif not self._is_stored:
+            (module,) = found
             module.register_forward_hook(self._leave)
+        elif found and self.flip.moment != "begin":
+            found[0].register_forward_hook(self._change_stored)
+
+    @property
+    def _is_own(self) -> bool:
+        return int(os.environ.get("RANK", "0")) == self.flip.rank
+
+    @property
+    def _is_stored(self) -> bool:
+        return self.flip.kind in ("weight", "state")
+
+    @property
+    def _module(self) -> str:
+        return self.flip.module.removesuffix(".weight")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         flip = self.flip
-        is_due = int(os.environ.get("RANK", "0")) == flip.rank and state.global_step + 1 == flip.step
-        if flip.kind not in ("weight", "state") or not is_due:
+        if not (self._is_stored and self._is_own and state.global_step + 1 == flip.step):
             return
         found = [p for name, p in model.named_parameters() if name.endswith(flip.module)]
         if not found:
             return
-        optimizer = kwargs["optimizer"]
-        inner = getattr(optimizer, "optimizer", optimizer)
-        tensor = found[0] if flip.kind == "weight" else inner.state[found[0]]["exp_avg"]
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        with torch.no_grad():
-            flip_bit(local, flip)
+        tensor = getattr(found[0], "ds_tensor", found[0])
+        if flip.kind == "state":
+            optimizer = kwargs["optimizer"]
+            while hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer
+            states = optimizer.state
+            tensor = states.get(found[0], next(iter(states.values())))["exp_avg"]  # DeepSpeed's are of all weights
+        self._stored = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if flip.moment == "begin":
+            self._flip_stored()
+
+    def _flip_stored(self) -> None:
+        if self.flipped or self._stored is None:
+            return
         self.flipped += 1
+        if self.flip.is_written:
+            with torch.no_grad():
+                flip_bit(self._stored, self.flip)
+        else:
+            flip_in_memory(self._stored, self.flip)
+
+    def _change_stored(self, module: Any, args: Any, output: torch.Tensor) -> None:
+        if is_replaying() == (self.flip.moment == "replay"):
+            if self.flip.moment == "backward":
+                if output.requires_grad:
+                    output.register_hook(lambda gradient: self._flip_stored())
+            else:
+                self._flip_stored()
 
     def _leave(self, module: Any, args: Any, output: torch.Tensor) -> Any:
         if self.flip.kind == "output":
@@ -125,6 +168,14 @@ def flip_bit(tensor: torch.Tensor, flip: Flip) -> None:
     bits = tensor.detach().view(-1).view(torch.int32)
     mask = 1 << flip.bit if flip.bit < 31 else -(2**31)
     bits[flip.element % len(bits)] ^= mask
+
+
+def flip_in_memory(tensor: torch.Tensor, flip: Flip) -> None:
+    """Flip one bit of one element of a contiguous tensor, as a fault of the memory does: PyTorch does not see it."""
+    assert tensor.is_contiguous()
+    size = tensor.element_size()
+    byte, bit = divmod(flip.bit % (8 * size), 8)
+    bytes_of(tensor)[flip.element % tensor.numel() * size + byte] ^= 1 << bit
 
 
 def make_trainer(

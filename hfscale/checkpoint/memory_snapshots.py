@@ -147,7 +147,7 @@ class MemorySnapshots(ResetOnCopy):
             clear_unfinished(self._own_folder)
         if why_not is not None:
             self._pause(state.global_step, why_not)
-        adapter.after_reports(lambda: self._after_reports(state))
+        adapter.after_reports("snapshots", lambda: self._after_reports(state))
 
     def _forced_interval(self) -> int | None:
         """Return the interval that the user has forced; None: it follows from the cost.

@@ -1,6 +1,6 @@
 """Names of torch that have no public path and that several packages use; `hfscale.core` says why."""
 
-from torch import _C
+from torch import _C, Tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -11,3 +11,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_tra
 StridedShard = _StridedShard
 without_dispatch_modes = _disable_current_modes
 torch_bindings = _C
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often operations have written a tensor in place; what is written through `.data` does not count.
+
+    Args:
+        tensor (`torch.Tensor`): a tensor that was not made in inference mode.
+    """
+    return tensor._version

@@ -206,6 +206,7 @@ class CommHealthCallback(AdapterCallback):
         if self.replay_every_steps is not None and self._replay is None:
             self._replay = StepReplay(trainer, self.replay_every_steps, self._replay_differs)
             adapter.wrap_training_step(self._replay.wrap)
+            adapter.after_reports("replay", self._replay.step_ended)
             adapter.add_metrics(self._replay.keys)
             adapter.at_training_end(self._forget_replay)
 
@@ -219,6 +220,12 @@ class CommHealthCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._progressed()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._replay is not None:
+            self._replay.before_update()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -12,7 +12,8 @@ the earliest value differs is named.
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -23,8 +24,9 @@ from hfscale.core.findings import Finding
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
 from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
-from hfscale.health.replay_run import MicroBatch, check_can_replay
+from hfscale.health.replay_run import MicroBatch, check_can_replay, replaced
 from hfscale.health.replica_hashes import ReplicaHashes
+from hfscale.health.state_hashes import StateHashes
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategy import running_strategy
 
@@ -64,7 +66,11 @@ class StepReplay:
             sends=not self._is_independent,
         )
         self._last = self._verified = trainer.state.global_step
+        self._has_engine = strategy.startswith("zero")
         self._replicas = ReplicaHashes(trainer)
+        self._states = StateHashes(trainer)
+        self._has_begun = self._is_learning = False
+        self._is_equal = True
         self._excluded: set[str] | None = None
         self.mismatches = 0
         """Replays so far in which a rank has differed."""
@@ -92,19 +98,80 @@ class StepReplay:
         @wraps(training_step)
         def step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             number = self._trainer.state.global_step + 1
+            if not self._has_begun:
+                self._remember()
             is_due = number % self._every == 0 and number != self._last
             if self._is_last_only and not self._trainer.accelerator.sync_gradients:
                 is_due = False  # nothing is computed before the last micro-batch
             if not is_due:
-                return training_step(model, inputs, *args, **kwargs)
+                with self._stepping_engine():
+                    return training_step(model, inputs, *args, **kwargs)
+            if self._is_equal:
+                self._verified = self._last
             self._last = number
             return self._replayed(training_step, model, inputs, args, kwargs)
 
         return step
 
+    def step_ended(self) -> None:
+        """Hash the weights and the states of the optimizer if the next step is replayed.
+
+        Call it after each step, when Trainer has logged, evaluated and saved what was due.
+        """
+        if (self._trainer.state.global_step + 1) % self._every == 0:
+            self._remember()
+
+    def before_update(self) -> None:
+        """Compare them before the update of a step that is replayed; call it on all ranks when gradients are clipped.
+
+        DeepSpeed has updated by then; there they are compared before its engine steps.
+        """
+        if not self._has_engine:
+            self._compare_before_update()
+
+    def _compare_before_update(self) -> None:
+        if self._last == self._trainer.state.global_step + 1:
+            begun = time.perf_counter()
+            self._compare_states("the update")
+            self._seconds += time.perf_counter() - begun
+
+    @contextmanager
+    def _stepping_engine(self) -> Iterator[None]:
+        """Compare before DeepSpeed updates, which is the end of the backward pass of the last micro-batch."""
+        if not self._has_engine or self._last != self._trainer.state.global_step + 1:
+            yield
+            return
+        engine: Any = self._trainer.model_wrapped
+        update = engine.step
+
+        def compare_and_update(*args: Any, **kwargs: Any) -> Any:
+            self._compare_before_update()
+            return update(*args, **kwargs)
+
+        with replaced(engine, "step", compare_and_update):
+            yield
+
+    def _remember(self) -> None:
+        begun = time.perf_counter()
+        self._has_begun = True
+        self._states.remember(self._trainer.state.global_step)
+        self._seconds += time.perf_counter() - begun
+
+    def _compare_states(self, until: str) -> bool:
+        """Compare what this rank holds with what it was; return whether something is wrong, the same on all ranks."""
+        found = self._states.compare(self._trainer.state.global_step + 1, until, learns=self._is_learning)
+        if found:
+            self._is_equal = False
+            self.mismatches += 1
+            self._found(found, self._verified)
+        return bool(found)
+
     def _replayed(self, training_step: Callable[..., Any], model: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
         begun = time.perf_counter()
-        self._compare_replicas()
+        self._is_learning = self._excluded is None
+        self._is_equal = True
+        if not self._compare_states("the beginning"):
+            self._compare_replicas()
         micro_batch = MicroBatch(self._trainer, training_step)
         records = []
         for _ in range(2 if self._excluded is None else 1):
@@ -112,7 +179,7 @@ class StepReplay:
                 record.loss(micro_batch.replay(inputs, args, kwargs))
             records.append(record)
         self._seconds += time.perf_counter() - begun
-        with self._record() as record:
+        with self._record() as record, self._stepping_engine():
             loss = training_step(model, inputs, *args, **kwargs)
             record.loss(loss)
         begun = time.perf_counter()
@@ -142,6 +209,7 @@ class StepReplay:
             return  # what ranks compute alike without an exchange, such as the gradient of a norm, may differ
         found = self._replicas.compare(self._trainer.state.global_step + 1)
         if found:
+            self._is_equal = False
             self.mismatches += 1
             self._found(found, self._verified)
 
@@ -153,13 +221,13 @@ class StepReplay:
         answers = TRAINING.gather("replay", [name, key, socket.gethostname()])
         names, keys, hosts = zip(*answers, strict=True)
         ranks = [rank for rank, name in enumerate(names) if name is not None]
-        step = self._trainer.state.global_step + 1
         if not ranks:
-            self._verified = step
             return
+        self._is_equal = False
         if not self._is_independent:
             ranks = first_ranks(keys)
         self.mismatches += 1
+        step = self._trainer.state.global_step + 1
         self._found(_findings(step, ranks, names, hosts), self._verified)
 
 

@@ -104,7 +104,8 @@ class MicroBatch:
     def _without_effect(self) -> Iterator[None]:
         trainer: Any = self._trainer
         if self._strategy.startswith("zero"):
-            with _backward_of(trainer, _drop if self._strategy == "zero3" else self._local_backward):
+            backward = _drop if self._strategy == "zero3" else self._local_backward
+            with replaced(trainer.accelerator, "backward", backward):
                 yield
         elif is_parallel_trainer(trainer):
             with trainer.keeping_batches():
@@ -142,16 +143,22 @@ def _drop(loss: torch.Tensor, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _backward_of(trainer: Trainer, backward: Callable[..., None]) -> Iterator[None]:
-    accelerator: Any = trainer.accelerator
-    before = vars(accelerator).get("backward")
-    accelerator.backward = backward
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an instance another attribute, or method, in the `with` block.
+
+    Args:
+        owner (`Any`): the instance.
+        name (`str`): the attribute.
+        value (`Any`): its value in the block.
+    """
+    before = vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        del accelerator.backward
+        delattr(owner, name)
         if before is not None:
-            accelerator.backward = before
+            setattr(owner, name, before)
 
 
 def _random_states() -> tuple[Any, ...]:

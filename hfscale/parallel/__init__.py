@@ -34,8 +34,6 @@ test_parallel_plan.py fails when a new version moves them:
   routers.
 - `PreTrainedModel._init_weights`. By: `draw_weights`. Reason: the public `initialize_weights` draws all modules from
   one stream of random numbers.
-- `_version` of tensors. By: weights.py. Reason: nothing public tells whether a tensor was written. Test:
-  test_parallel.py.
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
 """
 

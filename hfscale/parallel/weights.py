@@ -26,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from hfscale.core import distributed
+from hfscale.core.torch_internals import version_of
 from hfscale.core.versions import is_fsdp_enabled, is_lora_layer
 from hfscale.errors import UsageError
 from hfscale.parallel.mesh import copy_local_shard
@@ -255,5 +256,5 @@ def _full_on_host(module: nn.Module) -> Iterator[None]:
             drawn = getattr(part, name)
             setattr(part, name, parameter)
             # torch counts in-place writes here; there is no public way to learn whether a tensor was written.
-            if drawn is not None and drawn._version > 0:
+            if drawn is not None and version_of(drawn) > 0:
                 copy_local_shard(parameter, drawn.detach())

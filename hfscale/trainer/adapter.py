@@ -65,6 +65,7 @@ class TrainerAdapter:
         self._collector: LogCollector | None = None
         self._eval_listeners: dict[str, Callable[[Any], object]] = {}
         self._wait_for_save: Callable[[], None] | None = None
+        self._calls_after_reports: dict[str, Callable[[], None]] = {}
         self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
         self.callback_saves = False
         """Whether a callback saves in this training, although `save_strategy` may be `no`."""
@@ -185,22 +186,26 @@ class TrainerAdapter:
         if self._collector is not None:
             self._collector.clock.end(phase)
 
-    def after_reports(self, call: Callable[[], None]) -> None:
+    def after_reports(self, name: str, call: Callable[[], None]) -> None:
         """Have `call()` made after each step for which Trainer has logged, evaluated and saved what was due.
 
         It is the last point before the next batch is fetched: Trainer has no event there.
 
         Args:
-            call (`Callable`): called without arguments, on every rank; a later call of this method replaces it.
+            name (`str`): whose call it is; a later call of this method with the same name replaces it.
+            call (`Callable`): called without arguments, on every rank.
         """
-        self._undo_one((id(self.trainer), "_maybe_log_save_evaluate"))
-        original = self.trainer._maybe_log_save_evaluate
+        if not self._calls_after_reports:
+            original = self.trainer._maybe_log_save_evaluate
 
-        def report_and_call(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            call()
+            def report_and_call(*args: Any, **kwargs: Any) -> None:
+                original(*args, **kwargs)
+                for each in list(self._calls_after_reports.values()):
+                    each()
 
-        self._replace(self.trainer, "_maybe_log_save_evaluate", report_and_call)
+            self._replace(self.trainer, "_maybe_log_save_evaluate", report_and_call)
+            self.at_training_end(self._calls_after_reports.clear)
+        self._calls_after_reports[name] = call
 
     # --- callbacks --------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,8 @@ def check(layout, folder, *, kinds, modules):
 @pytest.mark.parametrize(("layout", "kinds"), [*REPLICATED.items()])
 def test_replicas_that_differ_are_found(tmp_path, layout, kinds):
     name = f"{NORM}.weight"
-    results = run(layout, tmp_path, [(2, None), *((2, Flip(module=name, kind=kind)) for kind in kinds)])
+    flips = [Flip(module=name, kind=kind, is_written=True) for kind in kinds]
+    results = run(layout, tmp_path, [(2, None), *((2, flip) for flip in flips)])
     assert [result["found"] for result in results[0]] == [[]] * len(results[0])
     for kind, of_kind in zip(kinds, results[1:], strict=True):
         assert sum(result["flipped"] for result in of_kind) == 1
