@@ -50,7 +50,7 @@ FOLDERS = ("accelerate_configs", "benchmarks", "docs", "ds_configs", "hfscale", 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: [^>]+ -->\s*\Z")
 REPOSITORY_PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w/*]")
-LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
+LINK = re.compile(r"(?:\[([^]]*))?\]\((?!https?:)([^)#\s]*)(#[^)\s]*)?\)")
 CALLBACK = re.compile(r"\w+Callback\(.*\)")
 
 
@@ -170,10 +170,12 @@ def slugs(path):
 
 def link_problems(path):
     problems = []
-    for target, anchor in LINK.findall(FENCE.sub("", text_of(path))):
+    for text, target, anchor in LINK.findall(FENCE.sub("", text_of(path))):
         goal = (path.parent / target).resolve() if target else path
         if not goal.exists():
             problems.append(f"no file {target}")
+        elif re.fullmatch(r"[\w./-]+\.md", text) and Path(text).name != goal.name:
+            problems.append(f"{text} leads to {target}")
         elif anchor and goal.suffix == ".md" and anchor not in slugs(goal):
             problems.append(f"no heading {target}{anchor}")
     return problems
@@ -279,8 +281,8 @@ def test_links_lead_somewhere(path):
 
 def test_a_wrong_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# One heading\n[a](page.md#one-heading) [b](page.md#two) [c](none.md)\n")
-    assert link_problems(page) == ["no heading page.md#two", "no file none.md"]
+    page.write_text("# One heading\n[a](page.md#one-heading) [b](page.md#two) [c](none.md) [docs/d.md](page.md)\n")
+    assert link_problems(page) == ["no heading page.md#two", "no file none.md", "docs/d.md leads to page.md"]
 
 
 def planning_commands():
@@ -474,6 +476,17 @@ def test_the_planner_page_gives_the_measured_errors_of_activations():
     assert f"{found['summary']['models']} models of the catalogue" in page
     assert f"| {found['summary']['largest_error']:.1%} |" in page
     assert found["summary"]["largest_error"] < 0.03
+
+
+def test_the_page_of_strategies_gives_the_measured_errors_of_gradients():
+    found = json.loads(text_of(REPOSITORY / "benchmarks" / "results" / "gradient_accumulation.json"))
+    page = text_of(REPOSITORY / "docs" / "strategies.md")
+    shown = {"FSDP2": "fsdp2", "FSDP2 with `sync_each_batch`": "fsdp2, sync_each_batch", "ZeRO-1": "zero1"}
+    for name, key in {**shown, "ZeRO-2, ZeRO-3": "zero3"}.items():
+        errors = (found["summary"][key][variant] for variant in ("before", "after"))
+        assert f"| {name} | {' | '.join(f'{one:.1e}' if one else 'below 1e-06' for one in errors)} |" in page
+    assert found["summary"]["zero2"] == found["summary"]["zero3"]
+    assert f"gradient of {found['micro_batches']} micro-batches on two processes" in page
 
 
 def site_config():
