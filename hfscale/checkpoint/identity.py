@@ -16,6 +16,7 @@ import xxhash
 from torch.utils.data import IterableDataset
 from transformers import PretrainedConfig, Trainer
 
+from hfscale.checkpoint.loading import CONVERSIONS
 from hfscale.checkpoint.manifest import Identity, read_manifest
 from hfscale.core.collectives import START
 from hfscale.core.run_files import MANIFEST_NAME
@@ -111,8 +112,10 @@ def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
     for aspect in {*allowed, "data"} if is_data_ignored else allowed:
         found.pop(aspect, None)
     if found:
+        is_converted = checkpoint.parent.name == CONVERSIONS
+        shown = checkpoint.name.partition("-as-")[0] if is_converted else checkpoint
         raise UsageError(
-            f"{checkpoint} is of another run: {'; '.join(found.values())}: use another `output_dir`, or, to resume "
+            f"{shown} is of another run: {'; '.join(found.values())}: use another `output_dir`, or, to resume "
             f"from it nevertheless, give `resume_with_other` {' '.join(found)}"
         )
 

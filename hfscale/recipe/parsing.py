@@ -39,6 +39,8 @@ EMBEDDED: Mapping[str, Mapping[str, str]] = read_table("recipe/embedded.toml")
 
 _OF_AXES = frozenset(axis.name for axis in fields(ParallelArguments))
 _NAMES_A_RUN = ("model_name_or_path", "config_name", "dataset_name", "train_file", "data_mix")
+_NAMES_TEXT = frozenset({"dataset_name", "train_file", "data_mix"})
+_OF_A_DATASET = frozenset({"dataset_config_name", "dataset_train_split"})
 _EXCLUDES = {"num_train_epochs": "max_steps"}
 
 _TRL_CLASSES = {"sft": "SFTArguments", "dpo": "DPOArguments", "grpo": "GRPOArguments"}
@@ -104,7 +106,7 @@ def parse_arguments(
         sys.exit(0)
     parser = _parser(groups)
     known = {flag.name for group in groups for flag in fields(group) if flag.init}
-    from_file = to_argv(config, read_yaml_mapping(config, known)) if config else []
+    from_file = to_argv(config, _kept(read_yaml_mapping(config, known), rest)) if config else []
     for flag in (token.partition("=")[0] for token in rest):
         name = flag[2:].replace("-", "_")
         if flag.startswith("--") and not {name, name.removeprefix("no_")} & known:
@@ -163,6 +165,14 @@ def read_flags(values: Mapping[str, Any], *, task: str = "text", also: Sequence[
 def _given(tokens: Sequence[str]) -> set[str]:
     """Return the names of the flags among some command-line tokens."""
     return {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
+
+
+def _kept(from_file: Mapping[str, Any], rest: Sequence[str]) -> Mapping[str, Any]:
+    """Return the flags of a YAML file without its training text, if the command line names another one."""
+    given = _given(rest) & _NAMES_TEXT
+    if not given or given & set(from_file):
+        return from_file
+    return {name: value for name, value in from_file.items() if name not in _NAMES_TEXT | _OF_A_DATASET}
 
 
 def _embedded_defaults(tokens: Sequence[str], task: str) -> list[str]:

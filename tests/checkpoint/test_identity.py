@@ -15,6 +15,7 @@ from transformers import Trainer, default_data_collator
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.conversion import convert
 from hfscale.checkpoint.identity import ASPECTS, check_identity, identity_of
+from hfscale.checkpoint.loading import CONVERSIONS
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import verify
 from hfscale.core.flags import parameters_are_flags
@@ -130,6 +131,13 @@ def test_a_callback_that_was_added_late_checks_too(run):
     late.add_callback(SpotCheckpointCallback())
     with pytest.raises(UsageError, match="rows 64 -> 40"):
         late.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+
+
+def test_a_converted_checkpoint_has_the_name_of_its_source(run):
+    converted = run / CONVERSIONS / "checkpoint-4-as-ddp-x1-51b4b7ab1b3544ae"
+    shutil.copytree(run / "checkpoint-4", converted)
+    with pytest.raises(UsageError, match=r"^checkpoint-4 is of another run"):
+        trainer_of(run, data=rows(40), max_steps=6).train(resume_from_checkpoint=str(converted))
 
 
 def test_several_differences_are_one_line_with_all_words(run):

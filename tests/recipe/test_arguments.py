@@ -83,6 +83,18 @@ def test_a_flag_wins_over_yaml_and_yaml_over_the_embedded_default(recipe: Any) -
     assert read("--config", path).block_size == int(EMBEDDED_DEFAULTS["block_size"])
 
 
+def test_a_text_of_the_command_line_replaces_that_of_the_file(recipe: Any) -> None:
+    path = recipe("dataset_name: a\ndataset_config_name: b\ndataset_train_split: c\nblock_size: 64\n")
+    assert read("--config", path).dataset_name == "a"
+    for flag in ("train_file", "data_mix"):
+        found = read("--config", path, f"--{flag}", "x.jsonl")
+        named = (found.dataset_name, found.dataset_config_name, found.dataset_train_split, found.block_size)
+        assert (*named, getattr(found, flag)) == (None, None, "train", 64, "x.jsonl")
+    found = read("--config", path, "--dataset-name=other")
+    assert (found.dataset_name, found.dataset_config_name, found.dataset_train_split) == ("other", "b", "c")
+    refuses("--config", path, "--train_file", "x", "--data_mix", "y", parts=("--train_file", "--data_mix"))
+
+
 @pytest.mark.parametrize("flag", ["model_name_or_path", "config_name", "dataset_name", "train_file"])
 def test_the_embedded_defaults_are_for_the_embedded_run_only(flag: str, recipe: Any) -> None:
     hyphens = flag.replace("_", "-")
