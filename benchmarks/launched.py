@@ -10,11 +10,14 @@ REPOSITORY = Path(__file__).parent.parent
 _PREFIX = "result: "
 
 
-def launch_benchmark(module: str, *, processes: int, config: str = "ddp", supervised: bool = False) -> Any:
+def launch_benchmark(
+    module: str, *arguments: str, processes: int, config: str = "ddp", supervised: bool = False
+) -> Any:
     """Launch `python -m module` on several processes.
 
     Args:
         module (`str`): The module; its main process calls `send_result` once.
+        arguments (`str`): Arguments of the module.
         processes (`int`): Number of processes.
         config (`str`): Name of a file in `accelerate_configs`, without its suffix.
         supervised (`bool`): Whether to launch it under `hfscale run`.
@@ -29,7 +32,7 @@ def launch_benchmark(module: str, *, processes: int, config: str = "ddp", superv
     options = ["--config_file", config_file, "--num_processes", str(processes), "--mixed_precision", "no"]
     supervisor = [sys.executable, "-m", "hfscale", "run", "--max-restarts", "0", "--"] if supervised else []
     done = subprocess.run(
-        [*supervisor, sys.executable, "-m", "accelerate.commands.launch", *options, "-m", module],
+        [*supervisor, sys.executable, "-m", "accelerate.commands.launch", *options, "-m", module, *arguments],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -1,17 +1,19 @@
 """The overhead of `ParallelTrainer` over a bare loop with torch.distributed.pipelining, and how long its ranks wait.
 
-There are two and then four pipeline ranks with equal stages and the schedule 1F1B. Both variants run alternately in
-the same processes, with the same layers, stages, micro-batches, optimizer and clipping, and read the loss every step.
-A pair is two consecutive runs, one of each variant; the order within a pair alternates. The wait is
-`scaling/bubble_fraction`, compared with the schedule's formula.
+There are two and then four pipeline ranks with equal stages and the schedule 1F1B, and then two stages of two ranks
+each, over which a mixture of experts is spread. Both variants run alternately in the same processes, with the same
+layers, stages, micro-batches, optimizer and clipping, and read the loss every step. A pair is two consecutive runs,
+one of each variant; the order within a pair alternates. The wait is `scaling/bubble_fraction`, compared with the
+schedule's formula.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 2 --mixed_precision no \
-        -m benchmarks.pipeline_overhead
+        -m benchmarks.pipeline_overhead 1
 
-is what `measure` runs; each process is a stage.
+is what `measure` runs; the argument is the number of ranks that share the experts of a stage.
 """
 
 import statistics
+import sys
 import tempfile
 import time
 from typing import Any
@@ -19,11 +21,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from benchmarks.launched import launch_benchmark, send_result
+from hfscale.parallel.mesh import local_tensor
 
 PAIRS = 20
-RANKS = (2, 4)
+LAYOUTS = {"2 stages": (2, 1), "4 stages": (4, 1), "2 stages, experts over 2 ranks": (2, 2)}
+"""Number of stages, and of the ranks of each."""
 STEPS = 6
 UNTIMED_STEPS = 2
 MICRO_BATCHES = 8
@@ -33,12 +39,12 @@ VOCAB = 64  # so small that the head, which only the last stage has, costs almos
 
 
 def measure() -> dict[str, Any]:
-    """Launch two processes, then four."""
+    """Launch the processes of each layout."""
     summary, runs = {}, {}
-    for ranks in RANKS:
-        result = launch_benchmark("benchmarks.pipeline_overhead", processes=ranks)
+    for name, (stages, ep) in LAYOUTS.items():
+        result = launch_benchmark("benchmarks.pipeline_overhead", str(ep), processes=stages * ep)
         paces = sorted(1 / ratio for ratio in result["step_s_over_bare"])
-        summary[f"{ranks} stages"] = {
+        summary[name] = {
             "pairs": len(paces),
             "steps_per_s_over_bare": round(statistics.median(paces), 4),
             "quartiles": [round(pace, 4) for pace in (paces[len(paces) // 4], paces[-1 - len(paces) // 4])],
@@ -46,25 +52,35 @@ def measure() -> dict[str, Any]:
             "bubble_formula": result["bubble_formula"],
             "first_step_s": result["first_step_s"],
         }
-        runs[f"{ranks} stages"] = result
+        runs[name] = result
     return {"summary": summary, "runs": runs}
+
+
+def _config(ep: int) -> Any:
+    from transformers import LlamaConfig, Qwen3MoeConfig
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 256,
+        "num_hidden_layers": 8 if ep == 1 else 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": LENGTH,
+    }
+    if ep == 1:
+        return LlamaConfig(**sizes, intermediate_size=768)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
+    return Qwen3MoeConfig(**sizes, **experts, head_dim=32)
 
 
 def worker() -> None:
     """Run in each process of the launch."""
-    from transformers import LlamaConfig, TrainingArguments
+    from transformers import TrainingArguments
 
     from hfscale.parallel.stages import StagePlan
 
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=LENGTH,
-    )
+    ep = int(sys.argv[1])
+    config = _config(ep)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
@@ -81,33 +97,34 @@ def worker() -> None:
             use_cpu=not torch.cuda.is_available(),
             dataloader_pin_memory=False,
         )
+        stages = args.world_size // ep
         rows = torch.randint(
-            3, VOCAB, (STEPS * MICRO_BATCHES * ROWS, LENGTH), generator=torch.Generator().manual_seed(0)
+            3, VOCAB, (STEPS * MICRO_BATCHES * ROWS * ep, LENGTH), generator=torch.Generator().manual_seed(0)
         )
         ratios, bubbles, first = [], [], []
         for pair in range(PAIRS + 1):  # the first pair warms up
             runs = {}
-            for name in ("trainer", "bare") if pair % 2 else ("bare", "trainer"):
+            for run in (_trainer, _bare) if pair % 2 else (_bare, _trainer):
                 dist.barrier()
-                runs[name] = _trainer(args, rows, config) if name == "trainer" else _bare(args, rows, config)
+                runs[run] = run(args, rows, config, stages)
             if pair:
-                ratios.append(round(runs["trainer"]["step_s"] / runs["bare"]["step_s"], 4))
-                bubbles.append(runs["trainer"]["bubble"])
-                first.append(runs["trainer"]["first_s"])
+                ratios.append(round(runs[_trainer]["step_s"] / runs[_bare]["step_s"], 4))
+                bubbles.append(runs[_trainer]["bubble"])
+                first.append(runs[_trainer]["first_s"])
         if dist.get_rank() == 0:
             result = {
                 "step_s_over_bare": ratios,
                 "bubble_measured": round(statistics.median(bubbles), 4),
-                "bubble_formula": round(StagePlan(pp=dist.get_world_size()).bubble_fraction(MICRO_BATCHES), 4),
+                "bubble_formula": round(StagePlan(pp=stages).bubble_fraction(MICRO_BATCHES), 4),
                 "first_step_s": round(statistics.median(first), 3),
-                "step_s": round(runs["trainer"]["step_s"], 3),
+                "step_s": round(runs[_trainer]["step_s"], 3),
             }
             send_result(result)
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
+def _trainer(args: Any, rows: torch.Tensor, config: Any, stages: int) -> dict[str, float]:
     from transformers import TrainerCallback
 
     from hfscale import ParallelArguments, ParallelTrainer
@@ -133,7 +150,7 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
         args=args,
         train_dataset=data,
         callbacks=[watch],
-        parallel=ParallelArguments(pp_size=dist.get_world_size()),
+        parallel=ParallelArguments(pp_size=stages, ep_size=dist.get_world_size() // stages),
     )
     trainer.train()
     waits = [e["scaling/bubble_fraction"] for e in trainer.state.log_history if "scaling/bubble_fraction" in e]
@@ -141,15 +158,15 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
 
 
 class _BareStage(nn.Module):
-    """One of equal parts of a Llama model, without hfscale."""
+    """One of equal parts of a model, without hfscale."""
 
-    def __init__(self, model: Any, rank: int, ranks: int) -> None:
+    def __init__(self, model: Any, stage: int, stages: int) -> None:
         super().__init__()
-        count = len(model.model.layers) // ranks
-        self.embedding = model.model.embed_tokens if rank == 0 else None
-        self.layers = model.model.layers[rank * count : (rank + 1) * count]
+        count = len(model.model.layers) // stages
+        self.embedding = model.model.embed_tokens if stage == 0 else None
+        self.layers = model.model.layers[stage * count : (stage + 1) * count]
         self.rotary = model.model.rotary_emb
-        self.tail = nn.Sequential(model.model.norm, model.lm_head) if rank == ranks - 1 else None
+        self.tail = nn.Sequential(model.model.norm, model.lm_head) if stage == stages - 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.embedding(x) if self.embedding is not None else x
@@ -160,45 +177,80 @@ class _BareStage(nn.Module):
         return hidden if self.tail is None else self.tail(hidden)
 
 
-def _bare(args: Any, rows: torch.Tensor, config: Any) -> dict[str, float]:
+def _spread_experts(model: Any, mesh: DeviceMesh) -> list[nn.Parameter]:
+    """Spread the experts with transformers' own function; return the parameters of those that this rank keeps."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    from hfscale.parallel.experts import expert_parallel_plan, is_of_experts
+
+    plan = expert_parallel_plan(model)
+    apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, ep_implementation="all_to_all")
+    return [parameter for name, parameter in model.named_parameters() if is_of_experts(name, plan)]
+
+
+def _shard(stage: _BareStage, mesh: DeviceMesh, experts: set[nn.Parameter]) -> None:
+    """Shard the rest of a stage over its ranks."""
+    modules = [*stage.layers, *(module for module in (stage.embedding, stage.tail) if module is not None), stage]
+    for module in modules:
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=experts)
+
+
+def _bare(args: Any, rows: torch.Tensor, config: Any, stages: int) -> dict[str, float]:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, DistributedSampler
 
     from hfscale.parallel.weights import build_model
 
-    rank, ranks, device = dist.get_rank(), dist.get_world_size(), args.device
-    stage = _BareStage(build_model(config, seed=0, dtype=torch.float32), rank, ranks).to(device).train()
-    optimizer = torch.optim.AdamW(stage.parameters(), lr=args.learning_rate, weight_decay=0.0)
-    items = MICRO_BATCHES * ROWS * (LENGTH - 1)
+    device, ep = args.device, dist.get_world_size() // stages
+    mesh = init_device_mesh(device.type, (stages, ep, 1), mesh_dim_names=("pp", "ep", "tp"))
+    rank = mesh.get_local_rank("pp")
+    model = build_model(config, seed=0, dtype=torch.float32)
+    of_experts = {id(parameter) for parameter in (_spread_experts(model, mesh) if ep > 1 else [])}
+    stage = _BareStage(model, rank, stages).to(device).train()
+    experts = [parameter for parameter in stage.parameters() if id(parameter) in of_experts]
+    if ep > 1:
+        _shard(stage, mesh["ep"], set(experts))
+    others = [parameter for parameter in stage.parameters() if id(parameter) not in of_experts]
+    groups = [{"params": params} for params in (others, experts) if params]  # sharded ones, and whole ones
+    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, weight_decay=0.0)
 
-    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return (
-            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / items
-        )
-
-    schedule = Schedule1F1B(PipelineStage(stage, rank, ranks, device), MICRO_BATCHES, loss_of, scale_grads=False)
-    for step, batch in enumerate(DataLoader(rows, batch_size=MICRO_BATCHES * ROWS, shuffle=True), start=1):
+    pipeline = PipelineStage(stage, rank, stages, device, group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(pipeline, MICRO_BATCHES, _loss_of, scale_grads=False)
+    sampler: Any = DistributedSampler(rows, ep, mesh.get_local_rank("ep"))  # type: ignore[arg-type]
+    for step, batch in enumerate(DataLoader(rows, batch_size=MICRO_BATCHES * ROWS, sampler=sampler), start=1):
         losses: list[torch.Tensor] = []
         batch = batch.to(device)
         if rank == 0:
             schedule.step(batch)
-        elif rank == ranks - 1:
+        elif rank == stages - 1:
             schedule.step(target=batch, losses=losses, return_outputs=False)
         else:
             schedule.step()
-        norm = torch.nn.utils.get_total_norm([p.grad for p in stage.parameters()]) ** 2
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
-        dist.all_reduce(norm)
-        dist.all_reduce(loss)
-        torch.nn.utils.clip_grads_with_norm_(stage.parameters(), 1.0, norm.sqrt())
+        _clip(others, experts, ep)
         optimizer.step()
         optimizer.zero_grad()
+        dist.all_reduce(loss)
         loss.item()
         if step == UNTIMED_STEPS:
             timed_from = time.perf_counter()
         if step == STEPS:
             break
     return {"step_s": (time.perf_counter() - timed_from) / (STEPS - UNTIMED_STEPS)}
+
+
+def _loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    items = MICRO_BATCHES * ROWS * (LENGTH - 1)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / items
+
+
+def _clip(others: list[nn.Parameter], experts: list[nn.Parameter], ep: int) -> None:
+    gradients = [local_tensor(parameter.grad) for parameter in others + experts if parameter.grad is not None]
+    if experts:  # a sum over the tokens of all ranks, where the others have a mean
+        torch._foreach_div_(gradients[len(others) :], float(ep))
+    norm = torch.nn.utils.get_total_norm(gradients) ** 2
+    dist.all_reduce(norm)
+    torch._foreach_mul_(gradients, (1.0 / (norm.sqrt() + 1e-6)).clamp(max=1.0))
 
 
 if __name__ == "__main__":

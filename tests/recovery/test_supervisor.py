@@ -230,6 +230,24 @@ def test_an_error_that_would_come_back_is_not_tried_again(tmp_path):
     assert "UsageError: no such file" in done.stderr
 
 
+def test_a_trainer_that_cannot_be_made_is_not_tried_again(tmp_path):
+    """A real launch: with this config accelerate starts one process, which would train alone."""
+    config, script = tmp_path / "config.yaml", tmp_path / "train.py"
+    config.write_text("distributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\n")
+    script.write_text(
+        "from hfscale import ScalingCallback\n"
+        "from tiny import tiny_trainer\n"
+        f"tiny_trainer({str(tmp_path / 'out')!r}, ScalingCallback())\n"
+    )
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    argv = [*command(tmp_path, "")[:6], "--max-restarts", "1", "--", *launcher, "--num_processes", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")])}
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "its launcher started one" in done.stderr.splitlines()[-1]
+    assert "restart 1 of" not in done.stderr
+
+
 def test_a_preempted_command_keeps_its_exit_code(tmp_path):
     rank = [sys.executable, str(RANK), "preempted", str(tmp_path)]
     supervised = [sys.executable, "-m", "hfscale", "run", "--memory-dir", str(tmp_path), "--", *rank]
