@@ -1,7 +1,6 @@
 """What hfscale changes on a Trainer is undone, and each package lists the internals that it uses."""
 
 import ast
-import importlib
 import logging
 import os
 import re
@@ -442,9 +441,13 @@ def package_of(module):
 
 
 def inventories():
-    """What the `__init__.py` of each package says about the internals that the package touches."""
-    names = {package_of(name) for name, _ in modules()} - {""}
-    return {name: " ".join((importlib.import_module(f"hfscale.{name}").__doc__ or "").split()) for name in names}
+    """What the `__init__.py` of each package says about the internals that the package touches.
+
+    It is read without importing the package, since old versions of transformers cannot import all of them.
+    """
+    trees = parsed()
+    names = {package_of(name) for name in trees} - {""}
+    return {name: " ".join((ast.get_docstring(trees[f"hfscale.{name}"]) or "").split()) for name in names}
 
 
 def unlisted(trees, listed):
