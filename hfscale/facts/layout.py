@@ -1,6 +1,7 @@
 """Sizes of the mesh axes of a run, and how its batch is divided among them."""
 
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 from hfscale.errors import LayoutError
 
@@ -86,7 +87,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLayout(ParallelLayout):
-    """Holds the sizes of a mixture of experts whose experts are spread over the ranks of a replica's stage.
+    """Holds the sizes of a mixture of experts whose experts are spread over the ranks of a stage.
 
     Raises:
         LayoutError: a size is not an integer of at least 1.
@@ -96,25 +97,41 @@ class ExpertLayout(ParallelLayout):
     """Ranks that share the experts of a layer. They are among the ranks of the other axes: the world has no factor of
     them."""
 
+    spans_replicas: ClassVar[bool] = True
+    """Whether the ranks that share experts may be those of several replicas."""
+
+    @property
+    def ranks_of_replica(self) -> int:
+        """Ranks of a stage that hold one replica of the parameters."""
+        return self.dp_shard * self.cp * self.tp
+
     @property
     def efsdp(self) -> int:
-        """Ranks that hold the same experts of a replica, and shard them."""
-        return self.dp_shard * self.cp * self.tp // self.ep
+        """Ranks that hold the same experts of a replica, and shard them; 1 where `ep` spans replicas."""
+        return max(1, self.ranks_of_replica // self.ep)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Replicas of the experts of a stage: `dp_replicate`, or fewer where `ep` spans replicas."""
+        return self.dp_replicate * self.ranks_of_replica // (self.ep * self.efsdp)
 
     def check_experts(self) -> None:
-        """Check that groups of `ep` ranks are complete in a stage of a replica.
+        """Check that groups of `ep` ranks are complete in a stage of a replica, or consist of complete ones.
 
         Raises:
             LayoutError: they are not; the message names the sizes that fit.
         """
-        ranks = self.dp_shard * self.cp * self.tp
-        if self.ep > 1 and (ranks % self.ep or self.ep % self.tp):
-            fitting = [size for size in range(self.tp, ranks + 1, self.tp) if ranks % size == 0]
+        ranks = self.ranks_of_replica
+        fitting = [size for size in range(self.tp, ranks + 1, self.tp) if ranks % size == 0]
+        if self.spans_replicas:
+            fitting += [ranks * n for n in range(2, self.dp_replicate + 1) if self.dp_replicate % n == 0]
+        if self.ep > 1 and self.ep not in fitting:
             multiple = f" and be a multiple of tp_size {self.tp}" if self.tp > 1 else ""
             stage = " in a stage" if self.pp > 1 else ""
+            several = ", or be those of several" if self.spans_replicas and self.dp_replicate > 1 else ""
             raise LayoutError(
-                f"ep_size {self.ep} must divide the {ranks} ranks of one replica{stage}{multiple}: choose one of "
-                f"{', '.join(map(str, fitting))}"
+                f"ep_size {self.ep} must divide the {ranks} ranks of one replica{stage}{multiple}{several}: choose "
+                f"one of {', '.join(map(str, fitting))}"
             )
 
     @property

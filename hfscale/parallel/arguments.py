@@ -33,7 +33,7 @@ class ParallelArguments:
     )
     ep_size: int | None = flag(
         "Ranks that share the experts of a layer, among those of a replica (recipes/sharded, where transformers "
-        "shards the model) or of one of its pipeline stages (recipes/tp_pp)."
+        "shards the model) or of a pipeline stage (recipes/tp_pp)."
     )
     cp_size: int | None = flag(
         "Ranks that share one sequence (FSDP2: ring attention; DeepSpeed: Ulysses; tp_pp: keys gathered)."

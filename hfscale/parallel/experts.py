@@ -15,8 +15,10 @@ by two all-to-alls per layer, without a limit on the tokens of an expert
 
 A rank has the adapters of all experts, and adds those of its own (hfscale/trainer/expert_adapters.py).
 
-efsdp = dp_shard x cp x tp / ep. A stage runs the same micro-batches in the same order on all ranks of a group, so the
-exchanges of a schedule match.
+efsdp = dp_shard x cp x tp / ep. Where ep is larger than dp_shard x cp x tp, a group is made of complete replicas of
+all other parameters, and efsdp is 1: with dp_shard 1 dense layers are those of DDP, and each rank has experts of its
+own. A stage runs the same micro-batches in the same order on all ranks of a group, so the exchanges of a schedule
+match.
 """
 
 import re

@@ -5,7 +5,7 @@ parallel group exchange activations in every layer, so they are neighbours insid
 one stage sends to the next cross the slowest links (Narayanan et al. 2021, arXiv 2104.04473, takeaway #1). Parameters
 are sharded over `dp_shard` and `cp` together, as one axis `dp_shard_cp`: ranks that share a sequence hold the same
 parameters. With expert parallelism a second mesh over the same ranks has the axes `ep`, which counts fastest, and
-`efsdp` in place of `tp` and `dp_shard_cp`.
+`efsdp` in place of `tp` and `dp_shard_cp`. Where `ep` spans replicas of the other parameters, experts have fewer.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ class ParallelMesh:
     def expert_data_mesh(self) -> DeviceMesh:
         """The mesh for `fully_shard` of experts, as `data_mesh` for everything else."""
         assert self.expert_mesh is not None  # expert parallelism is asked for
-        if self.layout.dp_replicate > 1:
+        if self.expert_mesh["dp_replicate"].size() > 1:
             return self.expert_mesh["dp_replicate", "efsdp"]
         return self.expert_mesh["efsdp"]
 
@@ -121,7 +121,7 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
         cp_mesh = init_device_mesh(device_type, sizes_with_cp, mesh_dim_names=_AXES_WITH_CP)["cp"]
     expert_mesh = None
     if isinstance(layout, ExpertLayout) and layout.ep > 1:
-        expert_sizes = (layout.pp, layout.dp_replicate, layout.efsdp, layout.ep)
+        expert_sizes = (layout.pp, layout.expert_replicas, layout.efsdp, layout.ep)
         expert_mesh = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
     return ParallelMesh(layout=layout, device_mesh=device_mesh, cp_mesh=cp_mesh, expert_mesh=expert_mesh)

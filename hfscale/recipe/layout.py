@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accelerate import ParallelismConfig
 from transformers.distributed import DistributedConfig
@@ -39,6 +39,8 @@ class NativeParallelLayout(ExpertLayout):
     Raises:
         LayoutError: a size is not an integer of at least 1.
     """
+
+    spans_replicas: ClassVar[bool] = False
 
     def check_world_size(self, world_size: int) -> None:
         """Check that the sizes multiply to the processes that were started.

@@ -72,14 +72,19 @@ def test_experts_on_two_ranks_train_and_resume_as_in_one_process(tmp_path):
     alone = QWEN | {"export": str(tmp_path / "one")}
     saving = {"args": {"save_strategy": "steps", "save_steps": 2}, "output_dir": str(tmp_path / "run")}
     spread = QWEN | saving | {"parallel": {"ep_size": 2}, "empty": True, "export": str(tmp_path / "spread")}
-    resumed = QWEN | {"parallel": {"tp_size": 2, "ep_size": 2}, "resume": str(tmp_path / "run" / "checkpoint-2")}
+    before = {"resume": str(tmp_path / "run" / "checkpoint-2")}
+    resumed = QWEN | before | {"parallel": {"tp_size": 2, "ep_size": 2}}
     resumed |= {"output_dir": str(tmp_path / "other"), "export": str(tmp_path / "resumed")}
+    # Dense layers as in DDP, over whose replicas the experts are spread.
+    replicas = QWEN | before | {"parallel": {"dp_replicate_size": 2, "ep_size": 2}}
+    replicas |= {"output_dir": str(tmp_path / "ddp"), "export": str(tmp_path / "replicas")}
     (expected,) = in_world(1, train, [alone])
     assert max(expected["grad_norm"]) > 1, "nothing is clipped"
-    found, rest = in_world(2, train, [spread, resumed])
+    found, *rest = in_world(2, train, [spread, resumed, replicas])
     same(found, expected, first=FIRST, later=TOLERANCE)
-    same(rest, {key: expected[key][-1:] for key in ("loss", "grad_norm", "eval_loss")}, first=TOLERANCE)
-    for folder in ("spread", "resumed"):
+    for one in rest:
+        same(one, {key: expected[key][-1:] for key in ("loss", "grad_norm", "eval_loss")}, first=TOLERANCE)
+    for folder in ("spread", "resumed", "replicas"):
         check_weights(tmp_path / folder, tmp_path / "one")
 
 
@@ -136,6 +141,7 @@ def test_the_bias_of_routers_in_every_layout(tmp_path):
         {"parallel": {"pp_size": 2, "ep_size": 2, "pipeline_schedule": "ZBV"}, "args": RECOMPUTED},
         {"parallel": {"tp_size": 2, "pp_size": 2}},
         {"parallel": {"dp_replicate_size": 2, "ep_size": 2}},
+        {"parallel": {"dp_replicate_size": 4, "ep_size": 4}},
         {"parallel": {"tp_size": 2, "ep_size": 2}},
     ]
     check_bias(4, [layout | {"batch": 1} for layout in layouts], tmp_path)
@@ -190,6 +196,7 @@ def test_adapters_of_experts_in_every_layout(tmp_path):
         {"parallel": {"ep_size": 4, "tp_size": 2}},
         {"parallel": {"ep_size": 2, "pp_size": 2}},
         {"parallel": {"ep_size": 2, "dp_replicate_size": 2}},
+        {"parallel": {"ep_size": 2, "dp_replicate_size": 4}},
     ]
     check_adapters(4, [layout | {"batch": 1} for layout in layouts], tmp_path)
 
@@ -260,7 +267,7 @@ def test_families_with_and_without_tokens_for_every_rank():
 
 
 LAYOUTS = {
-    2: [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "cp": 2}],
+    2: [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 2, "cp": 2}, {"ep": 2, "dp_replicate": 2}],
     4: [
         {"ep": 2},
         {"ep": 4},
@@ -268,6 +275,9 @@ LAYOUTS = {
         {"ep": 2, "pp": 2, "schedule": "ZBV"},
         {"ep": 4, "tp": 2},
         {"ep": 2, "dp_replicate": 2},
+        {"ep": 2, "dp_replicate": 4},
+        {"ep": 4, "dp_replicate": 2},
+        {"ep": 2, "dp_replicate": 2, "pp": 2},
     ],
     8: [
         {"ep": 4, "tp": 2, "pp": 2, "schedule": "InterleavedZeroBubble"},
@@ -312,6 +322,7 @@ def test_training_in_every_layout_and_with_muon(tmp_path):
         QWEN | {"parallel": {"ep_size": 4}, "lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}},
         QWEN | {"parallel": {"ep_size": 2}, "muon": True},
         QWEN | {"parallel": {"ep_size": 2, "tp_size": 2}, "muon": True},
+        QWEN | {"parallel": {"ep_size": 4, "dp_replicate_size": 4}, "muon": True},
         six | {"parallel": {"ep_size": 2}, "muon": True},
     ]
     jobs = [job | {"batch": 1} for job in jobs]
@@ -322,15 +333,16 @@ def test_training_in_every_layout_and_with_muon(tmp_path):
 
 @pytest.mark.faults
 def test_a_checkpoint_moves_through_all_layouts(tmp_path):
-    """EP 4, then EP 2 x TP 2, FSDP2 alone, stages with EP 2, and one process."""
+    """EP 4, then EP 2 x TP 2, FSDP2 alone, stages with EP 2, EP 2 over DDP, and one process."""
     layouts = [
         {"ep_size": 4},
         {"ep_size": 2, "tp_size": 2},
         {},
         {"ep_size": 2, "pp_size": 2, "pipeline_schedule": "ZBV"},
+        {"ep_size": 2, "dp_replicate_size": 4},
     ]
     job = {"family": "qwen3_moe", "model": EXPERTS | {"num_hidden_layers": 4}, "batch": 1}
-    steps = {"max_steps": 5, "lr_scheduler_type": "constant", "eval_steps": 5}
+    steps = {"max_steps": 6, "lr_scheduler_type": "constant", "eval_steps": 6}
     (expected,) = in_world(1, train, [plain(job) | {"args": steps, "export": str(tmp_path / "one")}])
     jobs = []
     for number, parallel in enumerate(layouts, 1):
@@ -339,7 +351,7 @@ def test_a_checkpoint_moves_through_all_layouts(tmp_path):
         if number > 1:
             jobs[-1]["resume"] = str(tmp_path / str(number - 1) / f"checkpoint-{number - 1}")
     found = in_world(4, train, jobs)
-    last = job | {"parallel": {}, "batch": 2, "args": steps, "resume": str(tmp_path / "4" / "checkpoint-4")}
+    last = job | {"parallel": {}, "batch": 2, "args": steps, "resume": str(tmp_path / "5" / "checkpoint-5")}
     last |= {"output_dir": str(tmp_path / "last"), "export": str(tmp_path / "end")}
     found += in_world(1, train, [last])
     for key in ("loss", "grad_norm"):
@@ -352,7 +364,10 @@ def test_a_checkpoint_moves_through_all_layouts(tmp_path):
     [
         ({"ep": 3}, "ep_size 3 must divide the 8 ranks of one replica: choose one of 1, 2, 4, 8"),
         ({"pp": 2, "ep": 8}, "ep_size 8 must divide the 4 ranks of one replica in a stage: choose one of 1, 2, 4"),
-        ({"dp_replicate": 8, "ep": 2}, "ep_size 2 must divide the 1 ranks"),
+        (
+            {"dp_replicate": 4, "ep": 3},
+            "ep_size 3 must divide the 2 ranks of one replica, or be those of several: choose one of 1, 2, 4, 8",
+        ),
         ({"tp": 4, "ep": 2}, "and be a multiple of tp_size 4: choose one of 4, 8"),
     ],
 )
