@@ -227,13 +227,14 @@ class _StreamReport:
 
     def __call__(self, document: dict[str, Any]) -> bool:
         fault = document["fault"]
-        kind = fault.partition(":")[0] if fault else "cut to --block_size tokens"
+        kind, _, reason = fault.partition(": ") if fault else ("cut to --block_size tokens", "", "")
         if fault or document["cut"]:
             self.counts[kind] += 1
             count = self.counts[kind]
             if count == 10 ** (len(str(count)) - 1):
                 action = "left out, " if fault else ""
-                logger.warning("%s: %d samples so far are %s%s", self.source, count, action, fault or kind)
+                first = f" ({reason})" if reason else ""  # "token: reason" would be taken for a secret
+                logger.warning("%s: %d samples so far are %s%s%s", self.source, count, action, kind, first)
         return not fault
 
 

@@ -345,10 +345,11 @@ def test_unusable_samples_are_counted_and_reported_with_their_first_row(load, to
 
 def test_a_stream_reports_unusable_samples_when_it_reads_them(load, tokenizer, caplog):
     broken = {"messages": [QUESTION, {"role": "narrator", "content": "x"}]}
-    rows = load([GOOD, *[broken] * 12, GOOD], streaming=True)
+    rows = load([GOOD, *[broken] * 12, {"messages": [QUESTION]}, GOOD], streaming=True)
     assert [parts(row, tokenizer)[1] for row in rows] == [["Four.<|im_end|>"]] * 2
     assert "1 samples so far are left out" in caplog.text
-    assert "10 samples so far are left out, broken roles or messages: message 2 has the role 'narrator'" in caplog.text
+    assert "(it has no message of the assistant)" in caplog.text  # and not "token: [redacted]"
+    assert "10 samples so far are left out, broken roles or messages (message 2 has the role 'narrator'" in caplog.text
 
 
 @pytest.mark.parametrize("loss_on", ["assistant", "completion", "all"])
