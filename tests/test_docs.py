@@ -279,6 +279,13 @@ def test_links_lead_somewhere(path):
     assert link_problems(path) == []
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_code_in_tables_has_no_bars(path):
+    """GitHub shows an escaped bar as a bar, and the site with its backslash: what one copies from there fails."""
+    rows = [line for line in text_of(path).splitlines() if line.startswith("|")]
+    assert [span for row in rows for span in re.findall(r"`[^`]*`", row) if "\\|" in span] == []
+
+
 def test_a_wrong_link_is_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("# One heading\n[a](page.md#one-heading) [b](page.md#two) [c](none.md) [docs/d.md](page.md)\n")
