@@ -205,6 +205,8 @@ class KeptBytes(NamedTuple):
     """Of a layer, in widths that tensor parallelism splits."""
     dispatched: float
     """The part of a layer's bytes that the rank of a token's experts keeps under transformers' expert parallelism."""
+    routed: float
+    """The part of `unsplit` that is of the copies of a token that its experts get."""
     ends: float
     """Outside the layers, without logits and loss."""
 
@@ -231,6 +233,7 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
     return KeptBytes(
         unsplit=unsplit,
         split=sum(parts.values()) - unsplit,
+        routed=parts.get("routed", 0.0),
         dispatched=max(0.0, parts.get("experts", 0.0) + parts.get("routed", 0.0) - outputs),
         ends=sum(factor * ends[name] for name, factor in factors.ends.items()),
     )

@@ -22,7 +22,7 @@ from hfscale.core.torch_internals import FakeStore
 from hfscale.core.versions import recomputes_activations, require
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import accelerator
-from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import speaker_of
 from hfscale.parallel.checks import check_config
@@ -30,7 +30,7 @@ from hfscale.parallel.mesh import FSDP_AXES, local_tensor, make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
 from hfscale.parallel.partition import StageSpec
 from hfscale.parallel.stages import StagePlan
-from hfscale.planner.activations import end_activations, kept_and_working, loss_bytes
+from hfscale.planner.activations import end_activations, exchange_bytes, kept_and_working, loss_bytes
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 
@@ -165,6 +165,7 @@ def _memory(
         zero=3,  # bf16 weights, as `parallelize_model` gathers them
         precision="bf16" if args.bf16 else "fp32",
         activation_checkpointing="full" if recomputes_activations(args) else "none",
+        expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
         sequence_parallel=sequence_parallel,
         loss_parallel=parallelized.vocab_loss is not None,
     )
@@ -180,7 +181,7 @@ def _memory(
         parameters=sum(p.numel() for p in parameters),
         states=states / _GIB,
         gathered=gathered / _GIB,
-        activations=(layers_in_flight * kept + working) / _GIB,
+        activations=(layers_in_flight * kept + working + exchange_bytes(job)) / _GIB,
         loss=loss / _GIB,
     )
 

@@ -90,8 +90,11 @@ def _hugging_face_bytes(job: Job, recompute: str) -> float:
     """Bytes of one layer and micro-batch in Hugging Face's models."""
     kept = _per_token(job, recompute)
     tp = job.layout.tp
-    more = (imbalance_of(job, shared_constants()) - 1) * kept.dispatched if job.is_native else 0.0
-    return job.tokens * (kept.unsplit / (tp if job.sequence_parallel else 1) + kept.split / tp + more)
+    split = tp if job.sequence_parallel else 1
+    if not job.spreads_experts:
+        return job.tokens * (kept.unsplit / split + kept.split / tp)
+    more = (imbalance_of(job, shared_constants()) - 1) * kept.dispatched
+    return job.tokens * ((kept.unsplit - kept.routed) / split + (kept.split + kept.routed + more) / tp)
 
 
 def _per_token(job: Job, recompute: str) -> KeptBytes:
@@ -122,14 +125,14 @@ def exchange_bytes(job: Job) -> float:
     Args:
         job (`Job`): the run; 0 without transformers' expert parallelism.
     """
-    if not job.is_native or not job.shape.moe_share:
+    if not job.spreads_experts or not job.shape.moe_share:
         return 0.0
     received = 2 * imbalance_of(job, shared_constants())
     is_weighted = job.activation_checkpointing == "none" or (
         job.shape.moe is not None and job.shape.moe.shared_ffn > 0
     )
     sent = 3 if is_weighted else 2
-    return job.tokens * routed_bytes(job.shape, regime_of(job)) * (received + sent)
+    return job.tokens * routed_bytes(job.shape, regime_of(job)) * (received + sent) / job.layout.tp
 
 
 def end_activations(job: Job, framework: Framework) -> float:

@@ -43,7 +43,20 @@ def layer_parameters(job: Job) -> tuple[float, float]:
     """
     experts = job.shape.mean_expert_parameters
     tp = job.layout.tp
-    return (job.shape.mean_layer_parameters - experts) / tp, experts / job.expert_parallel / tp
+    own = experts / job.expert_parallel
+    return (job.shape.mean_layer_parameters - experts) / tp, own if job.spreads_experts else own / tp
+
+
+def owners(job: Job, ranks: float) -> float:
+    """Compute the number of ranks that have the same experts and shard them.
+
+    Args:
+        job (`Job`): the run.
+        ranks (`float`): data- and context-parallel ranks that shard the states. In Hugging Face's stack the
+            tensor-parallel ranks of each of them have other experts.
+    """
+    with_experts = ranks * job.layout.tp if job.spreads_experts else ranks
+    return max(1.0, with_experts / job.expert_parallel)
 
 
 def kept_share(job: Job, ranks: float) -> float:
@@ -52,17 +65,17 @@ def kept_share(job: Job, ranks: float) -> float:
     FSDP2 shards the first dimension of a parameter, which transformers 5 gives the experts of a layer: each rank keeps
     complete experts, and with more ranks than experts some ranks keep none (torch 2.13,
     distributed/fsdp/_fully_shard/_fsdp_param.py, `_chunk_with_empty`). DeepSpeed, Megatron and torchtitan divide
-    experts too.
+    experts too, and so does `ParallelTrainer` where it spreads them (hfscale/parallel/experts.py).
 
     Args:
         job (`Job`): the run.
         ranks (`float`): ranks that shard the states, of which those with the same experts share them.
     """
-    owners = max(1.0, ranks / job.expert_parallel)
-    if job.stack != "hf" or job.zero != 3 or job.shape.moe is None:
-        return 1 / owners
+    shards = owners(job, ranks)
+    if job.stack != "hf" or job.zero != 3 or job.shape.moe is None or (job.spreads_experts and not job.is_native):
+        return 1 / shards
     experts = job.shape.moe.experts // job.expert_parallel
-    return math.ceil(experts / owners) / experts
+    return math.ceil(experts / shards) / experts
 
 
 def gathered_share(job: Job) -> float:
@@ -74,7 +87,7 @@ def gathered_share(job: Job) -> float:
         job (`Job`): the run, whose states are sharded (ZeRO stage 3).
     """
     ranks = job.layout.dp_shard * job.layout.cp
-    return kept_share(job, ranks) * max(1.0, ranks / job.expert_parallel)
+    return kept_share(job, ranks) * owners(job, ranks)
 
 
 def copied_share(job: Job) -> float:
@@ -120,7 +133,8 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
     if size == 1:
         return 0.0
     tp = job.layout.tp
-    group = Group(size=size, stride=tp * job.layout.cp)
+    # transformers' groups are neighbours, tensor- and context-parallel ranks included.
+    group = Group(size=size, stride=1 if job.spreads_experts else tp * job.layout.cp)
     width = 4.0 if job.precision == "fp32" else 2.0
     element = width * job.tokens * imbalance_of(job, network.shared) * shape.hidden / tp
     if not job.overlapped_experts:

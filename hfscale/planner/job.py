@@ -80,6 +80,14 @@ class Job(LayoutOptions):
         return self.stack == "hf" and self.expert_parallel > 1 and self.layout.pp == 1
 
     @property
+    def spreads_experts(self) -> bool:
+        """Whether whole experts are spread over ranks by transformers' functions, as in Hugging Face's stack.
+
+        The ranks of a tensor-parallel group have different experts, and each sends a part of the tokens they share.
+        """
+        return self.stack == "hf" and self.expert_parallel > 1
+
+    @property
     def layout_summary(self) -> str:
         """The axes of more than one rank, and the ranks that share experts, such as `shard 16 ep 8`."""
         return layout_summary(self.layout, self.expert_parallel)
@@ -273,13 +281,16 @@ class Job(LayoutOptions):
             offload=self.offload,
         )
         check_support(asked, "expert_parallel", speaker=speaker())
-        shards = self.layout.dp_shard
-        if shards % self.expert_parallel:
-            experts = self.shape.moe.experts if self.shape.moe else 1
-            near = _divisor(math.gcd(shards, experts), self.expert_parallel)
+        fitting = expert_groups(self.shape, self.layout)
+        if self.expert_parallel not in fitting:
+            layout = self.layout
+            ranks = layout.dp_shard * layout.cp * layout.tp
+            axes = spelled("dp_shard") if ranks == layout.dp_shard else "a stage of it"
+            multiple = f", or is no multiple of {spelled('tp')} {layout.tp}" if layout.tp > 1 else ""
+            near = max((size for size in fitting if size <= self.expert_parallel), default=1)
             raise LayoutError(
-                f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide the {shards} ranks "
-                f"that share one replica ({spelled('dp_shard')}): use {near}"
+                f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide the {ranks} ranks "
+                f"that share one replica ({axes}){multiple}: use {near}"
             )
 
     def _check_task(self) -> None:
@@ -381,6 +392,19 @@ def can_overlap_experts(job: Job) -> bool:
     return (
         job.stack == "megatron" and has_two_micro_batches and job.activation_checkpointing != "full" and is_interleaved
     )
+
+
+def expert_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """Return the numbers of ranks above 1 over which Hugging Face's stack can spread the experts of a layer.
+
+    Args:
+        shape (`ModelShape`): the model; without experts there are none.
+        layout (`ParallelLayout`): ranks along each axis. The ranks are those of a stage of one replica, in complete
+            tensor-parallel groups.
+    """
+    ranks = layout.dp_shard * layout.cp * layout.tp
+    most = math.gcd(ranks, shape.moe.experts) if shape.moe is not None else 1
+    return [size for size in range(2, most + 1) if most % size == 0 and size % layout.tp == 0]
 
 
 def _divisor(number: int, near: int) -> int:

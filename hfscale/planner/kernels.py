@@ -192,7 +192,9 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
         if linear.copies > 1:
             copies = linear.copies / job.expert_parallel
             rows = tokens * job.expert_parallel * linear.used / linear.copies * imbalance_of(job, shared)
-        if linear.outputs == job.shape.hidden:  # the second matrix of a pair, of which tp ranks split the inputs
+        if linear.copies > 1 and job.spreads_experts:
+            rows /= tp
+        elif linear.outputs == job.shape.hidden:  # the second matrix of a pair, of which tp ranks split the inputs
             k = k // tp
         else:
             n = n // tp
@@ -249,7 +251,8 @@ def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> float:
 def _routing_s(job: Job, framework: Framework, rates: Rates) -> float:
     shape = job.shape
     left = framework.compiled_passes if job.compile else 1.0
-    width = shape.moe_share * MOE_PASSES * shape.top_k * shape.hidden / (job.layout.tp if job.sequence_parallel else 1)
+    split = job.layout.tp if job.sequence_parallel or job.spreads_experts else 1
+    width = shape.moe_share * MOE_PASSES * shape.top_k * shape.hidden / split
     return 2 * job.tokens * width * left / rates.memory
 
 

@@ -375,6 +375,7 @@ def _peak(job: Job, framework: Framework, gradients: float) -> _Moment:
     first, last = job.layer_split
     at_loss, at_layer = _buffer_bytes(job, framework)
     if job.layout.pp > 1:
+        working += exchange_bytes(job)
         opening = layers_in_flight(job) * kept + working
         closing = micro_batches_in_flight(job, last=True) * (last * kept + ends)
         if opening >= closing + max(loss, working):

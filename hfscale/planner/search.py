@@ -18,6 +18,7 @@ from hfscale.planner.job import (
     Job,
     can_overlap_experts,
     check_memory_is_known,
+    expert_groups,
     is_fine_grained,
     layout_sizes,
     layout_summary,
@@ -267,7 +268,7 @@ def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
     if request.stack != "hf" or _why_no_experts(request) is not None:
         return
     for layout, zero, _ in tried:
-        sizes = _native_groups(request.shape, layout)
+        sizes = expert_groups(request.shape, layout)
         if zero == 3 and layout.ranks_per_replica == 1 and sizes:
             job = request.job(layout, global_batch=batch, zero=zero)
             yield replace(job, expert_parallel=sizes[-1], liger=bool(request.liger), chunked_loss=False)
@@ -290,12 +291,6 @@ def _why_no_experts(request: PlanRequest) -> str | None:
         expert_parallel=2,
     )
     return explain(spread, "expert_parallel", speaker=speaker())
-
-
-def _native_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
-    """Numbers of ranks above 1 that divide the ranks of a replica and the experts of a layer."""
-    most = math.gcd(layout.dp_shard, shape.moe.experts) if shape.moe is not None else 1
-    return [size for size in range(2, most + 1) if most % size == 0]
 
 
 def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
@@ -564,10 +559,10 @@ def _expert_groups(job: Job) -> list[int]:
     is a run of its own. `ParallelTrainer` may spread them over a node, and as far as possible.
     """
     if job.is_native:
-        return _native_groups(job.shape, job.layout)
+        return expert_groups(job.shape, job.layout)
     if job.stack == "hf":
         shared = replace(job, expert_parallel=2)
-        groups = _native_groups(job.shape, job.layout)
+        groups = expert_groups(job.shape, job.layout)
         if job.layout.pp == 1 or not groups or why_not(shared, "expert_parallel") is not None:
             return [1]
         in_a_node = [size for size in groups if size <= job.gpus_per_node]
@@ -608,7 +603,7 @@ def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
         return
     everything = ParallelLayout(dp_shard=gpus)
     reason = _why_no_experts(request)
-    if reason is None and gpus > 1 and not _native_groups(request.shape, everything):
+    if reason is None and gpus > 1 and not expert_groups(request.shape, everything):
         reason = (
             f"expert parallelism: no number of ranks divides both the {gpus} GPUs and the {request.shape.moe.experts} "
             "experts of a layer"

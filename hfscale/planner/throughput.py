@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from hfscale.facts.schedules import idle_relative_to_1f1b
-from hfscale.planner.experts import expert_exchange_s, gathered_share, kept_share, layer_parameters
+from hfscale.planner.experts import expert_exchange_s, gathered_share, kept_share, layer_parameters, owners
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
@@ -234,10 +234,9 @@ def _layer_gather_s(job: Job, network: Network, shard: Group, bytes_per_paramete
     experts *= gathered_share(job)
     if job.expert_parallel == 1:
         return network.gather_s(bytes_per_parameter * (dense + experts), shard)
-    owners = Group(size=shard.size // job.expert_parallel, stride=shard.stride * job.expert_parallel)
-    return network.gather_s(bytes_per_parameter * dense, shard) + network.gather_s(
-        bytes_per_parameter * experts, owners
-    )
+    stride = job.expert_parallel * (1 if job.spreads_experts else shard.stride)
+    same = Group(size=int(owners(job, shard.size)), stride=stride)
+    return network.gather_s(bytes_per_parameter * dense, shard) + network.gather_s(bytes_per_parameter * experts, same)
 
 
 def _weight_bytes(job: Job) -> float:

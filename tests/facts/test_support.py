@@ -253,9 +253,6 @@ CASES = {
     "plans of expert parallelism with tensor or context parallelism": lambda c: [
         planned(layout={"tp": 2, "dp_shard": 4}, expert_parallel=4, zero=3),
     ],
-    "plans of `ParallelTrainer` with expert and tensor parallelism": lambda c: [
-        planned(layout={"pp": 2, "tp": 2, "dp_shard": 2}, expert_parallel=2, zero=3),
-    ],
     "plans of expert parallelism without sharded parameters": lambda c: [
         planned(layout={"dp_replicate": 8}, expert_parallel=8, zero=1)
     ],

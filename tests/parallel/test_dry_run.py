@@ -1,14 +1,20 @@
 """The dry run: what the ranks of a simulated world hold adds up to the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from parallel_world import empty_causal_lm, in_world, tiny_config
+from planner_jobs import job as planned_job
 from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hfscale.errors import UsageError
+from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.stages import StagePlan
+from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.memory import GIB, memory_of, state_bytes
 
 SIZES = {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128}
 
@@ -99,3 +105,60 @@ def test_spread_experts_are_counted_once_and_gathered_by_the_ranks_that_share_th
         for spread, share in ((four, 1 / 4), (sixteen, 1 / 16)):
             saved = (alone[rank]["gathered"] - spread[rank]["gathered"]) * 2**30
             assert saved == pytest.approx((2 + 4) * layers * of_a_layer * (1 - share))
+
+
+PLANNED = {
+    "hidden_size": 256,
+    "num_experts": 16,
+    "moe_intermediate_size": 192,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 32,
+}
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 1, "ep": 4}, {"tp": 2, "ep": 4}, {"tp": 4, "ep": 4}, {"tp": 4, "ep": 16}])
+def test_the_planner_counts_what_the_ranks_of_spread_experts_hold(sizes):
+    """States and what is gathered of them, on the fullest rank of four stages of 16 ranks."""
+    job = {"ranks": 64, "pp": 4, "schedule": "1F1B", "family": "qwen3_moe", "model": PLANNED, **sizes}
+    (ranks,) = in_world(1, simulate, [job])
+    layout = decide_layout(64, pp=4, tp=sizes["tp"])
+    run = planned_job(
+        shape=ModelShape.from_config(tiny_config("qwen3_moe", **(SIZES | PLANNED)).to_dict()),
+        **{axis: getattr(layout, axis) for axis in ("dp_shard", "tp", "pp")},
+        seq_len=32,
+        global_batch=8 * layout.dp_shard,
+        expert_parallel=sizes["ep"],
+    )
+    run.check()
+    hf = find_framework("hf")
+    states = state_bytes(run, hf)
+    fullest = max(ranks, key=lambda rank: rank["total"])
+    assert states.parameters + states.gradients + states.optimizer == pytest.approx(fullest["states"] * GIB, rel=0.03)
+    lean = memory_of(replace(run, sequence_parallel=False), hf, replace(shared_constants(), fragmentation=1.0))
+    assert lean.buffers == pytest.approx(fullest["gathered"], rel=0.03)
+    assert lean.activations == pytest.approx(fullest["activations"], rel=0.03)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_planner_counts_spread_experts_that_do_not_divide(cp):
+    """Six experts of two ranks, and those of each over more ranks than experts: FSDP2 divides them by columns."""
+    model = PLANNED | {"num_experts": 6}
+    job = {"ranks": 64, "pp": 4, "tp": 2, "cp": cp, "ep": 2, "schedule": "1F1B", "family": "qwen3_moe", "model": model}
+    (ranks,) = in_world(1, simulate, [job])
+    run = planned_job(
+        shape=ModelShape.from_config(tiny_config("qwen3_moe", **(SIZES | model)).to_dict()),
+        dp_shard=8 // cp,
+        tp=2,
+        cp=cp,
+        pp=4,
+        seq_len=32,
+        global_batch=64,
+        expert_parallel=2,
+    )
+    states = state_bytes(run, find_framework("hf"))
+    found = max(rank["states"] for rank in ranks) * GIB
+    assert states.parameters + states.gradients + states.optimizer == pytest.approx(found, rel=0.03)

@@ -17,7 +17,7 @@ from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.families import FAMILIES
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.models import find_model
-from hfscale.planner.activations import kept_and_working, micro_batches_in_flight
+from hfscale.planner.activations import exchange_bytes, kept_and_working, micro_batches_in_flight
 from hfscale.planner.advice import assumptions
 from hfscale.planner.emit import emit
 from hfscale.planner.estimate import estimate_job
@@ -28,9 +28,11 @@ from hfscale.planner.experts import (
     kept_share,
     layer_parameters,
     nodes_of_a_token,
+    owners,
 )
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import strategy_of
+from hfscale.planner.kernels import Rates, layer_forward
 from hfscale.planner.memory import state_bytes
 from hfscale.planner.network import Group, Network
 from hfscale.planner.search import PlanRequest, layouts
@@ -274,7 +276,11 @@ class TestOfTransformers:
             ({"expert_parallel": 32}, LayoutError, "does not divide the 16 ranks that share one replica .*: use 16"),
             ({"dp_replicate": 16, "dp_shard": 1, "zero": 1}, LayoutError, "expert_parallel 8 with zero 1"),
             ({"dp_shard": 8, "tp": 2}, LayoutError, "with tensor or context parallelism"),
-            ({"dp_shard": 8, "tp": 2, "pp": 2}, LayoutError, "planned on data-parallel ranks alone"),
+            (
+                {"tp": 4, "pp": 2, "dp_shard": 8, "expert_parallel": 2},
+                LayoutError,
+                "expert_parallel is 2, .* the 32 ranks .* .a stage of it., or is no multiple of tp 4: use 1",
+            ),
             ({"offload": "full"}, UsageError, "offload is planned with DeepSpeed"),
             ({"method": "qlora"}, UsageError, "4-bit experts"),
             (
@@ -293,6 +299,35 @@ class TestOfTransformers:
         assert run.job.expert_parallel == 8
         attention = QWEN.lora_parameters(16, ["q_proj", "k_proj", "v_proj", "o_proj"])
         assert run.memory.parameters == pytest.approx((2 * QWEN.total_parameters + 4 * attention) / 8 / 2**30)
+
+    def test_tensor_parallel_ranks_have_other_experts_and_send_a_part_of_the_tokens(self):
+        """Four ranks that share matrices and tokens, in two stages, compared with four that share nothing."""
+        options = {"pp": 2, "expert_imbalance": 1.0, "activation_checkpointing": "full", "global_batch": 64}
+        split = qwen(tp=4, dp_shard=2, sequence_parallel=True, **options)
+        apart = qwen(dp_shard=8, **options)
+        split.check()
+        hf = find_framework("hf")
+        dense, experts = layer_parameters(split)
+        assert (4 * dense, experts) == pytest.approx(layer_parameters(apart))
+        assert (owners(split, 2), owners(apart, 8)) == (1, 1)
+        states = [state_bytes(run, hf) for run in (split, apart)]
+        assert states[0].optimizer == pytest.approx(states[1].optimizer, rel=1e-6)
+        exchanged = [expert_exchange_s(run, NETWORK, 0.0) for run in (split, apart)]
+        assert exchanged[0] == pytest.approx(exchanged[1] / 4)
+        # Of the exchange each has a quarter too.
+        assert exchange_bytes(split) == pytest.approx(exchange_bytes(apart) / 4)
+        rates = Rates(split, hf, shared_constants())
+        products = [layer_forward(run, hf, shared_constants(), rates).matmul for run in (split, apart)]
+        assert products[1] / 4 <= products[0] < products[1]
+
+    def test_expert_and_tensor_parallelism_are_searched_together(self):
+        found = plan("qwen3-235b-a22b", gpu="H100-80GB", gpus=128, seq_len=4096, global_batch=512, top=1000)
+        jobs = [choice.estimate.job for choice in found.choices]
+        both = {(run.layout.tp, run.expert_parallel) for run in jobs if run.layout.tp > 1 and run.expert_parallel > 1}
+        assert both
+        assert all(ep % tp == 0 for tp, ep in both)
+        for run in jobs:
+            run.check()
 
     def test_the_layout_of_a_plan_can_be_estimated(self):
         found = plan("qwen3-30b-a3b", gpu="H100-80GB", gpus=16, top=50)
@@ -388,16 +423,17 @@ class TestSearch:
         """Experts that each rank of a stage would gather, and keep for a step, are spread over a node's ranks."""
         found = plan("qwen3-235b-a22b", gpu="H100-80GB", gpus=128, global_batch=512, top=1000)
         staged = [(n, c.estimate) for n, c in enumerate(found.choices, 1) if c.estimate.job.layout.pp > 1]
-        number, best = next((n, e) for n, e in staged if e.job.expert_parallel > 1)
-        assert best.time.total == min(e.time.total for _, e in staged)
+        assert min((e.time.total, e.job.expert_parallel) for _, e in staged)[1] > 1
+        number, best = next((n, e) for n, e in staged if e.job.expert_parallel > 1 and e.job.layout.tp > 1)
         best.job.check()
         alone = estimate_job(replace(best.job, expert_parallel=1))
         assert alone.memory.total > best.memory.total
         assert found.choices[number - 1].to_dict()["recipe"] == "recipes/tp_pp/train.py"
         emit(found, tmp_path, number=number)
         flags = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
-        sizes = ("pp_size", "dp_shard_size", "ep_size")
+        sizes = ("tp_size", "pp_size", "dp_shard_size", "ep_size")
         assert [flags[size] for size in sizes] == [
+            best.job.layout.tp,
             best.job.layout.pp,
             best.job.layout.dp_shard,
             best.job.expert_parallel,
