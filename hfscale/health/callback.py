@@ -77,7 +77,8 @@ class CommHealthCallback(AdapterCallback):
     that the others wait for, with every rank's stacks in `hfscale_hang/`. At each log the ranks exchange one vector,
     which shows stragglers, ranks that wait for data, replicas that differ and GPUs that throttle. Losses are checked
     for NaN, infinity and spikes. With `replay_every_steps` the first micro-batch of every N-th step is computed twice
-    and compared bit by bit, which finds silent data corruption (`hfscale.health.replay`). See `hfscale.health`.
+    and compared bit by bit, and weights and states of the optimizer are hashed while nothing writes them, which finds
+    silent data corruption (`hfscale.health.replay`). See `hfscale.health`.
 
     | metric key | unit | meaning |
     |---|---|---|
@@ -86,7 +87,7 @@ class CommHealthCallback(AdapterCallback):
     | `gpu/power_w` | W | mean power of a GPU |
     | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |
     | `health/replay_mismatches` | replays | with `replay_every_steps`: replays so far that gave another result |
-    | `health/replay_s` | s | with `replay_every_steps`: time of this rank in replays since the previous log |
+    | `health/replay_s` | s | with `replay_every_steps`: time in replays and hashes since the previous log |
 
     Args:
         preflight (`bool`): whether ranks check each other before the first step.

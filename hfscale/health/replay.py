@@ -8,6 +8,9 @@ by a third computation, and left out from then on.
 outputs of all modules that have no modules inside, their gradients, and the gradients of parameters before their
 reduction. Where ranks depend on each other within a micro-batch, what they send is compared too, and the rank on which
 the earliest value differs is named.
+
+What both computations use is compared by hashes: `state_hashes` compares the weights and the states of the optimizer
+of a rank with what they were, and `replica_hashes` with those of other ranks.
 """
 
 import socket

@@ -1,7 +1,7 @@
 """Compares what must be equal on several ranks, bit by bit: weights, and the state of their optimizer.
 
-A wrong bit in a weight or in a state of the optimizer is not seen by a replay, because both computations use it. Where
-another rank holds the same values, it is seen here.
+A weight or a state of the optimizer that an update has made wrong is not seen by a replay, because both computations
+use it, and not by `state_hashes`, because it has been written. Where another rank holds the same, it is seen here.
 
 | layout | what is compared |
 |---|---|
