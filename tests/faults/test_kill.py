@@ -126,7 +126,9 @@ def chains(crash_server, tmp_path):  # noqa: F811
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("strategy", ["single", "ddp", pytest.param("fsdp2", marks=pytest.mark.recipes)])
+@pytest.mark.parametrize(
+    "strategy", ["single", *(pytest.param(name, marks=pytest.mark.recipes) for name in ("ddp", "fsdp2"))]
+)
 def test_repeatedly_killed_runs(chains, strategy):
     chains(strategy).run(QUICK[strategy])
 

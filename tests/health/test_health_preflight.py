@@ -233,6 +233,7 @@ def test_the_deadline_of_a_training_grows_with_the_number_of_nodes():
     assert deadline_s(128) > 120.0
 
 
+@pytest.mark.faults
 @pytest.mark.world(4)
 def test_ranks_that_come_up_slowly_are_not_refused():
     """They arrive within 15 seconds; the limit is less, and counts from the last arrival."""

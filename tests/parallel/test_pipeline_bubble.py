@@ -94,6 +94,7 @@ def measured(job):
 
 
 @pytest.mark.timing
+@pytest.mark.faults
 def test_the_measurement_is_close_to_the_formula(tmp_path):
     """The measurement includes the wait of ranks that finish first; without it, it is 0.76 of the formula."""
     (found,) = in_world(4, measured, [("1F1B", str(tmp_path))])

@@ -487,21 +487,18 @@ class TestTable:
 
 
 @pytest.mark.timing
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("llama-3.1-70b", "--gpu", "H100-80GB", "--gpus", "512"),
-        ("llama-3.1-405b", "--gpu", "RTX4090", "--gpus", "64"),  # nothing fits, on twice as many GPUs neither
-        ("deepseek-v3", "--gpu", "H100-80GB", "--gpus", "64"),  # nothing fits
-        ("llama-3.1-405b", "--gpu", "H100-80GB", "--gpus", "16384", "--seq-len", "8192"),
-    ],
-)
-def test_a_plan_takes_half_the_cpu_time_of_importing_torch(argv):
+def test_a_plan_takes_half_the_cpu_time_of_importing_torch():
     def cpu_s(*words):
         before = psutil.Process().cpu_times()
         subprocess.run([sys.executable, *words], check=False, capture_output=True, timeout=60)
         after = psutil.Process().cpu_times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    planned = min(cpu_s("-m", "hfscale", "plan", *argv) for _ in range(2))
-    assert planned <= 0.5 * min(cpu_s("-c", "import torch") for _ in range(2))
+    limit_s = 0.5 * min(cpu_s("-c", "import torch") for _ in range(2))
+    for argv in (
+        ("llama-3.1-70b", "--gpu", "H100-80GB", "--gpus", "512"),
+        ("llama-3.1-405b", "--gpu", "RTX4090", "--gpus", "64"),  # nothing fits, on twice as many GPUs neither
+        ("deepseek-v3", "--gpu", "H100-80GB", "--gpus", "64"),  # nothing fits
+        ("llama-3.1-405b", "--gpu", "H100-80GB", "--gpus", "16384", "--seq-len", "8192"),
+    ):
+        assert min(cpu_s("-m", "hfscale", "plan", *argv) for _ in range(2)) <= limit_s, argv

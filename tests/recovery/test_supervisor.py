@@ -230,6 +230,7 @@ def test_an_error_that_would_come_back_is_not_tried_again(tmp_path):
     assert "UsageError: no such file" in done.stderr
 
 
+@pytest.mark.recipes
 def test_a_trainer_that_cannot_be_made_is_not_tried_again(tmp_path):
     """A real launch: with this config accelerate starts one process, which would train alone."""
     config, script = tmp_path / "config.yaml", tmp_path / "train.py"

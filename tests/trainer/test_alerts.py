@@ -246,25 +246,33 @@ def test_messages_beyond_the_limit_are_dropped_and_counted(monkeypatch):
         sender.stop()
 
 
-def test_the_process_waits_for_the_last_message_but_not_for_long(tmp_path):
-    script = (
+def test_the_process_waits_for_the_last_message_but_not_for_long():
+    script = (  # a process for each line of seconds; they share the imports
+        "import os, sys\n"
         "from hfscale.core.alarms import END, raise_alarm\n"
         "from hfscale.trainer import alerts\n"
-        "import sys\n"
-        "alerts.END_S = float(sys.argv[2])\n"
-        "sender = alerts._Sender(sys.argv[1], run='run')\n"
-        "raise_alarm(END, 'it ends', step=1)\n"
+        "for line in sys.stdin:\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        alerts.END_S = float(line)\n"
+        "        sender = alerts._Sender(sys.argv[1], run='run')\n"
+        "        raise_alarm(END, 'it ends', step=1)\n"
+        "        sys.exit()\n"
+        "    print('ended', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
     )
-
-    def ended(url, seconds):
-        command = [sys.executable, "-c", script, url, seconds]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
     with receiving() as receiver:
-        assert ended(receiver.url, "60").returncode == 0
-        assert [one["text"] for one in receiver.messages] == ["it ends"]
-        receiver.may_answer.clear()
-        assert ended(receiver.url, "0.1").returncode == 0
+        command = [sys.executable, "-c", script, receiver.url]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as processes:
+
+            def ending(seconds):
+                processes.stdin.write(f"{seconds}\n")
+                processes.stdin.flush()
+                return next(line for line in processes.stdout if line.startswith("ended"))  # others are of imports
+
+            assert ending(60) == "ended 0\n"
+            assert [one["text"] for one in receiver.messages] == ["it ends"]
+            receiver.may_answer.clear()
+            assert ending(0.1) == "ended 0\n"
 
 
 def test_after_the_training_nothing_is_sent(tmp_path):
