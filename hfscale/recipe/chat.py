@@ -200,8 +200,8 @@ def _check_end_of_turn(labels: Sequence[int], tokenizer: PreTrainedTokenizerBase
     trained = [label for label in labels if label != IGNORED]
     if not set(trained[-2:]) & {*tokenizer.get_added_vocab().values(), tokenizer.eos_token_id}:
         logger.warning(
-            "the first sample's trained tokens end in %r, not in a special token: the model does not learn to end its "
-            "turns (put the token into {%% generation %%}, or give another --chat_template)",
+            "the first sample's trained tokens end in %r, not in a special token, so that the model does not learn to "
+            "end its turns (put the token into {%% generation %%}, or give another --chat_template)",
             tokenizer.decode(trained[-5:]),
         )
 

@@ -1,6 +1,9 @@
 """Secrets are removed from text, and nothing else is."""
 
+import ast
+
 import pytest
+from conftest import REPOSITORY
 
 from hfscale.checkpoint.store import read_status, write_status
 from hfscale.core.redaction import MASK, is_secret_name, redact, redact_argv, redact_json
@@ -99,3 +102,29 @@ def test_the_value_after_a_secret_flag_is_removed():
         "gpt2",
         "--push_to_hub",
     ]
+
+
+def messages_of_package():
+    """Each text with a space in the code of the package, with words in place of its values, and where it stands."""
+    for path in sorted((REPOSITORY / "hfscale").rglob("*.py")):
+        if path.name == "redaction.py":  # its patterns
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        formatted = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        others = {part for node in formatted for part in node.values}
+        others |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings
+        plain = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in others]
+        for node in formatted + plain:
+            values = node.values if isinstance(node, ast.JoinedStr) else [node]
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "value" for part in values)
+            if " " in text:
+                yield f"{path.relative_to(REPOSITORY)}:{node.lineno}", text
+
+
+def test_no_message_of_the_package_is_taken_for_a_secret():
+    """ "no special token: the model" would lose a word."""
+    served = "this page needs its token: open it once with ?token=TOKEN\n"
+    changed = [
+        where for where, text in messages_of_package() if text != served and redact(text, NO_ENVIRONMENT) != text
+    ]
+    assert changed == []
