@@ -41,9 +41,9 @@ from hfscale.trainer.state import model_of
 logger = get_logger(__name__)
 _MAX_NAMED = 3
 
-Identity = tuple[int, int, torch.Size, torch.dtype]
-"""Address, version, shape and type: they stay the same as long as nothing writes a tensor or puts another one in its
-place."""
+Identity = tuple[int, int, int, torch.Size, torch.dtype]
+"""Address, versions, shape and type: they stay the same as long as nothing writes a tensor or puts another one in its
+place. A DTensor and its local tensor have a version each, and count other writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,7 @@ class StateHashes:
             step (`int`): the steps that have been taken.
         """
         known = {}
-        for name, tensor, is_frozen in self._tensors():
-            identity = _identity(tensor)
+        for name, tensor, identity, is_frozen in self._tensors():
             before = self._known.get(name)
             if not is_frozen or before is None or before.identity != identity:
                 before = _Known(identity=identity, hash=bit_hash(tensor), step=step)
@@ -128,11 +127,11 @@ class StateHashes:
         """Return the names of what has another hash and was not written."""
         hashes = {}
         written = []
-        for name, tensor, _ in self._tensors():
+        for name, tensor, identity, _ in self._tensors():
             known = self._known.get(name)
             if known is None:
                 continue
-            if known.identity == _identity(tensor):
+            if known.identity == identity:
                 hashes[name] = bit_hash(tensor)
             else:
                 written.append(name)
@@ -150,14 +149,15 @@ class StateHashes:
         before = _numbers([self._known[name].hash for name in hashes])
         return [name for name, one, other in zip(hashes, now, before, strict=True) if one != other]
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield what this rank holds: its name, its bits, and whether it is a frozen weight."""
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Identity, bool]]:
+        """Yield what this rank holds: its name, its bits, its identity, and whether it is a frozen weight."""
         for name, tensor, is_frozen in self._values():
-            own = own_tensor(tensor.detach())
+            own = own_tensor(tensor)  # not of `tensor.detach()`: that of a DTensor has versions of its own
             if own is None or name in self._excluded or own.is_meta or own.is_inference() or own.numel() == 0:
                 continue
             if own.layout == torch.strided:
-                yield name, own, is_frozen
+                identity = own.data_ptr(), version_of(tensor), version_of(own), own.shape, own.dtype
+                yield name, own.detach(), identity, is_frozen
 
     def _values(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         names = {}
@@ -178,10 +178,6 @@ def _innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _identity(tensor: torch.Tensor) -> Identity:
-    return tensor.data_ptr(), version_of(tensor), tensor.shape, tensor.dtype
 
 
 def _numbers(hashes: Sequence[torch.Tensor]) -> list[int]:

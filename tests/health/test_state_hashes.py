@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from parallel_world import in_world
 from peft import LoraConfig, get_peft_model
 from replay_runs import Flip, FlipsBit, flip_in_memory, run
 from tiny import logged, tiny_model, tiny_trainer
+from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, ScalingCallback
 from hfscale.errors import HealthError
 from hfscale.health import callback as health_callback
+from hfscale.health.state_hashes import StateHashes
 
 UP = "layers.1.mlp.up_proj.weight"
 STEPS = 4
@@ -173,6 +177,31 @@ def test_a_flip_in_memory_leaves_the_version_alone():
     flip_in_memory(weight, Flip(module="", bit=31, element=2))
     assert weight.tolist() == [1, 1, -1, 1, 1, 1, 1, 1]
     assert weight._version == 0
+
+
+def compare_sharded(folder):
+    """Write two sharded weights, each in its own way, and flip a bit of a third in memory; return what is reported."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    trainer = tiny_trainer(folder)
+    fully_shard(trainer.model)
+    trainer.create_optimizer()
+    states = StateHashes(trainer)
+    states.remember(3)
+    weights = dict(trainer.model.named_parameters())
+    by_operation(weights["model.norm.weight"])
+    by_operation(weights["model.layers.0.input_layernorm.weight"].to_local())
+    flip_in_memory(weights[f"model.{UP}"].to_local(), Flip(module=UP))
+    problems = [finding.problem for finding in states.compare(4, "the update", learns=False)]
+    dist.destroy_process_group()
+    return problems, states.compared
+
+
+def test_both_ways_to_write_a_sharded_weight_are_seen(tmp_path):
+    """A DTensor and its local tensor count their writes apart."""
+    ((problems, compared),) = in_world(1, compare_sharded, [str(tmp_path)])
+    assert len(problems) == 1
+    assert f"the weight model.{UP} changed in memory" in problems[0]
+    assert compared == 21 - 2
 
 
 @pytest.mark.faults
