@@ -15,7 +15,7 @@ of a rank with what they were, and `replica_hashes` with those of other ranks.
 
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from transformers import Trainer, TrainerState
 
 from hfscale.core.collectives import TRAINING
-from hfscale.core.findings import Finding
+from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
 from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
@@ -231,26 +231,11 @@ class StepReplay:
             ranks = first_ranks(keys)
         self.mismatches += 1
         step = self._trainer.state.global_step + 1
-        self._found(_findings(step, ranks, names, hosts), self._verified)
 
+        def problem(rank: int, where: str) -> str:
+            return f"step {step} gave two different results, first in {names[rank]} on {where}"
 
-def _findings(step: int, ranks: Sequence[int], names: Sequence[str | None], hosts: Sequence[str]) -> list[Finding]:
-    """Return an error for each host of the ranks that differ."""
-    found = []
-    for host in dict.fromkeys(hosts[rank] for rank in ranks):
-        own = [rank for rank in ranks if hosts[rank] == host]
-        on = f"rank {own[0]}" if len(own) == 1 else f"ranks {', '.join(map(str, own))}"
-        found.append(
-            Finding(
-                level="error",
-                check="replay",
-                problem=f"step {step} gave two different results, first in {names[own[0]]} on {on}",
-                fix=f"take {host} out of the run, and resume from an earlier checkpoint",
-                ranks=tuple(own),
-                host=host,
-            )
-        )
-    return found
+        self._found(corruption_errors("replay", ranks, hosts, problem), self._verified)
 
 
 def _not_deterministic(first: Record, second: Record) -> set[str]:

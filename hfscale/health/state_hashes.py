@@ -32,7 +32,7 @@ from transformers import Trainer
 
 from hfscale.core.bit_hash import bit_hash
 from hfscale.core.collectives import TRAINING
-from hfscale.core.findings import Finding
+from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
 from hfscale.health.replay_record import own_tensor
@@ -112,7 +112,10 @@ class StateHashes:
         if learns or (all(counts) and (len(counts) > 1 or counts[0] > 1)):
             self._exclude(wrong, next(message for message in messages if message is not None))
             return []
-        return _findings(messages, hosts)
+        ranks = [rank for rank, count in enumerate(counts) if count]
+        return corruption_errors(
+            "state", ranks, hosts, lambda rank, where: f"{messages[rank]} on {where}, and nothing has written it"
+        )
 
     def _exclude(self, names: Sequence[str], example: str) -> None:
         self._excluded.update(names)
@@ -191,23 +194,3 @@ def _numbers(hashes: Sequence[torch.Tensor]) -> list[int]:
         for index, value in zip(indices, values, strict=True):
             numbers[index] = value
     return numbers
-
-
-def _findings(messages: Sequence[str | None], hosts: Sequence[str]) -> list[Finding]:
-    """Return an error for each host of the ranks that have a message."""
-    ranks = [rank for rank, message in enumerate(messages) if message is not None]
-    found = []
-    for host in dict.fromkeys(hosts[rank] for rank in ranks):
-        own = [rank for rank in ranks if hosts[rank] == host]
-        on = f"rank {own[0]}" if len(own) == 1 else f"ranks {', '.join(map(str, own))}"
-        found.append(
-            Finding(
-                level="error",
-                check="state",
-                problem=f"{messages[own[0]]} on {on}, and nothing has written it",
-                fix=f"take {host} out of the run, and resume from an earlier checkpoint",
-                ranks=tuple(own),
-                host=host,
-            )
-        )
-    return found
