@@ -20,6 +20,7 @@ NAMES = (
     "recipe_overhead",
     "pipeline_overhead",
     "pipeline_bubble",
+    "expert_overlap",
     "preemption_overhead",
     "memory_options",
     "activations",

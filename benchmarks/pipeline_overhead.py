@@ -16,6 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +58,12 @@ def measure() -> dict[str, Any]:
     return {"summary": summary, "runs": runs}
 
 
-def _config(ep: int) -> Any:
+def tiny_config(ep: int) -> Any:
+    """Make the config of a dense model, or of a mixture of experts.
+
+    Args:
+        ep (`int`): ranks that share the experts of a layer; 1 for a dense model.
+    """
     from transformers import LlamaConfig, Qwen3MoeConfig
 
     sizes = {
@@ -73,61 +80,109 @@ def _config(ep: int) -> Any:
     return Qwen3MoeConfig(**sizes, **experts, head_dim=32)
 
 
-def worker() -> None:
-    """Run in each process of the launch."""
+def training_arguments(folder: str) -> Any:
+    """Make the arguments of a run.
+
+    Args:
+        folder (`str`): its output directory.
+    """
     from transformers import TrainingArguments
 
+    return TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        save_strategy="no",
+        disable_tqdm=True,
+        gradient_accumulation_steps=MICRO_BATCHES,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        report_to="none",
+        logging_steps=1,
+        use_cpu=not torch.cuda.is_available(),
+        dataloader_pin_memory=False,
+    )
+
+
+def random_rows(data_ranks: int) -> torch.Tensor:
+    """Draw the sequences of a run, (sequences, `LENGTH`).
+
+    Args:
+        data_ranks (`int`): ranks that have different sequences.
+    """
+    size = (STEPS * MICRO_BATCHES * ROWS * data_ranks, LENGTH)
+    return torch.randint(3, VOCAB, size, generator=torch.Generator().manual_seed(0))
+
+
+def worker() -> None:
+    """Run in each process of the launch."""
+    from hfscale import ParallelArguments
     from hfscale.parallel.stages import StagePlan
 
     ep = int(sys.argv[1])
-    config = _config(ep)
+    config = tiny_config(ep)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        args = TrainingArguments(
-            output_dir=folder,
-            max_steps=STEPS,
-            per_device_train_batch_size=ROWS,
-            save_strategy="no",
-            disable_tqdm=True,
-            gradient_accumulation_steps=MICRO_BATCHES,
-            lr_scheduler_type="constant",
-            optim="adamw_torch",
-            report_to="none",
-            logging_steps=1,
-            use_cpu=not torch.cuda.is_available(),
-            dataloader_pin_memory=False,
-        )
+        args = training_arguments(folder)
         stages = args.world_size // ep
-        rows = torch.randint(
-            3, VOCAB, (STEPS * MICRO_BATCHES * ROWS * ep, LENGTH), generator=torch.Generator().manual_seed(0)
-        )
+        rows = random_rows(ep)
         ratios, bubbles, first = [], [], []
+        parallel = ParallelArguments(pp_size=stages, ep_size=ep)
+        variants = {
+            "trainer": partial(train_with_trainer, args, rows, config, parallel),
+            "bare": partial(_bare, args, rows, config, stages),
+        }
         for pair in range(PAIRS + 1):  # the first pair warms up
-            runs = {}
-            for run in (_trainer, _bare) if pair % 2 else (_bare, _trainer):
-                dist.barrier()
-                runs[run] = run(args, rows, config, stages)
+            runs = run_pair(variants, pair)
             if pair:
-                ratios.append(round(runs[_trainer]["step_s"] / runs[_bare]["step_s"], 4))
-                bubbles.append(runs[_trainer]["bubble"])
-                first.append(runs[_trainer]["first_s"])
+                ratios.append(round(runs["trainer"]["step_s"] / runs["bare"]["step_s"], 4))
+                bubbles.append(runs["trainer"]["bubble"])
+                first.append(runs["trainer"]["first_s"])
         if dist.get_rank() == 0:
             result = {
                 "step_s_over_bare": ratios,
                 "bubble_measured": round(statistics.median(bubbles), 4),
                 "bubble_formula": round(StagePlan(pp=stages).bubble_fraction(MICRO_BATCHES), 4),
                 "first_step_s": round(statistics.median(first), 3),
-                "step_s": round(runs[_trainer]["step_s"], 3),
+                "step_s": round(runs["trainer"]["step_s"], 3),
             }
             send_result(result)
         dist.barrier()
         dist.destroy_process_group()
 
 
-def _trainer(args: Any, rows: torch.Tensor, config: Any, stages: int) -> dict[str, float]:
+def run_pair(variants: Mapping[str, Callable[[], Any]], pair: int) -> dict[str, Any]:
+    """Run two variants one after the other, in turn the one and the other first.
+
+    Args:
+        variants (`Mapping`): what to run, by name.
+        pair (`int`): the number of the pair.
+
+    Returns:
+        The results by name.
+    """
+    runs = {}
+    for name in variants if pair % 2 else reversed(variants):
+        dist.barrier()
+        runs[name] = variants[name]()
+    return runs
+
+
+def train_with_trainer(args: Any, rows: torch.Tensor, config: Any, parallel: Any) -> dict[str, float]:
+    """Train with `ParallelTrainer` and time the steps.
+
+    Args:
+        args (`TrainingArguments`): the arguments; `max_steps` is `STEPS`.
+        rows (`torch.Tensor`): tokens (sequences, length).
+        config: the model's config.
+        parallel (`ParallelArguments`): the sizes of the axes and the schedule.
+
+    Returns:
+        `step_s` and `first_s`, seconds of a step and of the first one, and `bubble`, the share in which ranks wait.
+    """
     from transformers import TrainerCallback
 
-    from hfscale import ParallelArguments, ParallelTrainer
+    from hfscale import ParallelTrainer
     from hfscale.parallel.weights import build_model
 
     class Stopwatch(TrainerCallback):
@@ -150,7 +205,7 @@ def _trainer(args: Any, rows: torch.Tensor, config: Any, stages: int) -> dict[st
         args=args,
         train_dataset=data,
         callbacks=[watch],
-        parallel=ParallelArguments(pp_size=stages, ep_size=dist.get_world_size() // stages),
+        parallel=parallel,
     )
     trainer.train()
     waits = [e["scaling/bubble_fraction"] for e in trainer.state.log_history if "scaling/bubble_fraction" in e]

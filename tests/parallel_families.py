@@ -142,6 +142,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         loss_of,
         sequence_parallel=job.get("sequence", False),
         shard_logits=job.get("shard_logits", True),
+        overlap_exchange=job.get("overlap", True),
     )
     pipeline = Pipeline(
         parallelized.stages,
@@ -151,6 +152,7 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         hidden_size=config.get_text_config().hidden_size,
         dtype=torch.float32,
         sequence_parts=parallelized.sequence_parts,
+        turns=parallelized.turns,
     )
     parallel = ParallelModel(parallelized, pipeline).train()
     local_rows = rows.chunk(shares)[mesh.data_rank]

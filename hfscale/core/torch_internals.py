@@ -1,15 +1,24 @@
 """Names of torch that have no public path and that several packages use; `hfscale.core` says why."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from torch import _C, Tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 StridedShard = _StridedShard
 without_dispatch_modes = _disable_current_modes
+dispatch_modes = _get_current_dispatch_mode_stack
 torch_bindings = _C
 
 
@@ -20,3 +29,19 @@ def version_of(tensor: Tensor) -> int:
         tensor (`torch.Tensor`): a tensor that was not made in inference mode.
     """
     return tensor._version
+
+
+@contextmanager
+def with_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Let modes of another thread see the operations of this one, which has none.
+
+    Args:
+        modes (`Sequence[TorchDispatchMode]`): what `dispatch_modes()` returned in the other thread.
+    """
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            _pop_mode(getattr(mode, "_mode_key", None))

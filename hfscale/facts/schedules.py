@@ -40,6 +40,10 @@ SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBV", "DualPipeV")
 """Schedules that compute the weights' gradients later than the inputs'. With recomputation they would keep what was
 recomputed until then."""
 
+PAIRED_PASSES = ("DualPipeV",)
+"""Schedules that pair forward passes with backward passes of other micro-batches, so that one can compute while the
+other communicates."""
+
 PLANNER_SCHEDULES: Mapping[str, str] = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",

@@ -13,6 +13,7 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `pipeline.py` | stages, and the schedules that run them |
 | `tensor.py`, `sequence.py`, `context.py` | tensor, sequence and context parallelism |
 | `experts.py` | expert parallelism |
+| `overlap.py` | the exchange of tokens for experts, overlapped with another micro-batch |
 | `losses.py`, `gradients.py` | losses, gradient sums, norms and clipping over several ranks |
 | `weights.py` | initial weights, drawn or read |
 | `checkpoints.py` | checkpoints that any layout can resume, and export for `from_pretrained` |

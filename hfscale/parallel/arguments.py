@@ -48,6 +48,11 @@ class ParallelArguments:
     pipeline_schedule: str = flag(
         "Pipeline schedule: " + ", ".join(SCHEDULES) + ".", default="1F1B", choices=tuple(SCHEDULES)
     )
+    overlap_exchange: bool = flag(
+        "With --pipeline_schedule DualPipeV and --ep_size: one micro-batch computes while tokens of another one are "
+        "sent to their experts (recipes/tp_pp).",
+        default=True,
+    )
     virtual_stages: int | None = flag("Stages per pipeline rank, for the schedules that take several.")
     dry_run: int | None = flag(
         "Do not train: build the program of this many ranks without weights or GPUs, print memory and schedule."

@@ -36,6 +36,7 @@ from hfscale.errors import UnsupportedModelError
 from hfscale.facts.experts import DISPATCH_STYLE, expert_rules
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.mesh import ParallelMesh, local_tensor
+from hfscale.parallel.overlap import Turns, register_overlapped_exchange
 from hfscale.parallel.tensor import PackedParameter
 from hfscale.trainer.expert_adapters import is_wrapped_parameter
 
@@ -106,22 +107,26 @@ def is_of_experts(name: str, plan: Mapping[str, str]) -> bool:
     return any(plain == root or plain.startswith(f"{root}.") for root in roots)
 
 
-def apply_expert_parallel(model: nn.Module, plan: Mapping[str, str], mesh: ParallelMesh) -> None:
+def apply_expert_parallel(
+    model: nn.Module, plan: Mapping[str, str], mesh: ParallelMesh, *, turns: Turns | None = None
+) -> None:
     """Keep this rank's experts of every layer, in place, and let the layers exchange tokens for the others.
 
     Args:
         model (`nn.Module`): a model that may lack the modules of other stages.
         plan (`Mapping`): the result of `expert_parallel_plan` for the unsplit model.
         mesh (`ParallelMesh`): all ranks.
+        turns (`Turns`, *optional*): has the exchange of one pass overlap with another pass; absent: a pass waits.
     """
     from transformers.distributed.expert_parallel import apply_expert_parallelism  # absent before 5.21
 
     assert mesh.expert_mesh is not None  # expert parallelism is asked for
     present = {name for items in (model.named_parameters(), model.named_modules()) for name, _ in items}
     own = {name: style for name, style in plan.items() if name in present}
+    exchange = "all_to_all" if turns is None else register_overlapped_exchange(turns)
     if own:
         apply_expert_parallelism(
-            model, mesh.expert_mesh["ep"], mesh.device_mesh["tp"], own, ep_implementation="all_to_all"
+            model, mesh.expert_mesh["ep"], mesh.device_mesh["tp"], own, ep_implementation=exchange
         )
 
 

@@ -13,6 +13,7 @@ layers are assigned to stages: its mean over layers, micro-batches and data para
 once per accumulated micro-batch.
 """
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +238,7 @@ class RouterBalanceLoss:
         self._coefficient = coefficient
         self._top_k = config.num_experts_per_tok
         self._layers = sum(isinstance(m, recorder.target_class) for m in model.modules())
-        self._logits: list[torch.Tensor] | None = None
+        self._recorded = threading.local()  # another thread may recompute activations meanwhile
         self._gather_sequence = gather_sequence
         self.micro_batches = 1
         """Micro-batches of the step that contain labels."""
@@ -254,12 +255,13 @@ class RouterBalanceLoss:
                 module.register_forward_hook(self._record)
 
     def _record(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._logits is not None:  # None while activations are recomputed
-            self._logits.append(output[self._recorder.index] if isinstance(output, tuple) else output)
+        logits = getattr(self._recorded, "logits", None)
+        if logits is not None:  # None while activations are recomputed
+            logits.append(output[self._recorder.index] if isinstance(output, tuple) else output)
 
     def start_forward(self) -> None:
         """Start recording; to be called before a stage's forward."""
-        self._logits = []
+        self._recorded.logits = []
 
     def finish_forward(
         self, attention_mask: torch.Tensor | None, labels: torch.Tensor | None, batch: int
@@ -274,8 +276,8 @@ class RouterBalanceLoss:
         Returns:
             A scalar; 0 where all labels are ignored.
         """
-        recorded = self._logits or []
-        self._logits = None
+        recorded: list[torch.Tensor] = self._recorded.logits
+        self._recorded.logits = None
         if self._gather_sequence is not None:
             recorded = [self._gather_sequence(r.reshape(batch, -1, r.shape[-1]), 1).flatten(0, 1) for r in recorded]
         losses = [

@@ -24,6 +24,7 @@ from hfscale.parallel.gradients import TiedWeight
 from hfscale.parallel.key_value_heads import apply_shared_heads, plan_shared_heads
 from hfscale.parallel.losses import RouterBalanceLoss, VocabParallelLoss, keep_logits_sharded
 from hfscale.parallel.mesh import ParallelMesh
+from hfscale.parallel.overlap import Turns
 from hfscale.parallel.partition import (
     IdentityStage,
     ModelStructure,
@@ -82,6 +83,8 @@ class ParallelizedModel:
     """Splits sequences over the context parallel ranks; None without context parallelism."""
     expert_layers: dict[str, int]
     """The number of experts of each module of experts in the unsplit model, by name."""
+    turns: Turns | None
+    """The turns of two passes that the schedule pairs, where the exchange of tokens for experts overlaps with them."""
 
     @property
     def sequence_multiple(self) -> int:
@@ -104,6 +107,7 @@ def parallelize_model(
     fill: WeightFiller | None = None,
     sequence_parallel: bool = False,
     shard_logits: bool = True,
+    overlap_exchange: bool = True,
 ) -> ParallelizedModel:
     """Reduce a model, in place, to the modules and shards that this rank holds. Call it on every rank.
 
@@ -120,6 +124,8 @@ def parallelize_model(
             stays without memory.
         sequence_parallel (`bool`): whether tensor parallel ranks keep a part of the sequence each between blocks.
         shard_logits (`bool`): whether each of them keeps its part of the logits, where the model's loss allows it.
+        overlap_exchange (`bool`): whether the exchange of tokens for experts overlaps with computation, where the
+            schedule runs a forward and a backward pass as a pair.
 
     Returns:
         The parallelized model.
@@ -149,6 +155,7 @@ def parallelize_model(
         plan_sequence_parallel(model, structure, tensor_plan) if sequence_parallel and tensor_plan else None
     )
     sequence_parts = mesh.layout.tp if sequence_plan is not None else 1
+    turns = Turns() if expert_plan and overlap_exchange and plan.pairs_passes else None
     specs = partition_by_cost(*layer_costs(model, structure), plan.stages)
     own_specs = [specs[index] for index in plan.stages_of(mesh.pp_rank)]
 
@@ -169,7 +176,7 @@ def parallelize_model(
     summed_blocks = sequence_plan.sharded if sequence_plan is not None else ()
     apply_shared_heads(model, shared_heads, tp_mesh, summed_blocks=summed_blocks)
     if expert_plan:
-        apply_expert_parallel(model, expert_plan, mesh)
+        apply_expert_parallel(model, expert_plan, mesh, turns=turns)
         # The adapters of an expert get their gradient on the ranks that hold the expert.
         partial_gradients |= {
             n for n, _ in model.named_parameters() if ".lora_" in n and is_of_experts(n, expert_plan)
@@ -224,6 +231,7 @@ def parallelize_model(
         vocab_loss=vocab_loss,
         context=context,
         expert_layers=layers_with_experts,
+        turns=turns,
     )
 
 

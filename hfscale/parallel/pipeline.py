@@ -1,8 +1,10 @@
 """A rank's pipeline stages, run over the micro-batches of a step by torch's schedules, and how long they wait."""
 
 import statistics
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.schedules import SCHEDULES
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
+from hfscale.parallel.overlap import Deferred, Pairs, Turns, value_of
 from hfscale.parallel.partition import ModelStructure, StageSpec
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.collector import Columns
@@ -164,10 +167,15 @@ class Stage(nn.Module):
         self._balance = balance
         self._balance_losses: list[torch.Tensor] = []
         self._left = 0
-        self.computes_micro_batch = False
-        """Whether the forward of one of the micro-batches of `start_step` is running."""
+        self._computing_thread: int | None = None
         if balance is not None:
             balance.watch(self)
+
+    @property
+    def computes_micro_batch(self) -> bool:
+        """Whether this thread is running the forward of one of the micro-batches of `start_step`; another thread may
+        recompute activations meanwhile."""
+        return self._computing_thread == threading.get_ident()
 
     def start_step(self, micro_batches: int) -> None:
         """Prepare for the forwards of a training step.
@@ -188,12 +196,13 @@ class Stage(nn.Module):
         Returns:
             Hidden states, (rows, sequence, hidden), or the last stage's loss, a scalar.
         """
-        self.computes_micro_batch = self.training and self._left > 0
+        if self.training and self._left > 0:
+            self._computing_thread = threading.get_ident()
         self._left -= 1
         try:
             return self._run(hidden, inputs)
         finally:
-            self.computes_micro_batch = False
+            self._computing_thread = None
 
     def _run(self, hidden: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         if self._stage_hidden_states is not None and not self.spec.is_first:
@@ -247,6 +256,8 @@ class Pipeline:
         hidden_size (`int`): width of the hidden states that stages exchange.
         dtype (`torch.dtype`): their type.
         sequence_parts (`int`): into how many parts sequence parallelism splits them; 1 without.
+        turns (`Turns`, *optional*): the turns that passes take which the schedule pairs; absent: torch runs one after
+            the other.
     """
 
     def __init__(
@@ -259,6 +270,7 @@ class Pipeline:
         hidden_size: int,
         dtype: torch.dtype,
         sequence_parts: int = 1,
+        turns: Turns | None = None,
     ) -> None:
         self.stages = list(stages)
         self.plan = plan
@@ -267,6 +279,7 @@ class Pipeline:
         self.hidden_size = hidden_size
         self.dtype = dtype
         self.sequence_parts = sequence_parts
+        self.turns = turns
         self.clock = BusyClock(device)
         self._schedules: OrderedDict[tuple[int, int, int], Any] = OrderedDict()
 
@@ -392,7 +405,7 @@ class Pipeline:
         return self._sum(losses)
 
     def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        losses = [*losses, *(loss for stage in self.stages for loss in stage.take_balance_losses())]
+        losses = [*map(value_of, losses), *(loss for stage in self.stages for loss in stage.take_balance_losses())]
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach().float() for loss in losses]).sum()
@@ -406,12 +419,17 @@ class Pipeline:
             if len(self._schedules) == _CACHED_SCHEDULES:
                 self._schedules.popitem(last=False)
             stages = [self._torch_stage(stage, rows, length) for stage in self.stages]
-            self._schedules[key] = TORCH_SCHEDULES[self.plan.schedule](
+            schedule = TORCH_SCHEDULES[self.plan.schedule](
                 stages[0] if SCHEDULES[self.plan.schedule] == "line" else stages,
                 n_microbatches=micro_batches,
                 loss_fn=lambda output, target: output,
                 scale_grads=False,  # the loss is already normalised by the tokens of the whole step
             )
+            if self.turns is not None:
+                pairs = Pairs(self.turns, schedule.pipeline_order[dist.get_rank(self.group)], self.device)
+                for stage in stages:
+                    stage.pairs = pairs
+            self._schedules[key] = schedule
         self._schedules.move_to_end(key)
         return self._schedules[key]
 
@@ -419,7 +437,7 @@ class Pipeline:
         """Return the shape of what one stage sends to the next, (rows, sequence / sequence_parts, hidden)."""
         return rows, length // self.sequence_parts, self.hidden_size
 
-    def _torch_stage(self, stage: Stage, rows: int, length: int) -> PipelineStage:
+    def _torch_stage(self, stage: Stage, rows: int, length: int) -> "TimedStage":
         """Make a stage for torch's schedules. Its shapes are given, so that torch need not run the model."""
         hidden = torch.empty(self._hidden_shape(rows, length), dtype=self.dtype, device="meta", requires_grad=True)
         tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
@@ -480,28 +498,43 @@ class BusyClock:
 
 
 class TimedStage(PipelineStage):
-    """A stage that times its computation: everything except waiting for its neighbours."""
+    """A stage that times its computation: everything except waiting for its neighbours.
+
+    Where the schedule pairs passes, a forward pass runs together with the backward pass that torch calls next.
+    """
 
     clock: BusyClock
+    pairs: Pairs | None = None
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of one micro-batch and add its time to `busy`."""
-        start = self.clock.now()
-        output = super().forward_one_chunk(*args, **kwargs)
-        self.clock.add("busy", start)
-        return output
+        run = partial(super().forward_one_chunk, fwd_chunk_id, *args, **kwargs)
+        if self.pairs is not None and self.pairs.has(self.stage_index, fwd_chunk_id):
+            return self.pairs.defer(run)
+        return self._timed(run)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """Take the output of another stage of this rank, also one that is computed later."""
+        take = super().set_local_fwd_input
+        if isinstance(prev_stage_outputs, Deferred):
+            prev_stage_outputs.when_done(lambda output: take(output, mb_index))
+        else:
+            take(prev_stage_outputs, mb_index)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run the backward pass of one micro-batch, or its part for the inputs, and add its time to `busy`."""
-        start = self.clock.now()
-        super().backward_one_chunk(*args, **kwargs)
-        self.clock.add("busy", start)
+        run = partial(super().backward_one_chunk, bwd_chunk_id, value_of(loss), *args, **kwargs)
+        self._timed(run if self.pairs is None else partial(self.pairs.run_backward, run))
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Run the part for the weights of one micro-batch's backward pass and add its time to `busy`."""
+        self._timed(partial(super().backward_weight_one_chunk, *args, **kwargs))
+
+    def _timed(self, run: Callable[[], Any]) -> Any:
         start = self.clock.now()
-        super().backward_weight_one_chunk(*args, **kwargs)
+        result = run()
         self.clock.add("busy", start)
+        return result
 
 
 class StageTimes:

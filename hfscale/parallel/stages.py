@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from hfscale.errors import LayoutError, ParameterError
-from hfscale.facts.schedules import SCHEDULES, bubble_fraction, in_flight, rank_of_stage, supports
+from hfscale.facts.schedules import PAIRED_PASSES, SCHEDULES, bubble_fraction, in_flight, rank_of_stage, supports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,11 @@ class StagePlan:
     def stages(self) -> int:
         """Number of stages of the whole pipeline."""
         return self.pp * self.per_rank
+
+    @property
+    def pairs_passes(self) -> bool:
+        """Whether the schedule pairs forward passes with backward passes."""
+        return self.pp > 1 and self.schedule in PAIRED_PASSES
 
     def rank_of(self, stage: int) -> int:
         """Return the pipeline rank that holds a stage, both counted from 0."""

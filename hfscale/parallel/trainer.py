@@ -111,6 +111,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             fill=partial(_fill_weights, seed=args.seed, weights_from=weights_from),
             sequence_parallel=parallel.sequence_parallel,
             shard_logits=kwargs.get("compute_loss_func") is None,
+            overlap_exchange=parallel.overlap_exchange,
         )
         super().__init__(model, args, *positional, **kwargs)
         if self.parallelized.vocab_loss is not None and self.label_smoother is not None:
@@ -130,6 +131,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             hidden_size=causal_lm.config.get_text_config().hidden_size,
             dtype=torch.bfloat16 if args.bf16 else causal_lm.dtype,
             sequence_parts=self.parallelized.sequence_parts,
+            turns=self.parallelized.turns,
         )
         self.parallel_model = ParallelModel(self.parallelized, self.pipeline)
         self._buffered_batches: list[dict[str, torch.Tensor]] = []

@@ -139,6 +139,7 @@ def test_the_bias_of_routers_is_that_of_one_process(tmp_path):
 def test_the_bias_of_routers_in_every_layout(tmp_path):
     layouts = [
         {"parallel": {"pp_size": 2, "ep_size": 2, "pipeline_schedule": "ZBV"}, "args": RECOMPUTED},
+        {"parallel": {"pp_size": 2, "ep_size": 2, "pipeline_schedule": "DualPipeV"}},
         {"parallel": {"tp_size": 2, "pp_size": 2}},
         {"parallel": {"dp_replicate_size": 2, "ep_size": 2}},
         {"parallel": {"dp_replicate_size": 4, "ep_size": 4}},
@@ -229,6 +230,15 @@ LOAD_LAYOUTS = {
     "sequences": (2, {"parallel": {"tp_size": 2, "sequence_parallel": True}}),
     "context": (2, {"parallel": {"cp_size": 2}}),
     "stages of experts": (4, {"parallel": {"pp_size": 2, "ep_size": 2}, "args": RECOMPUTED, "batch": 1}),
+    "paired passes": (
+        4,
+        {
+            "model": EXPERTS | {"num_hidden_layers": 8},
+            "parallel": {"pp_size": 2, "ep_size": 2, "pipeline_schedule": "DualPipeV"},
+            "args": RECOMPUTED,
+            "batch": 1,
+        },
+    ),
 }
 
 
@@ -243,7 +253,8 @@ def check_load(layouts):
         assert found == expected
         for name, one in expected.items():
             rows = 18 if jobs[name].get("data") else 3 * 8
-            assert sum(one["counts"]) == rows * LENGTH * 2 * 4, name  # tokens, choices, layers
+            layers = (base | jobs[name])["model"]["num_hidden_layers"]
+            assert sum(one["counts"]) == rows * LENGTH * 2 * layers, name  # tokens, choices, layers
             assert len(one["load"]) == 3
 
 
@@ -284,6 +295,8 @@ LAYOUTS = {
         {"ep": 2, "dp_replicate": 2, "pp": 2, "schedule": "DualPipeV"},
         {"ep": 2, "pp": 4},
         {"ep": 4, "cp": 2, "pp": 2, "schedule": "Interleaved1F1B"},
+        {"ep": 4, "tp": 2, "pp": 2, "schedule": "DualPipeV"},
+        {"ep": 4, "cp": 2, "pp": 2, "schedule": "DualPipeV"},
     ],
 }
 """By number of processes; the ranks that the sizes leave are data parallel."""
