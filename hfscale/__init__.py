@@ -3,6 +3,8 @@
 The names below load their modules when they are first used, so that `import hfscale` costs no torch.
 """
 
+import atexit
+import os
 from importlib import import_module
 from typing import Any
 
@@ -41,6 +43,15 @@ def __getattr__(name: str) -> Any:
     if feature in ("ScalingCallback", "ParallelTrainer"):  # the modules cannot be imported without what they need
         import_module("hfscale.core.versions").require_for_import(feature)
     return getattr(import_module(_HOME_OF[name]), name)
+
+
+def _report_uncaught_error() -> None:
+    """Report to the supervisor of `hfscale run` what ends this process before it has reported itself."""
+    import_module("hfscale.core.rank_link").report_uncaught_error()
+
+
+if "HFSCALE_RUN_MEMORY" in os.environ:  # `run_memory.FOLDER_VARIABLE`: `hfscale run` has started this process
+    atexit.register(_report_uncaught_error)
 
 
 def __dir__() -> list[str]:

@@ -162,6 +162,17 @@ def is_final(error: BaseException) -> bool:
     return isinstance(error, HfScaleError) and not isinstance(error, HealthError) and error.exit_code != PREEMPTED
 
 
+def report_uncaught_error() -> None:
+    """Report the error of hfscale that ends this process, if no callback has connected it before.
+
+    It is called when a process of `hfscale run` exits. A rank whose error came before its Trainer was made, such as
+    one about an argument of a callback, would otherwise be started again until the limit of restarts.
+    """
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, HfScaleError) and (link := connect()) is not None:
+        link.ending_by(error)
+
+
 _link: RankLink | None = None
 
 

@@ -27,6 +27,7 @@ from hfscale.core.records import (
     read_events,
 )
 from hfscale.core.run_files import JSONL_NAME, TIMELINE_NAME
+from hfscale.core.run_memory import RESTARTS_VARIABLE
 from hfscale.metrics.goodput import GoodputTracker, Rate
 
 if TYPE_CHECKING:
@@ -99,6 +100,9 @@ class RunRecorder:
             events = read_events(folder)
         saves = [(e["time"], e["seconds"]) for e in events if e["event"] == "save" and e["step"] == state.global_step]
         is_relaunch = bool(events) or state.global_step > 0
+        lost_launches = 0
+        if state.global_step > 0 and not events:  # the files of the launches before were lost with their disk
+            lost_launches = int(os.environ.get(RESTARTS_VARIABLE, "0"))
         self._write(
             "launch",
             state,
@@ -108,12 +112,14 @@ class RunRecorder:
             host=socket.gethostname(),
             pid=os.getpid(),
             previous_alive=last_alive if is_relaunch else None,
+            **({"lost_launches": lost_launches} if lost_launches else {}),
             **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
         )
         if is_relaunch:
+            launches = sum(event["event"] == "launch" for event in events) + lost_launches
             raise_alarm(
                 RESTART,
-                f"launch {sum(event['event'] == 'launch' for event in events) + 1} begins at step {state.global_step} "
+                f"launch {launches + 1} begins at step {state.global_step} "
                 f"on {args.world_size} process{'es' if args.world_size > 1 else ''}",
                 step=state.global_step,
                 level="note",

@@ -195,7 +195,7 @@ def _launches(found: Run) -> "Table":
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
-    for number, attempt in enumerate(found.attempts, 1):
+    for number, attempt in enumerate(found.attempts, found.lost_launches + 1):
         lost_s = attempt.ended - attempt.kept_until
         table.add_row(
             f"  {number}.",

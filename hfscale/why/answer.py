@@ -167,7 +167,10 @@ def _explanation(
     stage = _STAGES[found.kind]
     if traces is None and found.kind == "optimizer" and found.operation == "loss":
         stage = "the loss, after an update in the step before (clipping, optimizer) that must have differed"
-    sentences = [f"The runs differ first at step {found.step}{rank}, in {stage}{where}{what}, {how}."]
+    place = f"{stage}{where}{what}"
+    if found.kind == "config" and found.module:  # the module shows it, and does not have it
+        place = f"{stage}{what}, which show first in {found.module}"
+    sentences = [f"The runs differ first at step {found.step}{rank}, in {place}, {how}."]
     if traces is not None and traces.detail:
         sentences.append(f"{traces.detail[0].upper()}{traces.detail[1:]}.")
     if before:

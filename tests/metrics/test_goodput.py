@@ -8,8 +8,10 @@ from transformers import TrainerCallback
 
 from hfscale import ScalingMetricsCallback
 from hfscale.core.records import append_record, begin_records, last_sign_of_life, read_events, read_records
+from hfscale.core.run_memory import RESTARTS_VARIABLE
 from hfscale.errors import UsageError
 from hfscale.metrics.goodput import GoodputTracker, rate
+from hfscale.metrics.report.run_data import load_run
 
 
 class Clock:
@@ -82,6 +84,20 @@ class KillAt(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             raise KilledError
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_launches_on_a_disk_that_was_lost_are_counted(tmp_path, monkeypatch, is_lost):
+    """The third launch under `hfscale run` resumes; the files of the others are there only if their disk is."""
+    arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    tiny_trainer(tmp_path / "out", ScalingMetricsCallback(), **arguments | {"max_steps": 2}).train()
+    folder = tmp_path / "new" if is_lost else tmp_path / "out"
+    monkeypatch.setenv(RESTARTS_VARIABLE, "2")
+    again = tiny_trainer(folder, ScalingMetricsCallback(), **arguments)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    run = load_run(folder)
+    assert (run.lost_launches, run.restarts) == ((2, 2) if is_lost else (0, 1))
+    assert any(f"launch {3 if is_lost else 2} begins at step 2" in alarm["text"] for alarm in run.alarms)
 
 
 @pytest.mark.timing

@@ -238,6 +238,23 @@ def test_the_largest_bottleneck_is_first(tmp_path):
     assert "every 1 min 59 s" in found[1].fix
 
 
+def test_launches_whose_files_are_lost_count_as_restarts(tmp_path, capsys):
+    """Two launches on a disk that was lost, which `hfscale run` has counted, and two of which the files remain."""
+    events = [
+        {"event": "launch", "step": 40, "time": BEGIN, "world_size": 4, "lost_launches": 2},
+        {"event": "launch", "step": 50, "time": BEGIN + 650, "world_size": 4, "previous_alive": BEGIN + 540},
+        {"event": "end", "step": 100, "time": BEGIN + 1000, "seconds": SPLIT},
+    ]
+    run = load_run(write_run(tmp_path, events=events))
+    text = ParsedPage(page(run)).text
+    assert "3 restarts" in text
+    assert "4. from step 50" in text
+    assert "3 restarts" in bottlenecks(run)[1].problem
+    assert next(tile for tile in headline(run) if tile.name == "Time").note == "4 launches"
+    assert main(["report", str(tmp_path)]) == 0
+    assert "4.  from step 50" in capsys.readouterr().out
+
+
 def test_the_page_is_complete_and_loads_nothing(tmp_path):
     text = page(load_run(write_run(tmp_path)))
     parsed = ParsedPage(text)

@@ -249,6 +249,18 @@ def test_a_trainer_that_cannot_be_made_is_not_tried_again(tmp_path):
     assert "restart 1 of" not in done.stderr
 
 
+def test_a_callback_that_cannot_be_made_is_not_tried_again(tmp_path):
+    """The error comes before any callback has connected the process to its supervisor."""
+    script = "from hfscale import SpotCheckpointCallback; SpotCheckpointCallback(remote='nowhere://bucket/run')"
+    launcher = [sys.executable, "-c", LAUNCHER, sys.executable, "-c", script]
+    argv = [*command(tmp_path, "")[:6], "--max-restarts", "1", "--", *launcher]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "not started again, since the error would come back: " in done.stderr.splitlines()[-1]
+    assert "nowhere" in done.stderr.splitlines()[-1]
+    assert "restart 1 of" not in done.stderr
+
+
 def test_a_preempted_command_keeps_its_exit_code(tmp_path):
     rank = [sys.executable, str(RANK), "preempted", str(tmp_path)]
     supervised = [sys.executable, "-m", "hfscale", "run", "--memory-dir", str(tmp_path), "--", *rank]

@@ -71,6 +71,15 @@ def test_the_operation_of_a_forward_is_named(plain, tmp_path):
     assert compare_runs(plain, tmp_path).first_difference.operation == "aten.add"
 
 
+def test_a_setting_is_named_with_the_weight_that_shows_it(plain, tmp_path):
+    train(fault_named("no weight decay").faulty, tmp_path)
+    answer = compare_runs(plain, tmp_path)
+    found = answer.first_difference
+    assert (found.kind, found.operation) == ("config", "weight_decay")
+    place = f"in their settings (weight_decay: 0.1 and 0), which show first in {found.module}, compared bit by bit"
+    assert f"The runs differ first at step 1 on rank 0, {place}" in answer.explanation
+
+
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
 def test_a_fault_of_one_rank_names_the_rank(plain_ddp, tmp_path, name):
     fault = fault_named(name)

@@ -55,7 +55,7 @@ def _time(run: Run) -> str | None:
     """Return the wall-clock time since the first launch, the GPU-hours of the launches, and the restarts."""
     if run.wall_s is None:
         return None
-    restarts = len(run.attempts) - 1
+    restarts = run.restarts
     text = f"{duration(run.wall_s)}, {restarts} restart{'s' if restarts != 1 else ''}"
     if all(attempt.world_size for attempt in run.attempts):
         hours = sum((one.ended - one.begun) * (one.world_size or 0) for one in run.attempts) / 3600

@@ -157,7 +157,7 @@ def _timeline(run: Run) -> str:
     end = run.attempts[-1].ended
     sizes = {attempt.world_size for attempt in run.attempts}
     rows = []
-    for number, attempt in enumerate(run.attempts, 1):
+    for number, attempt in enumerate(run.attempts, run.lost_launches + 1):
         kept = Span(
             start=attempt.begun,
             end=attempt.kept_until,
@@ -175,7 +175,7 @@ def _timeline(run: Run) -> str:
         rows.append((f"{number}. from step {attempt.first_step}{on}", spans, attempt.saves))
     began = datetime.datetime.fromtimestamp(begin, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     saves = sum(len(attempt.saves) for attempt in run.attempts)
-    restarts = len(run.attempts) - 1
+    restarts = run.restarts
     summary = f"{duration(end - begin)} from {began}; {restarts} restart{'s' if restarts != 1 else ''}, {saves} saves"
     legend = '<p class="note">Blue work was kept, red work was repeated; the light marks are saves.</p>'
     return (

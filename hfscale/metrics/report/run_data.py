@@ -31,7 +31,17 @@ _END_OF_TIME = 253_402_300_800.0
 _TIMES = ("time", "previous_alive")
 _EVENT_NUMBERS = frozenset(
     (
-        *("step", "max_steps", "world_size", "rank", "steps_lost", "share", "parameters", "usd_per_gpu_hour"),
+        *(
+            "step",
+            "max_steps",
+            "world_size",
+            "rank",
+            "steps_lost",
+            "lost_launches",
+            "share",
+            "parameters",
+            "usd_per_gpu_hour",
+        ),
         *("sequence_length", "global_batch_size", "tokens_per_gpu"),
         *RECOVERY_PARTS,
         *_TIMES,
@@ -93,7 +103,7 @@ class Run:
     ranks: Mapping[str, Sequence[tuple[float, Sequence[float]]]]
     """For each measure the step of each log and one number per rank, (ranks,)."""
     attempts: Sequence[Attempt]
-    """The launches, oldest first."""
+    """The launches that the timeline has, oldest first."""
     checkpoints: Sequence[Checkpoint]
     """The checkpoints, in order of their steps."""
     split: Mapping[str, float]
@@ -114,6 +124,8 @@ class Run:
     """Number of steps at which the newest launch ends; None if it is unknown."""
     left_out: int = 0
     """How many values in its files cannot be right, and were left out."""
+    lost_launches: int = 0
+    """Earlier launches, counted by `hfscale run`, of which the files have nothing because their disk was lost."""
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric at each log that has it.
@@ -141,6 +153,16 @@ class Run:
         """
         values = [value for _, value in self.series(key)]
         return statistics.median(values[1:] or values) if values else None
+
+    @property
+    def launches(self) -> int:
+        """Number of launches, with those of which the files have nothing."""
+        return len(self.attempts) + self.lost_launches
+
+    @property
+    def restarts(self) -> int:
+        """Number of launches after the first one; 0 if no launch is recorded."""
+        return max(0, self.launches - 1)
 
     @property
     def wall_s(self) -> float | None:
@@ -234,6 +256,7 @@ class RunFiles:
             notes=[note for event in events if isinstance(note := event.get("advice"), str)],
             max_steps=int(launches[-1]["max_steps"]) if launches and "max_steps" in launches[-1] else None,
             left_out=self._left_out,
+            lost_launches=max(0, int(launches[0].get("lost_launches", 0))) if launches else 0,
         )
 
     def _read_new(self) -> None:

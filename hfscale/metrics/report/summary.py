@@ -192,7 +192,7 @@ def _speed(run: Run) -> Tile:
 def _time(run: Run) -> Tile:
     if run.wall_s is None:
         return _unknown("Time", "no launch is recorded")
-    number = len(run.attempts)
+    number = run.launches
     note = f"{number} launch{'es' if number > 1 else ''}"
     return Tile(name="Time", value=duration(run.wall_s), note=note, number=run.wall_s)
 
@@ -229,7 +229,7 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
     if total_s <= 0:
         return []
     saves = sum(len(attempt.saves) for attempt in run.attempts)
-    restarts = len(run.attempts) - 1
+    restarts = run.restarts
     overheads = (
         (
             "restarts",
@@ -303,7 +303,7 @@ def _how_to_lose_less(run: Run) -> str:
 def _save_interval(run: Run) -> str:
     """Return Young's optimum sqrt(2 x save time x time between failures) for this run (CACM 17 (9), 1974)."""
     stall_s = run.median("checkpoint/stall_s")
-    restarts = len(run.attempts) - 1
+    restarts = len(run.attempts) - 1  # of which the time is known
     if stall_s is None or restarts < 1:
         return ""
     up_s = sum(attempt.ended - attempt.begun for attempt in run.attempts)

@@ -241,7 +241,7 @@ def _rounded(values: Sequence[Sequence[float]]) -> list[list[float]]:
 def _launches(run: Run) -> list[list[str]]:
     """Return the newest launches: number, first step, processes, time, and what was lost."""
     rows = []
-    for number, attempt in list(enumerate(run.attempts, 1))[-MAX_ROWS:]:
+    for number, attempt in list(enumerate(run.attempts, run.lost_launches + 1))[-MAX_ROWS:]:
         lost_s = attempt.ended - attempt.kept_until
         rows.append(
             [

@@ -120,7 +120,7 @@ def _state(view: View) -> dict[str, float | None]:
         "max_steps": run.max_steps,
         "seconds_left": view.left.seconds_left if view.left is not None else None,
         "usd_to_end": view.left.usd_to_end if view.left is not None else None,
-        "launches": len(run.attempts) or None,
+        "launches": run.launches or None,
         "checkpoints": len(committed),
         "checkpoint_step": max(committed, default=None),
         "alarms": len(run.alarms),
