@@ -1,8 +1,9 @@
 """`hfscale autostop`: run a command once when training has ended or nothing is active any more.
 
 Activity is: a GPU that computes, a file of the run that changes, a process (with its children) that uses the CPU. A
-status file that changes to `completed` ends the watch at once; any other end is detected by the idle time, since a
-supervisor may relaunch a failed run.
+status file that changes to `completed` ends the watch as soon as the run's main process has ended, which may still
+evaluate, export and upload the model; any other end is detected by the idle time, since a supervisor may relaunch a
+failed run.
 """
 
 import json
@@ -20,8 +21,9 @@ import psutil
 import typer
 
 from hfscale.checkpoint.store import STATUS_NAME, read_status
-from hfscale.core.best_effort import count_failure
-from hfscale.core.records import read_events
+from hfscale.core.best_effort import best_effort, count_failure
+from hfscale.core.logging import print_line
+from hfscale.core.records import RecordTail
 from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME, TIMELINE_NAME
 from hfscale.errors import HfScaleError, UsageError
@@ -80,6 +82,8 @@ def gpu_activity() -> ActivityCheck | None:
 def file_activity(output_dir: Path) -> ActivityCheck:
     """Make a check of whether the metrics, the timeline or the status file of a run has changed.
 
+    A file system that fails shows no change.
+
     Args:
         output_dir (`Path`): the run's output directory.
     """
@@ -94,7 +98,8 @@ def file_activity(output_dir: Path) -> ActivityCheck:
     def changed() -> bool:
         nonlocal last
         before = last
-        last = state()
+        with best_effort("reading the files of the run", output_dir):
+            last = state()
         return last != before
 
     return changed
@@ -137,22 +142,56 @@ def _cpu_seconds(pid: int) -> float:
     return total
 
 
-def run_pid(output_dir: Path) -> int | None:
-    """Return the id of the main process of a run's last launch; None if it is not running on this machine.
+class MainProcess:
+    """The main process of a run's newest launch, which is another one after each restart.
 
     Args:
-        output_dir (`Path`): the run's output directory.
+        output_dir (`Path`): the run's output directory; it may not exist yet.
     """
-    launches = [event for event in read_events(output_dir) if event["event"] == "launch"]
-    if not launches or launches[-1].get("host") != socket.gethostname():
-        return None
-    pid = launches[-1].get("pid")
-    try:
-        # A process that started after the launch was recorded is another one with the same id.
-        alive = isinstance(pid, int) and psutil.Process(pid).create_time() <= launches[-1].get("begun", 0.0)
-    except psutil.Error:
-        return None
-    return pid if alive else None
+
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
+        self._timeline = RecordTail(output_dir / TIMELINE_NAME)
+        self._launch: dict[str, Any] = {}
+        self._watched: int | None = None
+        self._used: ActivityCheck = lambda: False
+        self.is_active()
+
+    def pid(self) -> int | None:
+        """Return its id; None if it is not running on this machine."""
+        with best_effort("reading the timeline", self._output_dir):
+            records, _ = self._timeline.read()
+            self._launch = next((one for one in reversed(records) if one.get("event") == "launch"), self._launch)
+        pid = self._launch.get("pid")
+        if self._launch.get("host") != socket.gethostname() or not isinstance(pid, int):
+            return None
+        try:
+            process = psutil.Process(pid)
+            # A process that started after the launch was recorded is another one with the same id.
+            is_alive = process.create_time() <= self._launch.get("begun", 0.0) and _runs(process)
+        except psutil.Error:
+            return None
+        return pid if is_alive else None
+
+    def is_running(self) -> bool:
+        """Tell whether it is running on this machine."""
+        return self.pid() is not None
+
+    def is_active(self) -> bool:
+        """Tell whether it has used the CPU since the last call, as `process_activity` does, or is another one."""
+        pid = self.pid()
+        if pid is None:
+            self._watched = None
+            return False
+        if pid == self._watched:
+            return self._used()
+        self._watched = pid
+        self._used = process_activity(pid)
+        return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
 def wait_until_idle(
@@ -160,15 +199,17 @@ def wait_until_idle(
     *,
     idle_s: float,
     output_dir: Path | None = None,
+    is_running: Callable[[], bool] = lambda: False,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Wait until there was no activity for `idle_s` seconds or the run has completed.
+    """Wait until there was no activity for `idle_s` seconds, or the run has completed and its process has ended.
 
     Args:
         checks (`Sequence[ActivityCheck]`): called at every poll.
         idle_s (`float`): seconds without activity.
         output_dir (`Path`, *optional*): a run whose status file is watched.
+        is_running (`Callable`): tells whether a process of a completed run still works, as on the export of the model.
         now (`Callable`): the clock, in seconds.
         sleep (`Callable`): waits for a number of seconds.
 
@@ -177,24 +218,25 @@ def wait_until_idle(
     """
     poll_s = min(10.0, idle_s / 10)
     idle_since = now()
+    status = _status(output_dir)
     # A run that had ended before the watch began is not the one that is waited for.
-    had_completed = _has_completed(output_dir)
+    was_other = status != "completed"
     while True:
         sleep(poll_s)
         active = [check() for check in checks]  # all are called, since each compares with its last call
-        has_completed = _has_completed(output_dir)
-        if has_completed and not had_completed:
+        status = _status(output_dir) or status
+        was_other = was_other or status != "completed"
+        if status == "completed" and was_other and not is_running():
             return "the training has completed"
-        had_completed = has_completed
         if any(active):
             idle_since = now()
         elif now() - idle_since >= idle_s:
-            status = (read_status(output_dir) or {}).get("status") if output_dir is not None else None
             return f"no activity for {idle_s:.0f} s" + (f", status {status}" if status else "")
 
 
-def _has_completed(output_dir: Path | None) -> bool:
-    return output_dir is not None and (read_status(output_dir) or {}).get("status") == "completed"
+def _status(output_dir: Path | None) -> str | None:
+    """Return the status of a run; None if it has none, or while its file cannot be read."""
+    return (read_status(output_dir) or {}).get("status") if output_dir is not None else None
 
 
 def run(
@@ -210,23 +252,34 @@ def run(
     if shutil.which(command[0]) is None:
         raise UsageError(f"command {command[0]} is not found: give a program in PATH, or its path")
     idle_s = parse_duration(idle)
+    if pid is not None and not psutil.pid_exists(pid):
+        raise UsageError(f"--pid is {pid}: no such process runs on this machine")
+    if output_dir is not None and output_dir.is_file():
+        raise UsageError(f"--output-dir {output_dir} is a file: give the output directory of a run")
     names: list[str] = []
     checks: list[ActivityCheck] = []
+    main_process = None
     gpu = gpu_activity()
     if gpu is not None:
         names.append("GPUs")
         checks.append(gpu)
     if output_dir is not None:
+        main_process = MainProcess(output_dir)
         names.append(str(output_dir))
-        checks.append(file_activity(output_dir))
-        pid = pid if pid is not None else run_pid(output_dir)
+        checks += [file_activity(output_dir), main_process.is_active]
+        found = main_process.pid()
+        if found is not None:
+            names.append(f"its process {found}")
+        if not output_dir.is_dir():
+            print_line(f"hfscale: {output_dir} does not exist yet: until a run makes it, it counts as idle")
     if pid is not None:
         names.append(f"process {pid}")
         checks.append(process_activity(pid))
     if not checks:
         raise UsageError("there is nothing to watch on a machine without GPUs: give --output-dir or --pid")
     print(f"hfscale: watching {', '.join(names)}; idle after {idle_s:.0f} s", file=sys.stderr)
-    reason = wait_until_idle(checks, idle_s=idle_s, output_dir=output_dir)
+    is_running = main_process.is_running if main_process is not None else lambda: False
+    reason = wait_until_idle(checks, idle_s=idle_s, output_dir=output_dir, is_running=is_running)
     shown = redact_argv(command)
     print(f"hfscale: {reason}: running {shown[0]}", file=sys.stderr)
     try:

@@ -2,17 +2,25 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from hfscale.checkpoint.store import write_status
+from hfscale.checkpoint.store import read_status, write_status
 from hfscale.cli import main
 from hfscale.core.records import append_record
 from hfscale.errors import UsageError
-from hfscale.recovery.autostop_command import file_activity, parse_duration, process_activity, run_pid, wait_until_idle
+from hfscale.recovery.autostop_command import (
+    MainProcess,
+    file_activity,
+    parse_duration,
+    process_activity,
+    wait_until_idle,
+)
 
 
 class FakeTime:
@@ -31,8 +39,10 @@ class FakeTime:
             self.events.pop(0)[1]()
 
 
-def watch(clock, checks, *, idle_s=900.0, output_dir=None):
-    return wait_until_idle(checks, idle_s=idle_s, output_dir=output_dir, now=clock.read, sleep=clock.sleep)
+def watch(clock, checks, *, idle_s=900.0, output_dir=None, is_running=lambda: False):
+    return wait_until_idle(
+        checks, idle_s=idle_s, output_dir=output_dir, is_running=is_running, now=clock.read, sleep=clock.sleep
+    )
 
 
 def set_status(folder, status):
@@ -56,6 +66,47 @@ def test_a_completed_run_ends_the_watch_at_once(tmp_path):
     clock = FakeTime(at_3000=lambda: set_status(tmp_path, "completed"))
     assert watch(clock, [lambda: True], output_dir=tmp_path) == "the training has completed"
     assert clock.now == pytest.approx(3000, abs=10)
+
+
+def test_the_export_of_a_completed_run_is_not_cut_off(tmp_path):
+    set_status(tmp_path, "running")
+    clock = FakeTime(at_3000=lambda: set_status(tmp_path, "completed"))
+    found = watch(clock, [lambda: True], output_dir=tmp_path, is_running=lambda: clock.now < 5000)
+    assert found == "the training has completed"
+    assert clock.now == pytest.approx(5000, abs=10)
+
+
+def test_a_process_that_stays_after_a_completed_run_is_idle(tmp_path):
+    """Such as the kernel of a notebook."""
+    set_status(tmp_path, "running")
+    clock = FakeTime(at_3000=lambda: set_status(tmp_path, "completed"))
+    found = watch(clock, [lambda: clock.now < 4000], output_dir=tmp_path, is_running=lambda: True)
+    assert found == "no activity for 900 s, status completed"
+    assert clock.now == pytest.approx(4900, abs=10)
+
+
+def test_a_status_file_that_cannot_be_read_for_a_while_is_not_another_run(tmp_path):
+    set_status(tmp_path, "completed")
+    file = tmp_path / "hfscale_status.json"
+    text = file.read_text()
+    clock = FakeTime(at_100=lambda: file.write_text("{"), at_300=lambda: file.write_text(text))
+    assert watch(clock, [lambda: False], output_dir=tmp_path) == "no activity for 900 s, status completed"
+
+
+def test_a_file_system_that_fails_shows_no_activity(tmp_path, monkeypatch):
+    is_active = file_activity(tmp_path)
+    set_status(tmp_path, "running")
+    stat = Path.stat
+
+    def fails(path, **options):
+        if path.parent == tmp_path:
+            raise OSError(116, "Stale file handle")
+        return stat(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", fails)
+        assert is_active() is False
+    assert is_active() is True
 
 
 def test_a_run_that_had_completed_before_is_ignored(tmp_path):
@@ -91,16 +142,68 @@ def test_a_process_that_computes_is_active_and_one_that_sleeps_or_has_ended_is_n
     assert is_active() is False
 
 
-def test_the_main_process_of_a_run_is_found_only_on_its_machine(tmp_path):
-    import socket
+def record_launch(folder, pid, *, host=None, begun=None):
+    now = time.time()
+    launch = {"event": "launch", "step": 0, "time": now, "begun": begun or now, "pid": pid}
+    append_record(folder / "hfscale_timeline.jsonl", launch | {"host": host or socket.gethostname()})
 
-    launch = {"event": "launch", "step": 0, "time": time.time(), "begun": time.time(), "pid": os.getpid()}
-    append_record(tmp_path / "hfscale_timeline.jsonl", launch | {"host": socket.gethostname()})
-    assert run_pid(tmp_path) == os.getpid()
-    append_record(tmp_path / "hfscale_timeline.jsonl", launch | {"host": socket.gethostname(), "begun": 1000.0})
-    assert run_pid(tmp_path) is None  # another process has the number now
-    append_record(tmp_path / "hfscale_timeline.jsonl", launch | {"host": "elsewhere"})
-    assert run_pid(tmp_path) is None
+
+def test_the_main_process_of_a_run_is_found_only_on_its_machine(tmp_path):
+    main_process = MainProcess(tmp_path)
+    assert main_process.pid() is None
+    record_launch(tmp_path, os.getpid())
+    assert main_process.pid() == os.getpid()
+    record_launch(tmp_path, os.getpid(), begun=1000.0)
+    assert main_process.pid() is None  # another process has the number now
+    record_launch(tmp_path, os.getpid(), host="elsewhere")
+    assert main_process.pid() is None
+
+
+def test_the_process_of_a_later_launch_is_watched(tmp_path):
+    """The run starts, or starts again, after the watch has begun, and works without changing a file."""
+    main_process = MainProcess(tmp_path)
+    assert not main_process.is_active()
+    code = "print(flush=True)\nwhile True: pass"
+    for _ in range(2):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        try:
+            process.stdout.readline()
+            record_launch(tmp_path, process.pid)
+            assert main_process.is_active()  # it is new
+            found = []
+            while not any(found) and len(found) < 120:  # on a busy machine it may not get a core at once
+                time.sleep(0.5)
+                found.append(main_process.is_active())
+            assert found[-1]
+            assert main_process.is_running()
+        finally:
+            process.kill()
+            process.wait()
+        assert not main_process.is_active()
+        assert not main_process.is_running()
+
+
+def test_the_end_of_a_real_run(tmp_path):
+    """A run that completes while it is watched saves its model before the watch ends."""
+    main_process = MainProcess(tmp_path / "run")
+    looks = []
+
+    def sleep(_):
+        time.sleep(0.1)
+        if (read_status(tmp_path / "run") or {}).get("status") == "completed":
+            looks.append(main_process.is_running())
+        if len(looks) == 3:
+            (tmp_path / "go").touch()
+
+    script = Path(__file__).parent.parent / "workers" / "export_after_training.py"
+    with subprocess.Popen([sys.executable, script, tmp_path / "run", tmp_path / "go"]) as training:
+        checks = [file_activity(tmp_path / "run"), main_process.is_active]
+        found = wait_until_idle(
+            checks, idle_s=240, output_dir=tmp_path / "run", is_running=main_process.is_running, sleep=sleep
+        )
+    assert (found, training.returncode) == ("the training has completed", 0)
+    assert looks[:3] == [True] * 3
+    assert (tmp_path / "run" / "exported" / "model.safetensors").is_file()
 
 
 def test_the_command_runs_once_without_a_shell(tmp_path, capfd):
@@ -125,6 +228,8 @@ def test_the_command_runs_once_without_a_shell(tmp_path, capfd):
         (["--idle", "soon", "--pid", "1", "--", "true"], "--idle is soon"),
         (["--idle", "0s", "--pid", "1", "--", "true"], "--idle is 0s"),
         (["--pid", "1", "--", "no-such-program-here"], "no-such-program-here is not found"),
+        (["--pid", "99999999", "--", "true"], "--pid is 99999999: no such process"),
+        (["--output-dir", __file__, "--", "true"], "is a file"),
     ],
 )
 def test_wrong_usage_is_reported_before_anything_is_watched(argv, part, capsys):
