@@ -131,6 +131,20 @@ def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batch
     return idle / (idle + micro_batches)
 
 
+def paired_share(schedule: str, *, pp: int, micro_batches: int) -> float:
+    """Compute the share of a rank's forward passes that the schedule pairs with backward passes, on the first rank,
+    which has the fewest: 2m - 3p + 1 of 2m in DualPipeV, counted in torch's schedule.
+
+    Args:
+        schedule (`str`): a name in `SCHEDULES`.
+        pp (`int`): pipeline ranks.
+        micro_batches (`int`): micro-batches per optimizer step.
+    """
+    if schedule not in PAIRED_PASSES or pp == 1:
+        return 0.0
+    return max(0.0, (2 * micro_batches - 3 * pp + 1) / (2 * micro_batches))
+
+
 def supports(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int) -> bool:
     """Return whether the schedule runs with so many micro-batches per step, as torch.distributed.pipelining requires.
 

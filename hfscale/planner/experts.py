@@ -9,6 +9,7 @@ data parallelism).
 import math
 
 from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.schedules import paired_share
 from hfscale.planner.frameworks import SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.network import Group, Network, exposed_s
@@ -120,6 +121,7 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
     experts, and the layer waits. With overlap, as DeepSeek-V3 was trained (arXiv 2412.19437, section 3.2;
     Megatron-Core's `--overlap-moe-expert-parallel-comm` with its `flex` dispatcher), a token is sent once to each node
     that holds some of its experts, in 8 bits where the matrix products are, while another micro-batch is computed.
+    `ParallelTrainer` overlaps the exchanges of the passes that its schedule pairs (hfscale/parallel/overlap.py).
     The rank that gets most tokens sets the pace.
 
     Args:
@@ -142,7 +144,11 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
             job.is_native and job.activation_checkpointing != "none"
         )
         passes = 3 if is_repeated else 2  # a recomputed forward pass communicates again
-        return shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
+        exchange = shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
+        pairs = 0.0
+        if job.stack == "hf":
+            pairs = paired_share(job.schedule_name, pp=job.layout.pp, micro_batches=job.micro_batches)
+        return (1 - pairs) * exchange + pairs * exposed_s(exchange, compute, EXPERT_OVERLAP)
     nodes = nodes_of_a_token(shape, size / network.per_node(group))
     packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0
     there = network.routed_s(element * packed, group, copies=shape.top_k, nodes=nodes)

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from parallel_families import compare
 from parallel_world import in_world, train
 from test_parallel import BALANCED, FIRST, plain, same
 from test_parallel_experts import ADAPTED_JOB, EXPERTS, RECOMPUTED, TOLERANCE, wrong
+from torch.distributed.pipelining import ScheduleDualPipeV
 
 from hfscale.core.torch_internals import TorchDispatchMode
+from hfscale.facts.schedules import paired_share
 from hfscale.parallel import overlap
 from hfscale.parallel.overlap import PairFailedError, Turns
 
@@ -109,6 +112,17 @@ def test_both_passes_are_seen_by_what_counts_operations():
         Turns().run(lambda: matrix @ matrix, product.backward, CPU)
         torch.ones(2, 2) @ torch.ones(2, 2)
     assert counter.counted == 1 + 2 + 1
+
+
+@pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (2, 8), (4, 8), (4, 20), (8, 16)])
+def test_the_planner_knows_how_many_passes_torch_pairs(pp, micro_batches):
+    schedule = SimpleNamespace(pp_group_size=pp, _n_microbatches=micro_batches)
+    actions = [ScheduleDualPipeV._calculate_single_rank_operations(schedule, rank) for rank in range(pp)]
+    pairs = [sum(bool(action and action.sub_actions) for action in of_rank) for of_rank in actions]
+    assert min(pairs) == pairs[0]
+    expected = paired_share("DualPipeV", pp=pp, micro_batches=micro_batches)
+    assert pairs[0] / (2 * micro_batches) == pytest.approx(expected)
+    assert paired_share("ZBV", pp=pp, micro_batches=micro_batches) == 0
 
 
 def logged_exchanges(job):

@@ -84,6 +84,16 @@ class TestExchange:
         plain = deepseek(overlapped_experts=False)
         assert expert_exchange_s(plain, NETWORK, 100 * whole) > 2 * whole
 
+    def test_paired_passes_of_parallel_trainer_hide_their_exchanges(self):
+        """Of 2 x 32 forward passes of a rank 2 x 32 - 3 x 4 + 1 are paired."""
+        sizes = {"dp_replicate": 1, "dp_shard": 16, "pp": 4, "expert_parallel": 8, "global_batch": 16 * 32, "zero": 3}
+        apart = deepseek(**sizes, overlapped_experts=False, stack="hf", schedule="zbv")
+        paired = replace(apart, schedule="dualpipev")
+        exchange = expert_exchange_s(apart, NETWORK, 1e6)
+        assert expert_exchange_s(paired, NETWORK, 0.0) == pytest.approx(exchange)
+        hidden = exchange * EXPERT_OVERLAP * (2 * 32 - 3 * 4 + 1) / (2 * 32)
+        assert expert_exchange_s(paired, NETWORK, 1e6) == pytest.approx(exchange - hidden)
+
     @pytest.mark.parametrize(
         "changes",
         [
