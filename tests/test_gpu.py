@@ -107,6 +107,28 @@ def test_the_clock_measures_the_device_and_not_the_host():
     assert 0.02 < clock.seconds(start, end) < 2
 
 
+@needs("ParallelTrainer")
+def test_two_passes_that_take_turns_use_one_stream():
+    """The backward pass runs in a thread of its own, and its gradient is that of the same pass alone."""
+    from hfscale.parallel.overlap import Turns
+
+    device = torch.device("cuda", torch.cuda.device_count() - 1)
+    streams = []
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream()):
+        weight = torch.ones(64, 64, device=device, requires_grad=True)
+        product = (weight @ weight).sum()
+
+        def backward():
+            streams.append(torch.cuda.current_stream())
+            product.backward()
+
+        result = Turns().run(lambda: weight.detach() @ weight.detach(), backward, device)
+        assert streams == [torch.cuda.current_stream()]
+    torch.cuda.synchronize(device)
+    assert (result == 64).all()
+    assert (weight.grad == 128).all()
+
+
 def test_a_resumed_run_continues_the_random_numbers_of_the_gpu(tmp_path):
     """Attention kernels add in any order, so that losses are equal to rounding; other dropout gives 1e-2."""
 
