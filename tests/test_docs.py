@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -40,6 +41,8 @@ PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 DOCUMENTS = [README, CONTRIBUTING, *PAGES, *sorted((REPOSITORY / "recipes").rglob("README.md"))]
 DOCUMENTS += [REPOSITORY / "AGENTS.md", REPOSITORY / "SECURITY.md"]
 DOCUMENTS += [REPOSITORY / "CHANGELOG.md", REPOSITORY / "launch" / "README.md"]
+
+OTHER_PROGRAMS = runpy.run_path(str(REPOSITORY / "tests" / "versions" / "programs.py"))
 
 GROUPS_OF_COMMANDS = ("checkpoints", "configs")
 NEEDS_MORE_THAN_ARITHMETIC = ("--calibrate", "--plot", "--table", "local-")
@@ -576,6 +579,15 @@ def test_the_glossary_is_in_order():
     terms = re.findall(r"^\| ([^|]+?) \|", text_of(REPOSITORY / "docs" / "glossary.md"), re.MULTILINE)[2:]
     assert terms == sorted(terms, key=str.lower)
     assert len(terms) > 30
+
+
+@pytest.mark.parametrize("program", list(OTHER_PROGRAMS["HEADINGS"]))
+def test_scripts_for_other_programs_resume_by_themselves(program):
+    """`make test-versions` starts them in an environment with the program."""
+    script = OTHER_PROGRAMS["script_of_page"](program)
+    compile(script, program, "exec")
+    assert "latest_checkpoint(" in script
+    assert "ScalingCallback()" in script
 
 
 @pytest.mark.parametrize("name", re.findall(r"gallery/(\w+\.html)", text_of(REPOSITORY / "docs" / "gallery.md")))

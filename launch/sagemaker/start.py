@@ -12,7 +12,7 @@ Llama is gated, and a token does not belong into a job's description either: cop
 folder in the YAML, or train an open one.
 
 SageMaker replaces a spot machine that is taken away, copies the checkpoints back from S3 and runs the same command,
-which continues from the newest whole one. After a failure, or to go on later, run this again with the same
+which resumes from the newest complete one. After a failure, or to resume later, run this again with the same
 --checkpoints. The SDK puts code and logs into the account's default bucket, sagemaker-REGION-ACCOUNT.
 https://docs.aws.amazon.com/sagemaker/latest/dg/model-managed-spot-training.html
 """

@@ -2,19 +2,26 @@
 
 The program fine-tunes a tiny model of its own data (with LoRA, but for axolotl): without the callback, with it, and
 with it in a run that a SIGTERM stops and the same command resumes. The losses must be equal, and the checkpoint must
-pass `hfscale checkpoints verify` there. `ms-swift` also converts PiSSA in its saves.
+pass `hfscale checkpoints verify` there. `ms-swift` also converts PiSSA in its saves. Then the script of
+`docs/beside_other_programs.md` is started with the command of that page, stopped with a SIGTERM, and started again.
 """
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+PAGE = Path(__file__).parent.parent.parent / "docs" / "beside_other_programs.md"
+HEADINGS = {"llamafactory": "LLaMA-Factory", "ms-swift": "ms-swift", "axolotl": "axolotl"}
+LONG = 60
+"""Steps of a run that a signal stops from outside, so that it cannot have ended before."""
 STEPS = 6
 SAVED = 2
 STOPPED = 3
@@ -70,7 +77,13 @@ def train_llamafactory(folder: Path, name: str, mode: str, init: str) -> None:
     """Fine-tune with LLaMA-Factory, which resumes from the newest checkpoint of its output directory by itself."""
     from llamafactory.train.tuner import run_exp
 
-    arguments = COMMON | {
+    given = callbacks(mode == "stopped") if mode != "plain" else []
+    run_exp(args=llamafactory_arguments(folder, name), callbacks=given)
+
+
+def llamafactory_arguments(folder: Path, name: str) -> dict[str, Any]:
+    """Return what LLaMA-Factory is given."""
+    return COMMON | {
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "lora",
@@ -83,7 +96,6 @@ def train_llamafactory(folder: Path, name: str, mode: str, init: str) -> None:
         "report_to": "none",
         "use_cpu": True,
     }
-    run_exp(args=arguments, callbacks=callbacks(mode == "stopped") if mode != "plain" else [])
 
 
 def train_swift(folder: Path, name: str, mode: str, init: str) -> None:
@@ -93,7 +105,19 @@ def train_swift(folder: Path, name: str, mode: str, init: str) -> None:
 
     for number, callback in enumerate(callbacks(mode == "stopped")):
         callbacks_map[f"ours{number}"] = lambda args, trainer, callback=callback: callback
-    arguments = COMMON | {
+    arguments = swift_arguments(folder, name, init)
+    if mode != "plain":
+        arguments["callbacks"] = ["ours0", "ours1"] if mode == "stopped" else ["ours0"]
+    if mode == "resumed":
+        from hfscale import latest_checkpoint
+
+        arguments["resume_from_checkpoint"] = latest_checkpoint(folder / name)
+    sft_main(as_flags(arguments))
+
+
+def swift_arguments(folder: Path, name: str, init: str) -> dict[str, Any]:
+    """Return what ms-swift is given."""
+    return COMMON | {
         "model": folder / "model",
         "model_type": "llama",
         "template": "dummy",
@@ -112,16 +136,14 @@ def train_swift(folder: Path, name: str, mode: str, init: str) -> None:
         "use_cpu": True,
         "dataloader_num_workers": 0,
     }
-    if mode != "plain":
-        arguments["callbacks"] = ["ours0", "ours1"] if mode == "stopped" else ["ours0"]
-    if mode == "resumed":
-        from hfscale import latest_checkpoint
 
-        arguments["resume_from_checkpoint"] = latest_checkpoint(folder / name)
+
+def as_flags(arguments: dict[str, Any]) -> list[str]:
+    """Return arguments as the words of a command line."""
     given = []
     for flag, value in arguments.items():
         given += [f"--{flag}", *map(str, value if isinstance(value, list) else [value])]
-    sft_main(given)
+    return given
 
 
 AXOLOTL_PLUGIN = """
@@ -146,8 +168,20 @@ def train_axolotl(folder: Path, name: str, mode: str, init: str) -> None:
     import yaml
     from axolotl.cli.train import do_cli
 
+    arguments = axolotl_arguments(folder, name) | {"auto_resume_from_checkpoints": mode == "resumed"}
+    if mode != "plain":
+        (folder / "axolotl_plugin.py").write_text(AXOLOTL_PLUGIN)
+        sys.path.insert(0, str(folder))
+        arguments["plugins"] = [f"axolotl_plugin.{'Stopped' if mode == 'stopped' else 'Ours'}"]
+    (folder / f"{name}-{mode}.yaml").write_text(yaml.safe_dump(arguments))
+    sys.argv[1:] = []  # axolotl reads them too
+    do_cli(str(folder / f"{name}-{mode}.yaml"))
+
+
+def axolotl_arguments(folder: Path, name: str) -> dict[str, Any]:
+    """Return what axolotl is given."""
     rows = {"path": str(folder / "data" / "rows.json"), "ds_type": "json", "type": "alpaca"}
-    arguments = {key: value for key, value in COMMON.items() if "per_device" not in key and key != "lora_rank"} | {
+    return {key: value for key, value in COMMON.items() if "per_device" not in key and key != "lora_rank"} | {
         "base_model": str(folder / "model"),
         "model_type": "AutoModelForCausalLM",
         "tokenizer_type": "AutoTokenizer",
@@ -161,15 +195,7 @@ def train_axolotl(folder: Path, name: str, mode: str, init: str) -> None:
         "lr_scheduler": "constant",
         "tf32": False,  # it needs a GPU
         "val_set_size": 0,
-        "auto_resume_from_checkpoints": mode == "resumed",
     }
-    if mode != "plain":
-        (folder / "axolotl_plugin.py").write_text(AXOLOTL_PLUGIN)
-        sys.path.insert(0, str(folder))
-        arguments["plugins"] = [f"axolotl_plugin.{'Stopped' if mode == 'stopped' else 'Ours'}"]
-    (folder / f"{name}-{mode}.yaml").write_text(yaml.safe_dump(arguments))
-    sys.argv[1:] = []  # axolotl reads them too
-    do_cli(str(folder / f"{name}-{mode}.yaml"))
 
 
 PROGRAMS = {"llamafactory": train_llamafactory, "ms-swift": train_swift, "axolotl": train_axolotl}
@@ -181,6 +207,50 @@ def run(program: str, folder: Path, name: str, mode: str, init: str = "true") ->
     newest = max((folder / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return done.returncode, [log["loss"] for log in history if "loss" in log]
+
+
+def script_of_page(program: str) -> str:
+    """Return the Python block under the heading of a program."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {HEADINGS[program]}\n")[1].split("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
+
+
+def command_of_page(program: str, folder: Path) -> list[str]:
+    """Write what the page says, and return its command for one process."""
+    import yaml
+
+    longer = {"max_steps": LONG, "save_steps": LONG}
+    launcher = [sys.executable, "-m", "hfscale", "run", "--", str(Path(sys.executable).parent / "torchrun")]
+    launcher += ["--standalone", "--nproc_per_node", "1"]
+    (folder / "my_plugin.py").write_text(script_of_page(program))
+    if program == "ms-swift":
+        arguments = swift_arguments(folder, "page", "true") | longer | {"callbacks": "hfscale"}
+        return [*launcher, "my_plugin.py", *as_flags(arguments)]
+    if program == "llamafactory":
+        (folder / "page.yaml").write_text(yaml.safe_dump(llamafactory_arguments(folder, "page") | longer))
+        return [*launcher, "my_plugin.py", "page.yaml"]
+    arguments = axolotl_arguments(folder, "page") | longer
+    named = {"plugins": ["my_plugin.HfscalePlugin"], "num_epochs": LONG}
+    (folder / "page.yaml").write_text(yaml.safe_dump(arguments | named))
+    return [*launcher, "-m", "axolotl.cli.train", "page.yaml"]
+
+
+def check_page(program: str, folder: Path) -> None:
+    """Start the script of the page, stop the command with SIGTERM after the first logged step, and start it again."""
+    command = command_of_page(program, folder)
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    metrics = folder / "page" / "scaling.jsonl"
+    with subprocess.Popen(command, cwd=folder, env=environ) as training:
+        while training.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
+            time.sleep(0.05)
+        training.send_signal(signal.SIGTERM)
+        code = training.wait(600)
+    assert code == 75, code
+    assert subprocess.run(command, cwd=folder, env=environ, timeout=600).returncode == 0
+    events = [json.loads(line) for line in (folder / "page" / "hfscale_timeline.jsonl").read_text().splitlines()]
+    first, second = [event["step"] for event in events if event["event"] == "launch"]
+    assert (first, second > 0) == (0, True), (first, second)
+    print(f"{program}: the page's command was stopped with code 75, and resumed at step {second}")
 
 
 def check(program: str, folder: Path) -> None:
@@ -206,6 +276,7 @@ def check(program: str, folder: Path) -> None:
             files.append((code, losses, (converted / "adapter_model.safetensors").read_bytes()))
         assert files[0] == files[1], [part[:2] for part in files]
         assert files[0][0] == 0
+    check_page(program, folder)
 
 
 if __name__ == "__main__":
