@@ -211,13 +211,13 @@ def check_files(plan: EmittedPlan, folder: Path) -> None:
         expected["ep"] = plan.choice["layout"]["ep"]
     if plan.choice["strategy"] in ("parallel", "fsdp2", "native"):
         assert {axis: found["layout"][axis] for axis in expected} == expected, (found, plan.title)
-    if plan.choice["layout"]["pp"] == plan.choice["layout"]["tp"] == 1:  # else it is launched as DDP
+    if plan.recipe != "tp_pp" and plan.choice["layout"]["tp"] == 1:  # else it is launched as DDP
         assert found["strategy"] == plan.choice["strategy"], (found, plan.title)
 
 
 def has_ring_attention(plan: EmittedPlan) -> bool:
     """Return whether FSDP2 splits sequences, for which torch has kernels for GPUs only."""
-    return plan.choice["layout"]["cp"] > 1 and plan.choice["layout"]["pp"] == 1
+    return plan.choice["layout"]["cp"] > 1 and plan.recipe != "tp_pp"
 
 
 def cpu_flags(plan: EmittedPlan) -> list[str]:
@@ -263,6 +263,14 @@ def small_launcher(plan: EmittedPlan, small: Mapping[str, int], folder: Path) ->
     return path
 
 
+def small_experts(plan: EmittedPlan, small: Mapping[str, int]) -> int:
+    """Return the ranks of a small layout that share experts: those of a replica, or of several as in the plan."""
+    layout = plan.choice["layout"]
+    of_replica = ("dp_shard", "cp", "tp")
+    is_inside = layout["ep"] <= math.prod(layout[axis] for axis in of_replica)
+    return math.prod(small[axis] for axis in (of_replica if is_inside else ("dp_replicate", *of_replica)))
+
+
 def small_flags(plan: EmittedPlan, small: Mapping[str, int], folder: Path) -> list[str]:
     """Return the flags that make the emitted recipe short, without changing what runs."""
     emitted = plan.flags
@@ -280,6 +288,8 @@ def small_flags(plan: EmittedPlan, small: Mapping[str, int], folder: Path) -> li
         values |= {"fsdp_size": small["dp_shard"], "dp_replicate_size": small["dp_replicate"], "ep_size": 2}
     if plan.recipe == "tp_pp":
         values |= {f"{axis}_size": small[axis] for axis in AXES if f"{axis}_size" in emitted}
+        if "ep_size" in emitted:
+            values["ep_size"] = small_experts(plan, small)
         accumulation = next(
             number
             for number in range(2, 65)
@@ -329,7 +339,7 @@ def start(plan: EmittedPlan, folder: Path) -> Finished:
     strategy = plan.choice["strategy"]
     if strategy == "ddp" and ranks == 1:
         strategy = "single"
-    if strategy == "parallel" and small["pp"] == 1:
+    if strategy == "parallel" and plan.recipe != "tp_pp":
         strategy = "native"  # what a run calls the tensor parallelism of transformers
     lines = done.lines("hfscale: strategy")
     assert lines == [f"hfscale: strategy {strategy} on {ranks} processes (cpu)"], (plan.title, lines)

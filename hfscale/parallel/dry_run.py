@@ -154,7 +154,10 @@ def _memory(
     trained = [p for p in parameters if p.requires_grad]
     states = sum(_local_size(p) * p.element_size() for p in parameters)
     states += sum(_local_size(p) * (_GRADIENT_BYTES + _ADAM_BYTES) for p in trained)
-    gathered = _gathered_bytes(parameters, layout, bytes_per_weight=2 if args.bf16 else 4)
+    sums_gradients = layout.pp > 1 or args.gradient_accumulation_steps > 1
+    gathered = _gathered_bytes(
+        parameters, layout, bytes_per_weight=2 if args.bf16 else 4, sums_gradients=sums_gradients
+    )
     job = Job(
         shape=ModelShape.from_config(parallelized.model.config.to_dict()),
         gpu=accelerator("H100-80GB"),  # any: the formulas of bytes do not use it
@@ -186,15 +189,17 @@ def _memory(
     )
 
 
-def _gathered_bytes(parameters: Iterable[nn.Parameter], layout: ParallelLayout, *, bytes_per_weight: int) -> float:
+def _gathered_bytes(
+    parameters: Iterable[nn.Parameter], layout: ParallelLayout, *, bytes_per_weight: int, sums_gradients: bool
+) -> float:
     if layout.dp_shard * layout.cp == 1:
         return 0.0
     weights = [_local_size(p) * _shards(p) * bytes_per_weight for p in parameters]
-    if layout.pp == 1:
-        return max(weights)  # a single stage gathers layer by layer
-    # In a pipeline all weights and summed gradients stay gathered until the last micro-batch.
+    # Gradients of several micro-batches are summed before they are reduced and sharded, with the last one.
     gradients = sum(_local_size(p) * _shards(p) * _GRADIENT_BYTES for p in parameters if p.requires_grad)
-    return sum(weights) + gradients
+    # In a pipeline all weights stay gathered until then, too; a single stage gathers layer by layer.
+    gathered = max(weights) if layout.pp == 1 else sum(weights)
+    return gathered + (gradients if sums_gradients else 0.0)
 
 
 def _shards(parameter: nn.Parameter) -> int:

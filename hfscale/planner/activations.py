@@ -48,7 +48,8 @@ def regime_of(job: Job) -> Regime:
         return "fp32"
     if job.pure_bf16 or job.zero in (1, 2) or job.offload != "none":
         return "bf16"
-    return "autocast" if job.zero == 0 and job.layout.tp * job.layout.pp == 1 else "mixed"
+    is_plain = job.layout.tp == 1 and not job.runs_parallel_trainer and job.layout.pp == 1
+    return "autocast" if job.zero == 0 and is_plain else "mixed"
 
 
 def layer_bytes(job: Job, framework: Framework) -> float:
@@ -251,7 +252,7 @@ def _gathered_inputs(job: Job, framework: Framework) -> float:
     tp = job.layout.tp
     cp = job.layout.cp
     inputs = 2 * 2.0 * shape.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
-    others = 2.0 * shape.attention.kv_width / tp * (cp - 1) if job.layout.pp > 1 else 0.0
+    others = 2.0 * shape.attention.kv_width / tp * (cp - 1) if job.runs_parallel_trainer else 0.0
     return job.tokens * (inputs + others)
 
 

@@ -167,13 +167,15 @@ def simplicity(estimate: Estimate) -> tuple[int, ...]:
 
     Returns:
         `tuple[int, ...]`: the number of mesh axes in use, where data parallelism counts only if it has two, and
-            expert parallelism in Hugging Face's stack only; a rank of the software: 0 for DDP, 1 for FSDP2, 2 for
-            DeepSpeed, 3 for DeepSpeed with offload; the number of pipeline stages; and whether the loss is fused,
-            which needs Liger Kernel.
+            expert parallelism in Hugging Face's stack only, without a pipeline or over replicas; a rank of the
+            software: 0 for DDP, 1 for FSDP2, 2 for DeepSpeed, 3 for DeepSpeed with offload; the number of pipeline
+            stages; and whether the loss is fused, which needs Liger Kernel.
     """
     job = estimate.job
     layout = job.layout
-    axes = sum(size > 1 for size in (layout.cp, layout.tp, layout.pp)) + job.is_native
+    spans_replicas = job.expert_parallel > layout.dp_shard * layout.cp * layout.tp
+    axes = sum(size > 1 for size in (layout.cp, layout.tp, layout.pp))
+    axes += job.spreads_experts and (layout.pp == 1 or spans_replicas)
     axes += min(layout.dp_replicate, layout.dp_shard) > 1
     software = 3 if job.offload != "none" else (0, 2, 2, 1)[job.zero]
     return axes, software, layout.pp * job.virtual_stages, int(job.liger)

@@ -166,7 +166,7 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         lines += _fsdp_lines(job)
     elif layout.world_size == 1:
         lines.append('distributed_type: "NO"')
-    elif layout.pp > 1:
+    elif job.runs_parallel_trainer:
         lines.append(
             "distributed_type: MULTI_GPU # ParallelTrainer shards the model, accelerate must not wrap it again"
         )
@@ -207,7 +207,9 @@ def _fsdp_lines(job: Job) -> list[str]:
 def _axis_lines(job: Job) -> list[str]:
     """Lines of the mesh sizes, if the strategy has more than one axis."""
     layout = job.layout
-    if strategy_of(job) not in ("fsdp2", "parallel") or layout.dp_shard == layout.world_size or layout.pp > 1:
+    if strategy_of(job) not in ("fsdp2", "parallel") or layout.dp_shard == layout.world_size:
+        return []
+    if job.runs_parallel_trainer:
         return []
     sizes = {
         "dp_replicate_size": layout.dp_replicate,
@@ -278,13 +280,13 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
 
 def layout_flags(job: Job) -> dict[str, Any]:
     """Build the recipe flags that follow from the layout: pipeline stages, the split of the batch, recomputation."""
-    flags = stage_flags(job) if job.layout.pp > 1 else native_flags(job)
+    flags = stage_flags(job) if job.runs_parallel_trainer else native_flags(job)
     flags["per_device_train_batch_size"] = job.micro_batch
     flags["gradient_accumulation_steps"] = job.micro_batches
     # transformers' own replicas reduce gradients over the ranks of a replica with each micro-batch, and over the
     # replicas with the last one, unless each micro-batch is to do both.
     defers_replicas = job.is_native and job.layout.dp_replicate > 1
-    is_sharded = job.zero == 3 and job.layout.pp == 1 and not uses_deepspeed(job)
+    is_sharded = job.zero == 3 and not job.runs_parallel_trainer and not uses_deepspeed(job)
     if is_sharded and job.micro_batches > 1 and not defers_replicas:
         flags["accelerator_config"] = SYNC_EACH_BATCH
     if job.activation_checkpointing != "none" or job.task != "text":  # TRL's default is to recompute

@@ -148,8 +148,8 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
         "global_batch": options.micro_batch * layout.data_parallel_size,
         "liger": False,
         "compile": False,
-        "sequence_parallel": splits_activations(options.stack, layout),
-        "loss_parallel": splits_activations(options.stack, layout),
+        "sequence_parallel": splits_activations(options.stack, layout, expert_parallel),
+        "loss_parallel": splits_activations(options.stack, layout, expert_parallel),
     }
     values = {name: getattr(options, name) for name in options_of(LayoutOptions)}
     values |= {name: value for name, value in by_default.items() if values[name] is None}

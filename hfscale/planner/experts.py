@@ -141,7 +141,7 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
     element = width * job.tokens * imbalance_of(job, network.shared) * shape.hidden / tp
     if not job.overlapped_experts:
         is_repeated = job.activation_checkpointing == "full" or (
-            job.is_native and job.activation_checkpointing != "none"
+            job.spreads_experts and job.layout.pp == 1 and job.activation_checkpointing != "none"
         )
         passes = 3 if is_repeated else 2  # a recomputed forward pass communicates again
         exchange = shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)

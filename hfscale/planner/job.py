@@ -1,6 +1,5 @@
 """A run to estimate: a model on GPUs, its batch, its layout, and how it uses memory."""
 
-import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -73,11 +72,17 @@ class Job(LayoutOptions):
         support neither it nor SDPA."""
         return not self.flash_attention or (self.stack == "hf" and has_scores(self.shape.model_type))
 
+    @cached_property
+    def runs_parallel_trainer(self) -> bool:
+        """Whether `ParallelTrainer` trains (recipes/tp_pp): all pipelines of Hugging Face's stack, and experts that
+        are spread with tensor or context parallelism or over replicas."""
+        return self.stack == "hf" and needs_parallel_trainer(self.layout, self.expert_parallel)
+
     @property
     def is_native(self) -> bool:
         """Whether transformers distributes the model itself (`distributed_config`), as expert parallelism of Hugging
-        Face's stack requires."""
-        return self.stack == "hf" and self.expert_parallel > 1 and self.layout.pp == 1
+        Face's stack does among data-parallel ranks."""
+        return self.spreads_experts and not self.runs_parallel_trainer
 
     @property
     def spreads_experts(self) -> bool:
@@ -91,6 +96,12 @@ class Job(LayoutOptions):
     def layout_summary(self) -> str:
         """The axes of more than one rank, and the ranks that share experts, such as `shard 16 ep 8`."""
         return layout_summary(self.layout, self.expert_parallel)
+
+    @property
+    def known_zero(self) -> int:
+        """The ZeRO stage by which rules know the run: `ParallelTrainer` shards by FSDP2, also where one rank does."""
+        is_one = self.layout.dp_shard * self.layout.cp == 1
+        return 3 if self.runs_parallel_trainer and is_one and self.zero == 0 else self.zero
 
     @property
     def sequences_per_example(self) -> int:
@@ -269,11 +280,11 @@ class Job(LayoutOptions):
     def _check_spread_experts(self) -> None:
         asked = Combination(
             planned=True,
-            engine="parallel_trainer" if self.layout.pp > 1 else "trainer",
+            engine="parallel_trainer" if self.runs_parallel_trainer else "trainer",
             trl=self.task != "text",
             task=self.task,
             expert_parallel=self.expert_parallel,
-            zero=self.zero,
+            zero=self.known_zero,
             tp=self.layout.tp,
             pp=self.layout.pp,
             cp=self.layout.cp,
@@ -287,6 +298,7 @@ class Job(LayoutOptions):
             ranks = layout.dp_shard * layout.cp * layout.tp
             axes = spelled("dp_shard") if ranks == layout.dp_shard else "a stage of it"
             multiple = f", or is no multiple of {spelled('tp')} {layout.tp}" if layout.tp > 1 else ""
+            multiple += ", and is no number of complete replicas" if layout.dp_replicate > 1 else ""
             near = max((size for size in fitting if size <= self.expert_parallel), default=1)
             raise LayoutError(
                 f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide the {ranks} ranks "
@@ -400,11 +412,29 @@ def expert_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
     Args:
         shape (`ModelShape`): the model; without experts there are none.
         layout (`ParallelLayout`): ranks along each axis. The ranks are those of a stage of one replica, in complete
-            tensor-parallel groups.
+            tensor-parallel groups, or those of several complete replicas.
     """
+    if shape.moe is None:
+        return []
     ranks = layout.dp_shard * layout.cp * layout.tp
-    most = math.gcd(ranks, shape.moe.experts) if shape.moe is not None else 1
-    return [size for size in range(2, most + 1) if most % size == 0 and size % layout.tp == 0]
+    inside = [size for size in range(layout.tp, ranks + 1, layout.tp) if ranks % size == 0]
+    across = [ranks * number for number in range(2, layout.dp_replicate + 1) if layout.dp_replicate % number == 0]
+    return [size for size in (*inside, *across) if size > 1 and shape.moe.experts % size == 0]
+
+
+def needs_parallel_trainer(layout: ParallelLayout, expert_parallel: int) -> bool:
+    """Return whether only `ParallelTrainer` of Hugging Face's stack runs a layout: pipelines, and experts that are not
+    spread among the data-parallel ranks of one replica.
+
+    Tensor and context parallelism without spread experts are those of Trainer.
+
+    Args:
+        layout (`ParallelLayout`): ranks along each axis.
+        expert_parallel (`int`): ranks that share the experts of a layer.
+    """
+    if layout.pp > 1 or expert_parallel == 1:
+        return layout.pp > 1
+    return layout.tp * layout.cp > 1 or (layout.dp_replicate > 1 and expert_parallel > layout.dp_shard)
 
 
 def _divisor(number: int, near: int) -> int:
@@ -442,14 +472,14 @@ def strategy_of(job: Job) -> str:
         return "native"
     if layout.world_size == 1:
         return "single"
-    if layout.tp > 1 or layout.pp > 1:
+    if layout.tp > 1 or job.runs_parallel_trainer or layout.pp > 1:
         return "parallel"
     if job.zero == 3:
         return "fsdp2"
     return ("ddp", "zero1", "zero2")[job.zero]
 
 
-def splits_activations(framework: str, layout: ParallelLayout) -> bool:
+def splits_activations(framework: str, layout: ParallelLayout, expert_parallel: int = 1) -> bool:
     """Return whether a framework's tensor parallelism also splits activations between the matrices by default.
 
     These are norms and residuals, split along the sequence, and the logits, on which the loss is computed as they are.
@@ -458,6 +488,7 @@ def splits_activations(framework: str, layout: ParallelLayout) -> bool:
 
     Args:
         framework (`str`): the training framework: `hf`, `titan` or `megatron`.
-        layout (`ParallelLayout`): ranks along each axis. In `hf`, a layout with a pipeline runs in `ParallelTrainer`.
+        layout (`ParallelLayout`): ranks along each axis.
+        expert_parallel (`int`): ranks that share the experts of a layer.
     """
-    return framework != "hf" or (layout.pp > 1 and layout.tp > 1)
+    return framework != "hf" or (layout.tp > 1 and needs_parallel_trainer(layout, expert_parallel))

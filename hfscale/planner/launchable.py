@@ -19,15 +19,14 @@ def describe(job: Job) -> Combination:
     Args:
         job (`Job`): the run.
     """
-    engine = engine_of(job.stack, pp=job.layout.pp)
-    runs_parallel_trainer = engine == "parallel_trainer"
+    runs_parallel_trainer = job.runs_parallel_trainer
     return Combination(
         planned=True,
-        engine=engine,
+        engine="parallel_trainer" if runs_parallel_trainer else engine_of(job.stack, pp=1),
         trl=job.task != "text",
         task=job.task,
         strategy=f"zero{job.zero}" if uses_deepspeed(job) else strategy_of(job),
-        zero=job.zero,
+        zero=job.known_zero,
         tp=job.layout.tp,
         pp=job.layout.pp,
         cp=job.layout.cp,
@@ -55,7 +54,8 @@ def engine_of(framework: str, *, pp: int) -> str:
 
     Args:
         framework (`str`): the training framework: `hf`, `titan` or `megatron`.
-        pp (`int`): pipeline ranks; in `hf`, `ParallelTrainer` runs all layouts with a pipeline.
+        pp (`int`): pipeline ranks; in `hf`, `ParallelTrainer` runs all layouts with a pipeline, and some of spread
+            experts without one (`Job.runs_parallel_trainer`).
     """
     if framework != "hf":
         return framework
@@ -123,7 +123,7 @@ def recipe_of(job: Job) -> str | None:
         return None
     if job.task != "text":
         return f"recipes/{job.task}/train.py"
-    if job.layout.pp > 1:
+    if job.runs_parallel_trainer:
         return "recipes/tp_pp/train.py"
     is_plain = job.offload == "none" and strategy_of(job) in ("single", "ddp", "zero1")
     return f"recipes/{'ddp' if is_plain else 'sharded'}/train.py"
@@ -141,7 +141,7 @@ def why_not(job: Job, *about: str) -> str | None:
 
 
 def _why_sequence_does_not_divide(job: Job) -> str | None:
-    if job.stack != "hf" or job.layout.pp == 1 or job.layout.cp == 1:
+    if not job.runs_parallel_trainer or job.layout.cp == 1:
         return None
     parts = job.layout.cp * math.lcm(2, job.layout.tp if job.sequence_parallel else 1)
     if job.seq_len % parts:

@@ -10,7 +10,7 @@ from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SPLIT_BACKWARD, schedule_name, supports
-from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
+from hfscale.facts.support import Combination
 from hfscale.facts.support import why_not as explain
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.frameworks import find_framework
@@ -22,10 +22,12 @@ from hfscale.planner.job import (
     is_fine_grained,
     layout_sizes,
     layout_summary,
+    needs_parallel_trainer,
     splits_activations,
     strategy_of,
 )
 from hfscale.planner.launchable import can_fuse_loss, chunks_loss, compiles_by_default, engine_of, why_not
+from hfscale.planner.layouts import Candidate, layouts, layouts_with_experts
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
 from hfscale.planner.option_fields import options_of, speaker, spelled
 from hfscale.planner.options import ActivationCheckpointing, Offload, RunOptions, Schedule
@@ -42,22 +44,12 @@ HOST_GIB_PER_GPU = 256.0
 """CPU memory per GPU of a server with NVLink: 2 TB for eight GPUs (DGX H100 datasheet)."""
 HOST_GIB_PER_CARD = 64.0
 """CPU memory per GPU of a machine with PCIe cards, assumed."""
-MIN_TOKENS_PER_CP_RANK = 4096
-"""Tokens of a sequence per rank below which context parallelism is not tried."""
-MAX_UNEVENNESS = 1.15
-"""Highest ratio, of the layers on the fullest pipeline rank to the average, that is tried. 61 layers on 16 ranks are
-four on the fullest and a ratio of 1.05, 126 layers on 16 ranks eight and 1.02."""
 MAX_VIRTUAL_STAGES = 8
 """Largest number of stages per pipeline rank that is tried: NVIDIA's recipes for Llama 3.1 405B use 7 and 8."""
-MAX_STAGES = 64
-"""Largest number of pipeline ranks that is tried; Llama 3 405B was trained with 16."""
 GRPO_BATCH = 1024
 """Completions per step that are used for the task `grpo` where the request has no global batch."""
 NO_PIPELINES = "no pipelines"
 """How a reason begins that holds for all pipelines and is reported once."""
-
-Candidate = tuple[ParallelLayout, int, Offload]
-"""A layout, its ZeRO stage and what it offloads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,10 +260,42 @@ def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
     if request.stack != "hf" or _why_no_experts(request) is not None:
         return
     for layout, zero, _ in tried:
-        sizes = expert_groups(request.shape, layout)
+        sizes = _native_groups(request.shape, layout)
         if zero == 3 and layout.ranks_per_replica == 1 and sizes:
             job = request.job(layout, global_batch=batch, zero=zero)
             yield replace(job, expert_parallel=sizes[-1], liger=bool(request.liger), chunked_loss=False)
+    for layout, zero, _ in layouts_with_experts(request, gpus):
+        spread = _with_spread_experts(request, request.job(layout, global_batch=batch, zero=zero))
+        if spread is not None:
+            yield spread
+
+
+def _native_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """Numbers of ranks over which transformers itself spreads the experts of a layer."""
+    return [size for size in expert_groups(shape, layout) if not needs_parallel_trainer(layout, size)]
+
+
+def _spread_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """Numbers of ranks over which `ParallelTrainer` alone spreads the experts of a layer."""
+    return [size for size in expert_groups(shape, layout) if needs_parallel_trainer(layout, size)]
+
+
+def _with_spread_experts(request: PlanRequest, job: Job) -> Job | None:
+    """The job with experts that `ParallelTrainer` spreads, of those of a single stage; None if it does not run it."""
+    sizes = _spread_groups(job.shape, job.layout)
+    if not sizes:
+        return None
+    split = splits_activations(job.stack, job.layout, sizes[-1])
+    spread = replace(
+        job,
+        expert_parallel=sizes[-1],
+        sequence_parallel=split,
+        loss_parallel=split,
+        compile=bool(request.compile),
+        liger=bool(request.liger),
+        chunked_loss=False,
+    )
+    return spread if why_not(spread, "engine", "expert_parallel") is None else None
 
 
 def _offloaded_jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
@@ -300,87 +324,6 @@ def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     if explain(offloaded, "offload") is None:
         yield ParallelLayout(dp_replicate=gpus), 2 if gpus > 1 else 0, "optimizer"
         yield ParallelLayout(dp_shard=gpus), 3, "full"
-
-
-def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
-    """Yield the layouts without offload that the framework can run, the simplest first.
-
-    Args:
-        request (`PlanRequest`): what is planned for; its own number of GPUs is not used.
-        gpus (`int`): number of GPUs that every layout uses.
-    """
-    shape = request.shape
-    node = request.gpus_per_node
-    for tp in _powers_of_two(min(node, gpus)):
-        heads = shape.attention.heads
-        kv_heads = shape.attention.kv_heads
-        # Of Hugging Face's stack only `ParallelTrainer` copies key-value heads, and the estimates do not count that.
-        if heads % tp or (kv_heads % tp and (request.stack == "hf" or tp % kv_heads)) or gpus % tp:
-            continue
-        for pp in _pipeline_sizes(shape.layers, gpus // tp):
-            for cp in _powers_of_two(request.seq_len // MIN_TOKENS_PER_CP_RANK):
-                if _why_not_split(request, tp=tp, pp=pp, cp=cp) is not None:
-                    continue
-                if (gpus // tp // pp) % cp or request.seq_len % (2 * cp):
-                    continue
-                yield from _data_parallel(request, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
-
-
-def _why_not_split(request: PlanRequest, *, tp: int, pp: int, cp: int) -> str | None:
-    """Why no layout of the request can have these sizes, whatever its data-parallel ranks shard; None if one can.
-
-    Rules that depend on what the ranks shard, or that concern pipelines alone, are applied to each layout (`_try`).
-    """
-    engine = engine_of(request.stack, pp=pp)
-    split = Combination(
-        planned=True,
-        engine=engine,
-        trl=request.task != "text",
-        method=request.method,
-        strategy="parallel" if engine == "trainer" and tp > 1 else None,
-        tp=tp,
-        pp=pp,
-        cp=cp,
-        family=request.shape.model_type,
-        tp_plan=request.shape.model_type not in TENSOR_PARALLEL_PLAN_MISSING,
-    )
-    return explain(split, "tp", "model_parallel", "ranks_per_replica", "strategy_family")
-
-
-def _powers_of_two(most: int) -> list[int]:
-    return [1 << power for power in range(max(1, most).bit_length())]
-
-
-def _pipeline_sizes(layers: int, ranks: int) -> list[int]:
-    """Pipeline sizes whose fullest rank, which limits the speed, has little more than its share of the layers."""
-    possible = range(2, min(layers, ranks, MAX_STAGES) + 1)
-    return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MAX_UNEVENNESS * layers)]
-
-
-def _data_parallel(request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int) -> Iterator[Candidate]:
-    """Ways to replicate or shard the states over `dp` data-parallel ranks."""
-
-    def layout(shard: int) -> ParallelLayout:
-        return ParallelLayout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp, pp=pp)
-
-    if dp * cp == 1:
-        yield layout(1), 0, "none"
-        return
-    if tp == pp == cp == 1:
-        yield layout(1), 0, "none"
-        yield layout(1), 1, "none"
-        yield layout(1), 2, "none"
-    elif request.stack == "megatron":
-        yield layout(1), 1, "none"
-    elif pp > 1 and cp == 1:
-        yield layout(1), 0, "none"  # replicated stages: FSDP2 whose shard axis has one rank
-    if pp > 1 and request.stack == "megatron":
-        return
-    yield layout(dp), 3, "none"
-    inside = max(1, request.gpus_per_node // (tp * cp))
-    for shard in (inside, 4 * inside, 16 * inside):
-        if 1 < shard < dp and dp % shard == 0:
-            yield layout(shard), 3, "none"
 
 
 # -- the best way to run one layout -----------------------------------------------------------------------------------
@@ -559,14 +502,18 @@ def _expert_groups(job: Job) -> list[int]:
     is a run of its own. `ParallelTrainer` may spread them over a node, and as far as possible.
     """
     if job.is_native:
-        return expert_groups(job.shape, job.layout)
+        return _native_groups(job.shape, job.layout)
     if job.stack == "hf":
-        shared = replace(job, expert_parallel=2)
-        groups = expert_groups(job.shape, job.layout)
-        if job.layout.pp == 1 or not groups or why_not(shared, "expert_parallel") is not None:
+        groups = _spread_groups(job.shape, job.layout)
+        if not job.runs_parallel_trainer or not groups:
             return [1]
+        if why_not(replace(job, expert_parallel=groups[-1]), "expert_parallel") is not None:
+            return [1]
+        without = {1} if job.layout.pp > 1 else set()
+        layout = job.layout
         in_a_node = [size for size in groups if size <= job.gpus_per_node]
-        return sorted({1, groups[-1], *in_a_node[-1:]})
+        in_a_replica = [size for size in groups if size <= layout.dp_shard * layout.cp * layout.tp]
+        return sorted({*without, groups[-1], *in_a_node[-1:], *in_a_replica[-1:]})
     if job.shape.moe is None:
         return [1]
     ranks = job.data_parallel * job.layout.cp

@@ -161,7 +161,7 @@ def _layer_traffic(job: Job, framework: Framework, network: Network, layer: Laye
         seconds += (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
     if cp > 1:
         ring = network.gather_s(2.0 * job.tokens * cp * shape.attention.kv_width / tp, Group(size=cp, stride=tp))
-        if framework.name == "hf" and job.layout.pp > 1:
+        if job.runs_parallel_trainer:
             # `ParallelTrainer` gathers keys and values before attention (Llama Team, arXiv 2407.21783, section 3.3.2),
             # gathers them again where a layer is recomputed, and reduces their gradients.
             return seconds + (2 if job.activation_checkpointing == "none" else 3) * ring
@@ -212,6 +212,10 @@ def _sharded_traffic(
     scatter = _layer_gather_s(job, network, shard, gradient)
     share = dense / shard.size + experts * kept_share(job, shard.size)
     across = network.reduce_s(gradient * share, replicas)
+    if job.spreads_experts and job.expert_parallel > layout.dp_shard * layout.cp * layout.tp:
+        # Ranks that share experts are those of several replicas, which then have fewer copies of them.
+        across = network.reduce_s(gradient * dense / shard.size, replicas)
+        across += network.reduce_s(gradient * experts, _expert_replicas(job))
     again = gather if job.reshard else 0.0
     ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
     of_ends = network.gather_s(weight * ends, shard) + network.gather_s(gradient * ends, shard)
@@ -225,7 +229,19 @@ def _sharded_traffic(
     behind = exposed_s(again + scatter + across, backward, framework.overlap_dp)
     if layout.pp > 1:
         return _ShardedTraffic(per_step=job.layer_split[0] * (ahead + behind) + root)
+    if job.runs_parallel_trainer:  # it reduces gradients with the last micro-batch only
+        once = exposed_s(scatter + across, backward, framework.overlap_dp) * job.layer_split[0]
+        return _ShardedTraffic(
+            per_layer=ahead + exposed_s(again, backward, framework.overlap_dp), root=root, per_step=once
+        )
     return _ShardedTraffic(per_layer=ahead + behind, root=root)
+
+
+def _expert_replicas(job: Job) -> Group:
+    """Ranks of a stage that hold the same spread experts, in Hugging Face's stack."""
+    layout = job.layout
+    ranks = layout.dp_replicate * layout.dp_shard * layout.cp * layout.tp
+    return Group(size=max(1, ranks // job.expert_parallel), stride=job.expert_parallel)
 
 
 def _layer_gather_s(job: Job, network: Network, shard: Group, bytes_per_parameter: float) -> float:
@@ -282,8 +298,13 @@ def _once_per_step(job: Job, framework: Framework, network: Network, forward: fl
         return 0.0
     trained = trained_parameters(job) / (layout.tp * layout.pp)
     experts = shape.mean_expert_parameters * shape.layers / shape.total_parameters
-    trained *= 1 - experts * (1 - 1 / job.expert_parallel)
     gradient = _gradient_bytes(job, framework)
+    if job.spreads_experts:
+        own = trained * experts * layout.tp / job.expert_parallel
+        reduced = network.reduce_s(gradient * trained * (1 - experts), group)
+        reduced += network.reduce_s(gradient * own, _expert_replicas(job))
+        return exposed_s(reduced, backward, framework.overlap_dp)
+    trained *= 1 - experts * (1 - 1 / job.expert_parallel)
     if framework.name == "megatron" and not job.flash_attention:
         # Before flash attention, gradients were all-reduced after the last micro-batch without any overlap, even where
         # optimizer states were sharded (DeepSpeed's pipelines): `--overlap-grad-reduce` was added in 2023.
@@ -315,6 +336,9 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     """Time of the optimizer update."""
     layout = job.layout
     trained = trained_parameters(job) / (layout.tp * layout.pp)
+    if job.spreads_experts and job.zero != 3:  # whole experts, which tensor parallelism does not split
+        experts = job.shape.mean_expert_parameters * job.shape.layers / job.shape.total_parameters
+        trained *= 1 - experts + experts * layout.tp / job.expert_parallel
     if job.zero:
         trained /= (layout.dp_shard * layout.cp) if job.zero == 3 else job.data_parallel * layout.cp
     traffic: float = OPTIMIZERS[job.optimizer]["traffic_bytes"]

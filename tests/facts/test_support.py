@@ -250,11 +250,8 @@ CASES = {
         c.recipe_model(LlamaConfig(**SMALL), **EXPERTS),
         c.trainer_model(**EXPERTS),
     ],
-    "plans of expert parallelism with tensor or context parallelism": lambda c: [
-        planned(layout={"tp": 2, "dp_shard": 4}, expert_parallel=4, zero=3),
-    ],
     "plans of expert parallelism without sharded parameters": lambda c: [
-        planned(layout={"dp_replicate": 8}, expert_parallel=8, zero=1)
+        planned(layout={"dp_shard": 8}, expert_parallel=8, zero=1)
     ],
     "plans of expert parallelism with offload": lambda c: [planned(expert_parallel=8, zero=3, offload="full")],
     "expert parallelism with 4-bit weights": lambda c: [
@@ -268,6 +265,9 @@ CASES = {
     "merging the adapters of QLoRA": lambda c: [message_of(ModelArguments, **QLORA, merge_adapters=True)],
     "adapters with torch.compile of the full model under FSDP2": lambda c: [
         c.recipe({"WORLD_SIZE": "8"}, model={"use_peft": True}, fsdp=True, torch_compile=True)
+    ],
+    "plans of adapters with experts that `ParallelTrainer` spreads": lambda c: [
+        planned(layout={"dp_replicate": 8}, expert_parallel=8, zero=3, method="lora"),
     ],
     "LoRA with transformers' tensor parallelism": lambda c: [
         planned(method="lora", layout=TENSOR, zero=3),

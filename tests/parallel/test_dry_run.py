@@ -13,15 +13,18 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.stages import StagePlan
+from hfscale.planner.activations import exchange_bytes, kept_and_working
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.memory import GIB, memory_of, state_bytes
+from hfscale.planner.peak import highest_moment
 
 SIZES = {"num_hidden_layers": 10, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 128}
 
 
 def simulate(job):
     """The dry run of a world of `ranks`; to be run in a process of its own, which has no other process group."""
-    layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"], cp=job.get("cp"), ep=job.get("ep"))
+    optional = {axis: job.get(axis) for axis in ("cp", "ep", "dp_replicate")}
+    layout = decide_layout(job["ranks"], tp=job["tp"], pp=job["pp"], **optional)
     plan = StagePlan(pp=layout.pp, schedule=job["schedule"])
     args = TrainingArguments(
         "none", use_cpu=True, report_to="none", bf16=True, gradient_accumulation_steps=8, per_device_train_batch_size=1
@@ -141,6 +144,52 @@ def test_the_planner_counts_what_the_ranks_of_spread_experts_hold(sizes):
     lean = memory_of(replace(run, sequence_parallel=False), hf, replace(shared_constants(), fragmentation=1.0))
     assert lean.buffers == pytest.approx(fullest["gathered"], rel=0.03)
     assert lean.activations == pytest.approx(fullest["activations"], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp": 2, "ep": 4},
+        {"tp": 2, "ep": 16},
+        {"tp": 1, "cp": 2, "ep": 4},
+        {"tp": 4, "dp_replicate": 4, "ep": 4},
+        {"tp": 4, "dp_replicate": 4, "ep": 16},
+        {"tp": 1, "dp_replicate": 16, "ep": 16},
+        {"tp": 1, "dp_replicate": 4, "ep": 8},
+        {"tp": 2, "pp": 2, "dp_replicate": 4, "ep": 8},
+    ],
+)
+def test_the_planner_counts_spread_experts_without_a_pipeline_and_over_replicas(sizes):
+    """States, and gradients that are summed over micro-batches before they are reduced, of 16 ranks of a stage."""
+    model = PLANNED | {"num_key_value_heads": 4}
+    pp = sizes.get("pp", 1)
+    job = {"ranks": 16 * pp, "schedule": "1F1B", "family": "qwen3_moe", "model": model, **sizes, "pp": pp}
+    (ranks,) = in_world(1, simulate, [job])
+    layout = decide_layout(
+        16 * pp, pp=pp, **{axis: sizes[axis] for axis in sizes.keys() & {"tp", "cp", "dp_replicate"}}
+    )
+    run = planned_job(
+        shape=ModelShape.from_config(tiny_config("qwen3_moe", **(SIZES | model)).to_dict()),
+        **{axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")},
+        seq_len=32,
+        global_batch=8 * layout.data_parallel_size,
+        expert_parallel=sizes["ep"],
+        zero=3 if layout.dp_shard * layout.cp > 1 else 0,
+        sequence_parallel=False,
+        loss_parallel=sizes["tp"] > 1,
+    )
+    run.check()
+    assert run.runs_parallel_trainer
+    states = state_bytes(run, find_framework("hf"))
+    fullest = max(ranks, key=lambda rank: rank["total"])
+    assert states.parameters + states.gradients + states.optimizer == pytest.approx(fullest["states"] * GIB, rel=0.03)
+    if pp == 1:
+        kept, working = kept_and_working(run, find_framework("hf"))
+        in_flight = run.shape.layers * kept + working + exchange_bytes(run)
+        assert in_flight == pytest.approx(fullest["activations"] * GIB, rel=0.03)
+        if run.zero == 3:
+            summed = highest_moment(run, find_framework("hf"), states.gradients).gradients
+            assert summed == pytest.approx(fullest["gathered"] * GIB, rel=0.05)
 
 
 @pytest.mark.parametrize("cp", [1, 2])

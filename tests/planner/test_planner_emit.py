@@ -25,7 +25,7 @@ from hfscale.planner.activations import kept_and_working, layers_in_flight
 from hfscale.planner.emit import emit
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not
-from hfscale.planner.memory import GIB
+from hfscale.planner.memory import GIB, state_bytes
 from hfscale.planner.plan import Choice
 from hfscale.planner.search import PlanRequest, layouts
 from hfscale.recipe import corpus
@@ -418,7 +418,8 @@ def test_the_dry_run_of_an_emitted_pipeline_needs_the_planned_memory(tmp_path, s
     )
     job, memory = found.choices[0].estimate.job, found.choices[0].estimate.memory
     assert job.rank_layers == tuple(sum(map(span, rank.layers.split())) for rank in ranks)
-    states = memory.parameters + memory.gradients + memory.optimizer
+    found_states = state_bytes(job, find_framework("hf"))
+    states = (found_states.parameters + found_states.gradients + found_states.optimizer) / GIB
     assert states == pytest.approx(max(rank.states for rank in ranks), rel=0.03)
     kept, working = kept_and_working(job, find_framework("hf"))
     opening = (layers_in_flight(job) * kept + working) / GIB

@@ -33,6 +33,7 @@ from hfscale.planner.experts import (
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import strategy_of
 from hfscale.planner.kernels import Rates, layer_forward
+from hfscale.planner.launchable import recipe_of
 from hfscale.planner.memory import state_bytes
 from hfscale.planner.network import Group, Network
 from hfscale.planner.search import PlanRequest, layouts
@@ -272,6 +273,20 @@ class TestOfTransformers:
         alone = estimate_job(qwen(expert_parallel=1))
         assert estimate_job(qwen(expert_parallel=1, expert_imbalance=2.0)).time == alone.time
 
+    def test_layouts_that_only_the_parallel_trainer_runs_are_searched(self):
+        found = plan("qwen3-30b-a3b", gpu="H200", gpus=16, global_batch=64, top=1000)
+        jobs = [choice.estimate.job for choice in found.choices]
+        jobs = [run for run in jobs if run.layout.pp == 1 and run.runs_parallel_trainer]
+        assert {run.layout.tp for run in jobs} >= {1, 2}
+        assert {run.zero for run in jobs} == {0, 3}
+        for run in jobs:
+            run.check()
+            assert recipe_of(run) == "recipes/tp_pp/train.py"
+            assert strategy_of(run) == "parallel"
+            assert run.sequence_parallel == (run.layout.tp > 1)
+        over_replicas = [run for run in jobs if run.expert_parallel > run.layout.dp_shard * run.layout.tp]
+        assert over_replicas
+
     def test_gradients_are_reduced_over_replicas_once_per_step(self):
         once, twice = (estimate_job(qwen(dp_replicate=2, dp_shard=8, global_batch=16 * n)).time for n in (1, 2))
         apart, both = (
@@ -285,7 +300,7 @@ class TestOfTransformers:
             ({"expert_parallel": 3}, LayoutError, "does not divide 128 experts"),
             ({"expert_parallel": 32}, LayoutError, "does not divide the 16 ranks that share one replica .*: use 16"),
             ({"dp_replicate": 16, "dp_shard": 1, "zero": 1}, LayoutError, "expert_parallel 8 with zero 1"),
-            ({"dp_shard": 8, "tp": 2}, LayoutError, "with tensor or context parallelism"),
+            ({"dp_shard": 8, "tp": 16}, LayoutError, "is no multiple of tp 16: use 1"),
             (
                 {"tp": 4, "pp": 2, "dp_shard": 8, "expert_parallel": 2},
                 LayoutError,

@@ -35,6 +35,26 @@ def test_an_emitted_plan_starts(tmp_path, strategy):
     start(plan, tmp_path)
 
 
+@pytest.mark.recipes
+@pytest.mark.parametrize("axes", [{"tp": 2, "dp_replicate": 1}, {"tp": 1, "dp_shard": 1}])
+def test_an_emitted_plan_of_spread_experts_without_a_pipeline_starts(tmp_path, axes):
+    """Over the ranks of tensor-parallel groups, and over replicas of the dense layers."""
+    config = built_in("qwen3-30b-a3b")
+    flags = ("--gpu", "H200", "--gpus", "16", "--global-batch", "64", "--top", "200")
+    request = Request(model="qwen3-30b-a3b", family=config.model_type, config=config, flags=flags)
+    choices = choices_of(request)
+    wanted = {"pp": 1, **axes}
+    index = next(
+        number
+        for number, choice in enumerate(choices)
+        if choice["recipe"] == "recipes/tp_pp/train.py" and wanted.items() <= choice["layout"].items()
+    )
+    assert choices[index]["layout"]["ep"] > 1
+    plan = emit_choice(request, choices, index, tmp_path / "plan")
+    check_files(plan, tmp_path)
+    start(plan, tmp_path)
+
+
 def test_every_option_of_a_plan_is_drawn_or_left_out_for_a_reason():
     options = {name for group in (PlanOptions, IslandOptions, PlanOutput) for name in options_of(group)}
     assert options - {"gpu"} == {*SAMPLERS, *NOT_SAMPLED}

@@ -11,7 +11,7 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import schedule_name
 from hfscale.metrics.report.run_data import Run
 from hfscale.planner.estimate import Estimate, estimate_job
-from hfscale.planner.job import Job
+from hfscale.planner.job import Job, splits_activations
 from hfscale.planner.launchable import TRAINER_OPTIMIZERS
 from hfscale.planner.memory import allocated_gib
 from hfscale.planner.options import Schedule
@@ -207,7 +207,7 @@ def _job(run: Run) -> Job:
         expert_parallel=int(own.get("expert_parallel", 1)),  # absent in runs of earlier versions
         schedule=next((one for one in _SCHEDULES if schedule_name(one, stages) == own["schedule"]), "1f1b"),
         sequence_parallel=bool(own["sequence_parallel"]),
-        loss_parallel=layout.pp > 1 and layout.tp > 1,
+        loss_parallel=splits_activations("hf", layout, int(own.get("expert_parallel", 1))),
         task="sft" if "SFT" in trainer else "text",
     )
     job.check()

@@ -1,0 +1,239 @@
+"""The moment of a step at which a rank uses most memory.
+
+All byte counts are per rank unless a docstring states otherwise.
+"""
+
+from dataclasses import dataclass, replace
+
+from hfscale.facts.activations import attention_bytes, layer_kinds
+from hfscale.planner.activations import (
+    dispatched_bytes,
+    end_activations,
+    exchange_bytes,
+    kept_and_working,
+    layers_in_flight,
+    loss_bytes,
+    micro_batches_in_flight,
+    regime_of,
+)
+from hfscale.planner.experts import copied_share, gathered_share, kept_share, layer_parameters, owners
+from hfscale.planner.frameworks import Framework
+from hfscale.planner.job import Job
+from hfscale.planner.tasks import (
+    LOGIT_COPIES_BYTES,
+    forward_bytes,
+    generated_at_once,
+    generation_weight_bytes,
+    kv_cache_bytes,
+    prompt_job,
+    reference_buffer_bytes,
+)
+
+GATHERED_ACTIVATIONS = 2
+"""Unsplit activations that the current layer holds under sequence parallelism: its input and a gradient."""
+DEEPSPEED_BUCKET_BYTES = 3e9
+"""DeepSpeed's default buckets of 5e8 elements of 2 bytes: two to reduce (`overlap_comm`) and one to gather into."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Bytes in use at a moment of a step, in addition to parameters and optimizer states."""
+
+    activations: float
+    loss: float
+    gradients: float
+    buffers: float
+    kv_cache: float = 0.0
+    at: str = "loss"
+    rank: str = "every rank"
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.loss + self.gradients + self.buffers + self.kv_cache
+
+
+def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
+    """The moment of a step at which most memory is in use.
+
+    Without a pipeline this moment is the loss of the last micro-batch, the backward pass of the last layer, or that of
+    the first layer. At the loss the gradients of a single micro-batch do not exist yet, unless the framework keeps a
+    buffer for them (Megatron; DDP, whose buckets stay allocated between steps; ZeRO-1, which accumulates in one) or
+    they are sharded: the memory that
+    the previous step's shards left free is too small to be reused for activations (torchtitan's peaks fall by 16 bytes
+    per parameter and shard from 8 to 128 ranks, gradients included). The recipes store gradients in the
+    buckets (`gradient_as_bucket_view`). With a pipeline the rank with most micro-batches in
+    flight or the one with the loss is the fullest.
+
+    Args:
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        gradients (`float`): bytes of all gradients, as they are at the end of the backward pass.
+    """
+    if job.spreads_experts and job.layout.pp == 1:
+        if job.runs_parallel_trainer and job.micro_batches > 1:
+            gradients = _unreduced_bytes(job, framework)
+        layers = [replace(job, shape=kind) for kind in layer_kinds(job.shape)]
+        moments = [moment for layer in layers for moment in _native_moments(job, framework, gradients, layer)]
+        return max(moments, key=lambda moment: moment.total)
+    kept, working = kept_and_working(job, framework)
+    ends = end_activations(job, framework)
+    loss = loss_bytes(job, framework)
+    first, last = job.layer_split
+    at_loss, at_layer = _buffer_bytes(job, framework)
+    if job.layout.pp > 1:
+        working += exchange_bytes(job)
+        opening = layers_in_flight(job) * kept + working
+        closing = micro_batches_in_flight(job, last=True) * (last * kept + ends)
+        if opening >= closing + max(loss, working):
+            most = "first pipeline rank" if job.rank_layers is None else "pipeline rank with most layers in flight"
+            return Moment(opening, 0.0, gradients, at_layer, at="backward pass", rank=most)
+        last_rank = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
+        return Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
+    is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
+    is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
+    is_ddp = framework.name == "hf" and job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
+    buckets = gradients if is_ddp or (framework.name == "hf" and job.zero == 1) else 0.0
+    before = buckets if is_allocated_late else gradients
+    moments = [
+        Moment(first * kept + ends, loss, before, at_loss),
+        Moment(first * kept + ends + working, 0.0, before, at_layer, at="last layer's backward pass"),
+        Moment(kept + working, 0.0, gradients, at_layer, at="first layer's backward pass"),
+    ]
+    if job.task == "dpo" and job.has_reference_pass:
+        moments.append(_of_the_reference(job, first * kept, before, at_loss))
+    if job.task == "grpo":
+        earlier = gradients if job.generation_rounds > 1 else buckets
+        moments += _of_generation(job, earlier)
+        if job.has_reference_pass:
+            moments.append(_of_the_reference(job, 0.0, earlier, 0.0))
+    return max(moments, key=lambda moment: moment.total)
+
+
+def _unreduced_bytes(job: Job, framework: Framework) -> float:
+    """Gradients of all micro-batches but the last one, which `ParallelTrainer` sums before it reduces them."""
+    dense, experts = layer_parameters(job)
+    ends = job.shape.embedding_parameters + job.shape.head_parameters
+    layers = job.layer_split[0] * (dense + experts * gathered_share(job))
+    return framework.gradient_bytes * (layers + ends / job.layout.tp) if job.method == "full" else 0.0
+
+
+def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job) -> list[Moment]:
+    """The moments of a step with spread experts under FSDP2 without a pipeline.
+
+    The embedding, each layer without its experts, the experts of each layer, and the last norm with the head are
+    units: each is gathered while it runs, and the head from the forward pass to its backward pass. Gradients of a unit
+    are reduced when its backward pass is over, from a copy in the format of the reduction into another one of their
+    shard, where a third divides them if only one rank has these experts; the copy of a unit exists until that of the
+    next (transformers 5.23, distributed/fsdp.py; torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    Where attention writes its scores to memory, one layer's attention may need more than all of the layer keeps; the
+    experts' gradients have been copied for their reduction before, and the buffer into which a recomputed forward pass
+    has gathered the experts of several ranks is kept until that of the next layer (_fsdp_param_group.py,
+    `wait_for_unshard`, there). Where layers have different mixers, one kind
+    computes at a time, and the peak is that of the kind that needs most.
+
+    Args:
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+        gradients (`float`): bytes of the gradients of all layers.
+        layer (`Job`): the run with a model of one layer, of the kind that computes; `job` if there is one kind.
+    """
+    kept, _ = kept_and_working(job, framework)
+    _, working = kept_and_working(layer, framework)
+    kept_of_all = job.layer_split[0] * kept
+    ends = end_activations(job, framework)
+    dense, experts = layer_parameters(layer)
+    experts /= layer.shape.moe_share or 1.0  # of a layer that has any
+    head = job.shape.vocab * job.shape.embedding_width / job.layout.tp
+    width = 4.0 if job.precision == "fp32" else 2.0
+    reduced = framework.gradient_bytes if job.method == "full" else 0.0
+    gathered = width * (dense + experts * gathered_share(job))
+    in_layer = working + exchange_bytes(layer)
+    shards = job.layout.dp_shard * job.layout.cp
+    is_alone = owners(job, shards) == 1
+    copies = gathered_share(job) + kept_share(job, shards) + is_alone
+    moments = [
+        Moment(kept_of_all + ends, loss_bytes(job, framework), gradients, width * head),
+        Moment(kept_of_all + in_layer, 0.0, gradients, gathered + reduced * head, at="last layer's backward pass"),
+        Moment(
+            kept_of_all + working - dispatched_bytes(layer),
+            0.0,
+            gradients,
+            width * dense + reduced * experts * copies,
+            at="reduction of the last experts' gradients",
+        ),
+        Moment(kept + in_layer, 0.0, gradients, gathered + reduced * dense, at="first layer's backward pass"),
+    ]
+    attention = job.tokens * attention_bytes(job.shape, regime_of(job), job.seq_len) / job.layout.tp
+    if attention > 0:
+        others = kept_of_all - kept if job.activation_checkpointing == "none" else kept_of_all
+        held = width * dense + reduced * experts * gathered_share(job)
+        if job.activation_checkpointing != "none" and not is_alone:
+            held += width * experts * gathered_share(job)
+        moments.append(Moment(others + ends + attention, 0.0, gradients, held, at="last layer's attention"))
+    if job.activation_checkpointing == "none":
+        moments.append(Moment(kept_of_all + ends + in_layer, 0.0, gradients, gathered, at="last layer's forward pass"))
+    return moments
+
+
+def _of_the_reference(job: Job, kept: float, gradients: float, buffers: float) -> Moment:
+    """The reference's forward pass. In DPO the policy's activations are kept meanwhile; in GRPO it runs after
+    generation."""
+    gathered = buffers + reference_buffer_bytes(job)
+    return Moment(kept + forward_bytes(job), 0.0, gradients, gathered, at="reference's forward pass")
+
+
+def _of_generation(job: Job, gradients: float) -> tuple[Moment, Moment]:
+    """The start of generation, with one layer's tensors of all prompts, and its end, with the complete cache and the
+    logits of the last token."""
+    weights = generation_weight_bytes(job)
+    prompts = prompt_job(job)
+    logits = LOGIT_COPIES_BYTES * generated_at_once(job) * job.shape.vocab
+    cached = kv_cache_bytes(job, prompts.seq_len)
+    start = Moment(forward_bytes(prompts), 0.0, gradients, weights, cached, at="start of generation")
+    return start, Moment(0.0, logits, gradients, weights, kv_cache_bytes(job, job.seq_len), at="end of generation")
+
+
+def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
+    """Bytes of gathered parameters, unreduced gradients, buckets and gathered activations.
+
+    Returns:
+        `tuple`: bytes at the loss, and bytes during a layer's backward pass.
+    """
+    shape = job.shape
+    layout = job.layout
+    dense, experts = layer_parameters(job)
+    per_layer = dense + experts
+    ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
+    gathered = 0.0
+    if layout.tp > 1 and job.sequence_parallel:
+        gathered = GATHERED_ACTIVATIONS * 2.0 * job.tokens * shape.hidden
+    if job.zero == 3 and layout.dp_shard * layout.cp > 1:
+        per_layer = dense + experts * copied_share(job)
+        trained = 1.0 if job.method == "full" else 0.0
+        width = 4.0 if job.precision == "fp32" else 2.0
+        scattered = trained * (width + framework.gradient_bytes) * per_layer
+        if layout.pp > 1:
+            # With a pipeline, layers stay gathered and gradients stay unreduced until the last micro-batch.
+            per_parameter = width + trained * framework.gradient_bytes
+            stages = per_parameter * job.layer_split[0] * per_layer + width * ends
+            return gathered + stages, gathered + stages
+        # FSDP2 holds the gathered root group (embedding and head), the layer that is prefetched, the current layer,
+        # and the current layer's gradients.
+        if not job.reshard:
+            model = gathered + width * (ends + job.layer_split[0] * per_layer)
+            return model, model + scattered
+        return gathered + width * (ends + per_layer), gathered + width * (ends + 2 * per_layer) + scattered
+    if job.zero in (1, 2) and job.precision == "fp16":
+        gathered += DEEPSPEED_BUCKET_BYTES
+    elif (
+        framework.name != "megatron"
+        and job.zero == 0
+        and not job.pure_bf16
+        and job.precision != "fp32"
+        and job.method == "full"
+    ):
+        # bf16 copies of the weights: autocast keeps all of them until the end of the forward pass, autograd until the
+        # backward pass.
+        head = shape.vocab * shape.embedding_width / layout.tp if layout.pp == 1 else shape.head_parameters / layout.tp
+        gathered += 2.0 * (job.layer_split[0] * per_layer + head)
+    return gathered, gathered
