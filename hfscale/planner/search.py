@@ -417,7 +417,7 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
     for micro_batch in MICRO_BATCHES:
         if (variant.global_batch // variant.data_parallel) % micro_batch:
             break
-        trial = replace(variant, micro_batch=micro_batch)
+        trial = variant if variant.micro_batch == micro_batch else replace(variant, micro_batch=micro_batch)
         if trial.micro_batches % trial.generation_rounds:
             break
         if trial.overlapped_experts and not can_overlap_experts(trial):  # only one micro-batch is left
@@ -443,6 +443,7 @@ def _schedule_runs(job: Job) -> bool:
 
 def _variants(job: Job, schedule: Schedule, stages: int, liger: bool) -> Iterator[list[Job]]:
     """The job with a schedule and a loss: for each recomputation, that with the least memory first, its variants."""
+    groups = _expert_groups(job)
     for checkpointing in reversed(get_args(ActivationCheckpointing)):
         # A schedule that delays the weights' gradients keeps what they need, so recomputation saves nothing.
         if checkpointing != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
@@ -457,7 +458,7 @@ def _variants(job: Job, schedule: Schedule, stages: int, liger: bool) -> Iterato
         if job.task == "grpo":
             yield list(_generation_rounds(variant))
         else:
-            yield [_with_experts(variant, experts) for experts in reversed(_expert_groups(job))]
+            yield [_with_experts(variant, experts) for experts in reversed(groups)]
 
 
 def _with_experts(job: Job, experts: int) -> Job:

