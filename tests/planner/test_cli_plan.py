@@ -428,6 +428,13 @@ class TestEstimate:
         assert "peak: backward pass, first pipeline rank" in out
 
 
+def addition_s():
+    """The CPU time of adding a number in a loop, as a measure of the machine's speed, in seconds."""
+    begun = time.process_time()
+    sum(number * number for number in range(10**7))
+    return (time.process_time() - begun) / 10**7
+
+
 class TestTable:
     def test_a_line_per_row_in_order(self, capsys):
         lines = [json.loads(line) for line in run(capsys, "estimate", "--table", str(TABLE)).out.splitlines()]
@@ -485,21 +492,20 @@ class TestTable:
         begun = time.process_time()
         run(capsys, "estimate", "--table", str(path))
         row_s = (time.process_time() - begun) / (8 * len(lines))
-        begun = time.process_time()
-        sum(number * number for number in range(10**7))
-        addition_s = (time.process_time() - begun) / 10**7
-        assert row_s < 7500 * addition_s
+        assert row_s < 7500 * addition_s()
 
 
 @pytest.mark.timing
-def test_a_plan_takes_less_cpu_time_than_importing_torch():
+def test_a_plan_takes_the_cpu_time_of_a_loop():
+    """At most that of 40 million additions: 2 s on a core that adds 20 million numbers a second."""
+
     def cpu_s(*words):
         before = psutil.Process().cpu_times()
         subprocess.run([sys.executable, *words], check=False, capture_output=True, timeout=60)
         after = psutil.Process().cpu_times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    limit_s = 0.65 * min(cpu_s("-c", "import torch") for _ in range(2))
+    limit_s = 40e6 * addition_s()
     for argv in (
         ("llama-3.1-70b", "--gpu", "H100-80GB", "--gpus", "512"),
         ("llama-3.1-405b", "--gpu", "RTX4090", "--gpus", "64"),  # nothing fits, on twice as many GPUs neither
