@@ -65,15 +65,14 @@ class Turns:
             BaseException: the error of the pass that failed first.
         """
         stream = torch.accelerator.current_stream() if device.type != "cpu" else None
-        self._error = None
         self._forward_thread = threading.get_ident()
         self._turns = {"forward": threading.Semaphore(0), "backward": threading.Semaphore(0)}
         self._both_run = True
         backward_in_modes = partial(_run_in_modes, backward, dispatch_modes())
         other_thread = threading.Thread(target=self._run_backward, args=(backward_in_modes, stream), daemon=True)
-        other_thread.start()
         result = None
         try:
+            other_thread.start()
             self._turns["forward"].acquire()
             self._check_other()
             result = forward()
@@ -82,8 +81,9 @@ class Turns:
         self._end("forward")
         other_thread.join()
         self._forward_thread = None
-        if self._error is not None:
-            raise self._error
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
         return result
 
     def _run_backward(self, backward: Callable[[], None], stream: torch.Stream | None) -> None:
@@ -104,6 +104,7 @@ class Turns:
         Raises:
             PairFailedError: the other pass has failed.
         """
+        self._check_other()  # which may have been interrupted while it waited for its turn
         is_recomputed = current == "forward" and threading.get_ident() != self._forward_thread
         if not self._both_run or is_recomputed:
             return
@@ -225,7 +226,8 @@ class Pairs:
 
 class OverlappedExperts:
     """Brings tokens to the experts of a layer and the results back, as transformers' `AllToAllEP` does, and lets the
-    other pass of a pair compute during each exchange.
+    other pass of a pair compute during each exchange. `AllToAllEP` itself waits inside of its private methods, and its
+    backward pass inside of an operator of torch.
 
     Shapes: T = tokens of this rank, K = experts per token, H = the model's width.
 

@@ -1,7 +1,9 @@
 """Two passes that a schedule pairs take turns while tokens are sent to experts, and compute what they would alone."""
 
 import itertools
+import signal
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -96,6 +98,26 @@ def test_the_error_of_either_pass_ends_both(fails):
     assert len(ended) == 1
     assert threading.active_count() == before
     assert turns.run(lambda: 1, lambda: None, CPU) == 1
+
+
+def test_an_interrupt_ends_both_passes():
+    """Ctrl-C reaches the main thread while it waits for its turn; the backward pass does not go on alone."""
+    turns, ended = Turns(), []
+
+    def backward():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while turns._error is None:
+            time.sleep(0.001)
+        try:
+            turns.pass_on_from("backward")
+        except PairFailedError:
+            ended.append("backward")
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.run(lambda: ended.append("forward"), backward, CPU)
+    assert ended == ["backward"]
+    turns.pass_on_from("forward")  # an evaluation after it exchanges as usual
 
 
 def test_both_passes_are_seen_by_what_counts_operations():
