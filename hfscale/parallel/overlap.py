@@ -81,9 +81,9 @@ class Turns:
         self._end("forward")
         other_thread.join()
         self._forward_thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        first_error, self._error = self._error, None
+        if first_error is not None:
+            raise first_error
         return result
 
     def _run_backward(self, backward: Callable[[], None], stream: torch.Stream | None) -> None:
