@@ -137,6 +137,14 @@ class TestConfigs:
         assert (tmp_path / "launch/slurm/train.sbatch").read_text() == "mine"
         assert main(["configs", "copy", "slurm", str(tmp_path), "--force"]) == 0
 
+    @pytest.mark.parametrize("folder", [path.name for path in (REPOSITORY / "launch").iterdir() if path.is_dir()])
+    def test_copied_launch_files_find_what_they_call(self, folder, tmp_path, capsys):
+        assert main(["configs", "copy", folder, str(tmp_path)]) == 0
+        for copied in map(Path, capsys.readouterr().out.splitlines()):
+            lines = [line for line in copied.read_text().splitlines() if not line.lstrip().startswith("#")]
+            called = re.findall(r"(?:launch|[.][.])/([a-z]+/[\w.]+\w)", "\n".join(lines))
+            assert [path for path in called if not (tmp_path / "launch" / path).is_file()] == []
+
     def test_a_removed_config_names_what_to_use_instead(self, capsys):
         for name in ("ds_configs/onebit_adam.json", "onebit_adam.json"):
             assert main(["configs", "show", name]) == 2

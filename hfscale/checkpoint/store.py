@@ -481,9 +481,9 @@ def _manifest_or_none(checkpoint: Path) -> Manifest | None:
 
 
 def _compare_lengths(checkpoint: Path, manifest: Manifest) -> None:
+    check_links(checkpoint)
     for name, record in manifest.files.items():
         path = checkpoint / name
-        check_no_link(checkpoint, name)
         length = path.stat().st_size if path.is_file() else None
         if length != record.bytes:
             raise CheckpointError(f"{name} " + ("is missing" if length is None else f"has {length} bytes"))

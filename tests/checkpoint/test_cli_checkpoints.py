@@ -109,6 +109,13 @@ def test_verify_refuses_what_a_matching_manifest_hides(run, capsys, attack, reas
     assert not (run / "ran").exists()
 
 
+def test_a_quick_verify_sees_links_that_the_manifest_does_not_list(run, tmp_path, capsys):
+    (tmp_path / "another").write_text("")
+    (run / "checkpoint-4" / "extra").symlink_to(tmp_path / "another")
+    found = run_checkpoints(capsys, "verify", run / "checkpoint-4", "--quick", code=1).out
+    assert "checkpoint-4: extra is a symbolic link" in found
+
+
 def test_convert_takes_the_newest_good_checkpoint_of_a_run(run, tmp_path, capsys):
     (run / "checkpoint-4" / "model.safetensors").write_bytes(b"")
     (run / "checkpoint-3" / "trainer_state.json").unlink()  # without a manifest and not complete
