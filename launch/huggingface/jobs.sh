@@ -8,7 +8,7 @@
 #
 # When: one machine with up to 8 GPUs, and an account with Jobs (`hf auth login`). `hf jobs hardware` lists flavors and prices.
 # Edit: nothing. The image is launch/docker/Dockerfile's, in a registry from which Jobs can read. DRY_RUN=1 prints the job.
-# It has not been run on Jobs: the command is checked with `hf jobs run --dry-run`.
+# It has not run on Jobs: the tests have `hf jobs run --dry-run` read the command.
 # `hf jobs uv run` installs a script's requirements from an index, where hfscale is not yet, and not the image's lock file.
 #
 #   BUCKET          OWNER/NAME of a bucket of the hub; it is mounted as /runs, and --output_dir must lie there

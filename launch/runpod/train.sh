@@ -9,6 +9,7 @@
 # https://docs.runpod.io/instant-clusters/configuration
 # Edit: output_dir (--output_dir, or in the YAML) must be on a network volume that all nodes mount, for instance
 # /workspace: a node's own disk is lost with the node.
+# It has not run on RunPod: the tests run it with the variables of that page.
 # RunPod stops a pod with SIGTERM and seconds later SIGKILL, which can be too short to save: set --save_minutes to the
 # minutes of work that you can afford to lose.
 set -euo pipefail

@@ -14,6 +14,8 @@ folder in the YAML, or train an open one.
 SageMaker replaces a spot machine that is taken away, copies the checkpoints back from S3 and runs the same command,
 which resumes from the newest complete one. After a failure, or to resume later, run this again with the same
 --checkpoints. The SDK puts code and logs into the account's default bucket, sagemaker-REGION-ACCOUNT.
+It has not run on SageMaker: the types of sagemaker-train 1.27.0 accept what `--dry-run` shows, and the tests start it
+with a stand-in for the SDK.
 https://docs.aws.amazon.com/sagemaker/latest/dg/model-managed-spot-training.html
 """
 

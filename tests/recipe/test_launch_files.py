@@ -185,6 +185,16 @@ def test_header_says_when_and_what_to_edit_and_gives_the_command(path):
     assert named(path) in text or named(path.with_suffix("")) in text
 
 
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix not in (".md", ".dockerignore")], ids=named)
+def test_a_file_that_has_not_run_where_it_belongs_says_so(path):
+    rows = (LAUNCH / "README.md").read_text(encoding="utf-8").splitlines()
+    (checked,) = [row.split("|")[-2] for row in rows if row.startswith(f"| [{path.relative_to(LAUNCH).as_posix()}]")]
+    is_run = path.parent.name == "multinode"
+    assert ("; not " in checked) != is_run
+    if not is_run and path.suffix != ".json":  # whose head is shown by Grafana
+        assert " has not " in header(path)
+
+
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_paths_named_exist(path):
     paths = repository_paths(path.read_text(encoding="utf-8"))
