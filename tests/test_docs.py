@@ -41,6 +41,7 @@ PAGES = sorted((REPOSITORY / "docs").glob("*.md"))
 DOCUMENTS = [README, CONTRIBUTING, *PAGES, *sorted((REPOSITORY / "recipes").rglob("README.md"))]
 DOCUMENTS += [REPOSITORY / "AGENTS.md", REPOSITORY / "SECURITY.md"]
 DOCUMENTS += [REPOSITORY / "CHANGELOG.md", REPOSITORY / "launch" / "README.md"]
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 OTHER_PROGRAMS = runpy.run_path(str(REPOSITORY / "tests" / "versions" / "programs.py"))
 
@@ -48,6 +49,8 @@ GROUPS_OF_COMMANDS = ("checkpoints", "configs")
 NEEDS_MORE_THAN_ARITHMETIC = ("--calibrate", "--plot", "--table", "local-")
 OF_OTHER_TOOLS = {"--shm-size", "--stop-timeout", "--signal", "--version", "--help", "--strict", "--save-dir"}
 COMMANDS_IN_PROSE = ("hfscale ", "make ", "python -m benchmarks", "accelerate launch ")
+PROGRAMS = ("accelerate", "docker", "hf", "hfscale", "ip", "kubectl", "make", "pip", "python", "sbatch", "torchrun")
+PROMPTED = re.compile(r"^ *\$ (.+)$", re.MULTILINE)
 FOLDERS = ("accelerate_configs", "benchmarks", "docs", "ds_configs", "hfscale", "launch", "recipes", "tests")
 
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<code>.*?)^ *```", re.MULTILINE | re.DOTALL)
@@ -62,12 +65,23 @@ def named(path):
 
 
 def text_of(path):
-    return path.read_text(encoding="utf-8")
+    """The text of a file; of a notebook that of its prose, whose code is run as a whole."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    return text
 
 
 def code_spans(markdown):
     """The inline code of a document, outside of its fenced blocks."""
     return re.findall(r"`([^`\n]+)`", FENCE.sub("", markdown))
+
+
+def commands_in_prose(markdown, begins):
+    """The inline code that begins with one of these words and is a complete command."""
+    spans = [span for span in code_spans(markdown) if span.startswith(begins) and not set("…|") & set(span)]
+    return [shlex.split(span) for span in spans]
 
 
 @functools.cache
@@ -131,12 +145,7 @@ def path_problems(words):
 
 def shell_problems(markdown):
     """What is wrong with the shell blocks of a document, and with the commands in its inline code."""
-    commands = list(shell_commands(markdown))
-    for span in code_spans(markdown):
-        if span.startswith(("hfscale ", "make ", "python -m benchmarks", "accelerate launch ")) and not set(
-            "…|"
-        ) & set(span):
-            commands.append(shlex.split(span))
+    commands = [*shell_commands(markdown), *commands_in_prose(markdown, COMMANDS_IN_PROSE)]
     problems = []
     for command in commands:
         problems += command_problems(command) + hfscale_problems(command) + make_problems(command)
@@ -338,24 +347,36 @@ def test_commands_about_runs_run(command, trained, tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out
 
 
-def words_of_commands(rows):
-    return [words for row in rows for words in re.findall(r"`([^`]+)`", row.split("|")[1])]
-
-
-def test_every_command_of_the_documentation_is_run_or_the_page_says_why_not():
+def rows_of_commands():
+    """The commands that docs/how_tested.md says how it runs, or why not."""
     page = text_of(REPOSITORY / "docs" / "how_tested.md")
     section = page.split("## The commands of the documentation")[1].split("\n## ")[0]
     rows = [row for row in section.splitlines() if row.startswith("| `")]
-    known = words_of_commands(rows)
-    seen = set()
-    for path in (README, CONTRIBUTING, *PAGES):
-        for command in shell_commands(text_of(path)):
-            words = list(itertools.dropwhile(re.compile(r"\w+=").match, command))
-            line = " ".join(words).removeprefix("sudo ")
-            found = [start for start in known if words and (line + " ").startswith(f"{start} ")]
-            assert found or not words, f"{named(path)}: {line}: no row of docs/how_tested.md"
-            seen.update(found)
-    assert set(known) - seen == set()
+    return [words for row in rows for words in re.findall(r"`([^`]+)`", row.split("|")[1])]
+
+
+def rows_used(markdown, known):
+    """Of each command of a document the row that it is in, or the command itself if it is in none."""
+    prompted = [words for line in PROMPTED.findall(markdown) for words in shell_commands(f"```bash\n{line}\n```\n")]
+    in_prose = commands_in_prose(markdown, tuple(f"{program} " for program in PROGRAMS))
+    for command in [*shell_commands(markdown), *prompted, *in_prose]:
+        words = list(itertools.dropwhile(re.compile(r"\w+=").match, command))
+        line = " ".join(words).removeprefix("sudo ")
+        found = [start for start in known if (line + " ").startswith(f"{start} ")]
+        yield from found or ([f"no row: {line}"] if words else [])
+
+
+def test_every_command_of_the_documentation_is_run_or_the_page_says_why_not():
+    known = rows_of_commands()
+    used = {f"{named(path)}: {row}" for path in [*DOCUMENTS, *NOTEBOOKS] for row in rows_used(text_of(path), known)}
+    assert sorted(row for row in used if ": no row: " in row) == []
+    assert set(known) - {row.partition(": ")[2] for row in used} == set()
+
+
+@pytest.mark.parametrize("text", ["```bash\nA=1 mpirun x\n```\n", "```text\n$ mpirun x\n```\n", "run `ip link`, then"])
+def test_a_command_in_no_row_is_seen(text):
+    (row,) = rows_used(text, ["ip -br address", "hfscale plan"])
+    assert row in ("no row: mpirun x", "no row: ip link")
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
