@@ -84,14 +84,16 @@ def _rank_main(rank: int, size: int, port: int, work: Callable[[Any], Any], jobs
 class Tokens(Dataset):
     """`size` sequences, the same in every run.
 
-    With `ragged` they have different lengths and are padded on the right; with `packed` each consists of two texts.
+    With `ragged` they have different lengths and are padded on the right, or are cut with `cut`, which allows one in a
+    batch; with `packed` each consists of two texts.
     """
 
-    def __init__(self, size: int = 96, ragged: bool = False, packed: bool = False) -> None:
+    def __init__(self, size: int = 96, ragged: bool = False, packed: bool = False, cut: bool = False) -> None:
         generator = torch.Generator().manual_seed(0)
         self.rows = torch.randint(3, VOCAB, (size, LENGTH), generator=generator)
         self.ragged = ragged
         self.packed = packed
+        self.cut = cut
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -102,6 +104,8 @@ class Tokens(Dataset):
             kept = LENGTH - index % 5
             row["attention_mask"] = (torch.arange(LENGTH) < kept).long()
             row["labels"][kept:] = -100
+            if self.cut:
+                row = {"input_ids": row["input_ids"][:kept], "labels": row["labels"][:kept]}
         if self.packed:
             boundary = 3 + index % 4
             row["position_ids"] = torch.cat([torch.arange(boundary), torch.arange(LENGTH - boundary)])

@@ -5,8 +5,6 @@ fails when a new version moves it.
 
 Read, called, or set once
 
-- `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is
-  compiled in place. Test: test_tokens.py.
 - `_get_ddp_logging_data` and `_set_ddp_runtime_logging_sample_rate` of DDP. By: meters/communication.py. Reason: DDP
   reports its times nowhere else. Test: test_communication.py.
 - `torch.autograd._profiler_enabled`, and `profiler.kineto_results` of a profile. By: communication_profile.py. Reason:

@@ -13,7 +13,6 @@ from hfscale.core.phases import COMPUTE, DATA_WAIT, training_seconds
 from hfscale.core.records import last_logged_step
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.errors import ParameterError
-from hfscale.metrics.batches import batch_entries
 from hfscale.metrics.expert_load import ExpertLoad, expert_load_of
 from hfscale.metrics.fingerprint import RunFingerprint
 from hfscale.metrics.meters.communication import CommunicationMeter
@@ -27,6 +26,7 @@ from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.metrics.triage import TriageWatch
 from hfscale.metrics.wandb_run import WandbRun
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.batches import batch_entries
 from hfscale.trainer.collector import Columns
 from hfscale.trainer.setup import run_setup
 from hfscale.trainer.state import saved_state

@@ -42,6 +42,7 @@ class ExpertLoad:
         self._without_tokens = [np.zeros(len(counts) - 1) for counts in self._counts]
         """On rank 0: tokens that the average expert has received since each expert received its last one."""
         self._reported: set[tuple[int, int]] = set()
+        self._warned_of_padding = False
 
     def __bool__(self) -> bool:
         """Whether the model has experts whose tokens can be counted."""
@@ -63,6 +64,14 @@ class ExpertLoad:
         """
         counts = torch.cat(self._counts).tolist()
         self._counter.reset()
+        unknown = self._counter.unknown_mask
+        if unknown and state.is_world_process_zero and not self._warned_of_padding:
+            self._warned_of_padding = True
+            logger.warning(
+                "experts: an attention mask %s does not tell which tokens are padding, so that padding counts "
+                "in moe/max_load and moe/entropy: have the data collator give one of (batch, sequence)",
+                unknown,
+            )
         return {f"experts_{index}": float(count) for index, count in enumerate(counts)}
 
     def judge(self, numbers: Arrays, state: TrainerState) -> dict[str, float]:

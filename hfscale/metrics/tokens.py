@@ -14,28 +14,14 @@ from torch import nn
 
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import is_replaying
+from hfscale.trainer.batches import NOT_PADDING, TOKENS, BatchEntry, packed_padding
 
 logger = get_logger(__name__)
 
 WORK_SIZES = 7
 """Length of `TokenCounter.work`."""
 _MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
-_TOKENS = ("input_ids", "inputs_embeds")
 _IGNORED_LABEL = -100
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchEntry:
-    """Describes a module through which a batch can enter a model."""
-
-    module: nn.Module
-    """The module."""
-    names: Sequence[str]
-    """Names of the arguments of its forward, in order."""
-    is_encoder_decoder: bool
-    """Whether it passes a batch to an encoder and to a decoder."""
-    counts_nested: bool
-    """Whether it counts a batch in a dictionary; if not, the models inside it count what they get of it."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +74,7 @@ class TokenCounter:
         """Count the batches that enter these modules from now on, instead of those of earlier modules.
 
         Args:
-            entries (`Sequence[BatchEntry]`): the modules; `hfscale.trainer.strategy.batch_entries` finds them.
+            entries (`Sequence[BatchEntry]`): the modules; `hfscale.trainer.batches.batch_entries` finds them.
         """
         self.detach()
         for entry in entries:
@@ -129,7 +115,7 @@ class TokenCounter:
         if torch.compiler.is_compiling() or self._outermost is not None or is_replaying():
             return
         named = {**dict(zip(entry.names, args, strict=False)), **kwargs}
-        nested = [] if any(name in named for name in _TOKENS) else list(_dictionaries(args, kwargs))
+        nested = [] if any(name in named for name in TOKENS) else list(_dictionaries(args, kwargs))
         if nested and not entry.counts_nested:
             return
         self._outermost = module
@@ -137,7 +123,7 @@ class TokenCounter:
         if not self._is_counted:
             return
         batches = [
-            {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+            {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and name != NOT_PADDING}
             for batch in nested or [named]
         ]
         for tensors in batches:
@@ -197,11 +183,9 @@ class TokenCounter:
         self._counts.tokens += tokens
         self._counts.main_tokens += tokens
         if mask is None and positions is not None and positions.shape == shape:
-            # Packed sequences: each starts at position 0, and sum(2 p + 1) is its squared length. Those of one token
-            # are padding (hfscale.recipe.packing); nothing is trained on them.
-            starts = positions == 0
-            padding = starts & nn.functional.pad(starts[..., 1:], (0, 1), value=True)
-            self._add("documents", (starts & ~padding).sum())
+            # Packed sequences: each starts at position 0, and sum(2 p + 1) is its squared length.
+            padding = packed_padding(positions)
+            self._add("documents", ((positions == 0) & ~padding).sum())
             self._add("attended", 2 * positions.sum() + tokens)
             self._count_padding(tokens, ~padding)
             return rows
@@ -258,7 +242,7 @@ def _dictionaries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Ma
     for value in args:
         yield from _innermost(value)
     for value in kwargs.values():
-        yield from (batch for batch in _innermost(value) if any(name in batch for name in _TOKENS))
+        yield from (batch for batch in _innermost(value) if any(name in batch for name in TOKENS))
 
 
 def _innermost(value: Any) -> Iterator[Mapping[str, Any]]:

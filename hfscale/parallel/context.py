@@ -33,6 +33,7 @@ from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.losses import IGNORED_LABEL
 from hfscale.trainer.attention import attention_implementation
+from hfscale.trainer.batches import NOT_PADDING
 
 _PACKED_POSITIONS = "packed_position_ids"  # positions of complete sequences, passed along with the model's keywords
 _INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
@@ -120,12 +121,14 @@ class ContextParallel:
 
         Returns:
             The inputs for this rank's stages. `input_ids`, `position_ids` and `shift_labels` (the label of each
-            token's successor) are (B, S / cp). `labels` and `attention_mask` stay (B, S), for counting tokens and for
-            masks.
+            token's successor) and `not_padding` are (B, S / cp). `labels` and `attention_mask` stay (B, S), for
+            counting tokens and for masks.
 
         Raises:
             UsageError: one of the inputs is not known, or is not a tensor of (B, S).
         """
+        inputs = dict(inputs)
+        not_padding = inputs.pop(NOT_PADDING, None)
         self._check_inputs(inputs)
         tokens = inputs["input_ids"]
         batch, length = tokens.shape
@@ -139,6 +142,8 @@ class ContextParallel:
         if shift_labels is None and "labels" in inputs:
             shift_labels = nn.functional.pad(inputs["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
         sharded["input_ids"] = tokens[:, positions]
+        if not_padding is not None:
+            sharded[NOT_PADDING] = not_padding[:, positions]
         if shift_labels is not None:
             sharded["shift_labels"] = shift_labels[:, positions]
 

@@ -91,11 +91,6 @@ class ParallelizedModel:
         """The length of every sequence, in tokens, has to be a multiple of this number."""
         return self.context.multiple if self.context is not None else self.sequence_parts
 
-    def computes_micro_batch(self) -> bool:
-        """Return whether a stage of this rank is running the forward of a micro-batch of a training step, the first
-        time and not to fill the schedule."""
-        return any(stage.computes_micro_batch for stage in self.stages)
-
 
 def parallelize_model(
     model: PreTrainedModel,

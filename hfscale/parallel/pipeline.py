@@ -1,7 +1,6 @@
 """A rank's pipeline stages, run over the micro-batches of a step by torch's schedules, and how long they wait."""
 
 import statistics
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,6 +32,7 @@ from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
 from hfscale.parallel.overlap import Deferred, Pairs, Turns, value_of
 from hfscale.parallel.partition import ModelStructure, StageSpec
 from hfscale.parallel.stages import StagePlan
+from hfscale.trainer.batches import NOT_PADDING, token_mask
 from hfscale.trainer.collector import Columns
 
 TORCH_SCHEDULES = {
@@ -64,23 +64,41 @@ def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str
             follow, whose labels are all ignored.
 
     Returns:
-        Tensors of (micro-batches x rows, sequence); the labels of padding are ignored.
+        Tensors of (micro-batches x rows, sequence); the labels of padding are ignored. `not_padding` is false for all
+        padding, of the batches and of this function, and for the copies.
 
     Raises:
         UsageError: an input is not a tensor of (rows, sequence).
     """
-    batches = [*batches, *({**batches[-1], **_ignored(batches[-1])} for _ in range(micro_batches - len(batches)))]
+    batches = [{**batch, NOT_PADDING: _not_padding(batch)} for batch in batches]
+    copy = batches[-1] | _ignored(batches[-1]) | {NOT_PADDING: torch.zeros_like(batches[-1][NOT_PADDING])}
+    batches += [copy] * (micro_batches - len(batches))
     rows = max(batch["input_ids"].shape[0] for batch in batches)
     length = max(batch["input_ids"].shape[1] for batch in batches)
     stacked = {}
     for name, value in batches[0].items():
         if not isinstance(value, torch.Tensor) or value.ndim < 2:
-            raise UsageError(
-                f"input {name} is not a tensor of (batch, sequence), which a pipeline needs to split it: have the "
-                "data collator leave it out"
-            )
+            raise _not_of_sequences(name)
         stacked[name] = torch.cat([_padded(name, batch[name], rows, length) for batch in batches])
     return stacked
+
+
+def _not_padding(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Return which tokens of a batch are no padding, (rows, sequence)."""
+    tokens: torch.Tensor = batch["input_ids"]
+    mask = token_mask(batch)
+    if mask is None:
+        return torch.ones_like(tokens, dtype=torch.bool)
+    if mask.shape != tokens.shape:
+        raise _not_of_sequences("attention_mask")
+    return mask
+
+
+def _not_of_sequences(name: str) -> UsageError:
+    return UsageError(
+        f"input {name} is not a tensor of (batch, sequence), which a pipeline needs to split it: have the data "
+        "collator leave it out"
+    )
 
 
 def pad_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str, torch.Tensor]:
@@ -166,24 +184,8 @@ class Stage(nn.Module):
         self._context = context
         self._balance = balance
         self._balance_losses: list[torch.Tensor] = []
-        self._left = 0
-        self._computing_thread: int | None = None
         if balance is not None:
             balance.watch(self)
-
-    @property
-    def computes_micro_batch(self) -> bool:
-        """Whether this thread is running the forward of one of the micro-batches of `start_step`; another thread may
-        recompute activations meanwhile."""
-        return self._computing_thread == threading.get_ident()
-
-    def start_step(self, micro_batches: int) -> None:
-        """Prepare for the forwards of a training step.
-
-        Args:
-            micro_batches (`int`): how many of them, the first ones, are of batches; others only fill the schedule.
-        """
-        self._left = micro_batches
 
     def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Run the stage on one micro-batch.
@@ -191,20 +193,13 @@ class Stage(nn.Module):
         Args:
             hidden (`torch.Tensor`): tokens (rows, sequence) for the first stage, else hidden states (rows, sequence,
                 hidden).
-            inputs: the model's other keywords; only the last stage computes a loss from `labels`.
+            inputs: the model's other keywords; only the last stage computes a loss from `labels`. Of `not_padding` the
+                counters of tokens read which of this rank's positions are no padding.
 
         Returns:
             Hidden states, (rows, sequence, hidden), or the last stage's loss, a scalar.
         """
-        if self.training and self._left > 0:
-            self._computing_thread = threading.get_ident()
-        self._left -= 1
-        try:
-            return self._run(hidden, inputs)
-        finally:
-            self._computing_thread = None
-
-    def _run(self, hidden: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+        inputs.pop(NOT_PADDING, None)
         if self._stage_hidden_states is not None and not self.spec.is_first:
             hidden = self._stage_hidden_states(hidden)
         attention_mask = inputs.get("attention_mask")

@@ -249,8 +249,6 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             )
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = len(batches)
-        for stage in self.parallelized.stages:
-            stage.start_step(len(batches))
         loss = self._run_pipeline(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)
         gradients.align_gradients(self.parallelized.model.parameters())
         gradients.sum_partial_gradients(self.parallelized.partial_gradients, self.mesh)

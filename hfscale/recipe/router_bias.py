@@ -121,8 +121,8 @@ def update_bias(bias: torch.Tensor, tokens: torch.Tensor, rate: float) -> None:
 class RouterBiasCallback(TrainerCallback):
     """Updates the bias of the routers after each optimizer step, from the tokens of each expert on all ranks.
 
-    Tokens of padding count, as they do for the routers. Ranks that compute the same tokens all count them, which
-    changes no sign. With a pipeline each rank has counts and biases of its own layers, and adds those of other ranks.
+    Padding does not count (`ExpertCounter`). Ranks that compute the same tokens all count them, which changes no sign.
+    With a pipeline each rank has counts and biases of its own layers, and adds those of other ranks.
 
     Args:
         trainer (`Trainer`): the trainer of the run.
@@ -160,7 +160,18 @@ class RouterBiasCallback(TrainerCallback):
         )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Update: all backward passes of the step are done, and nothing has been saved of it yet."""
+        """Update: all backward passes of the step are done, and nothing has been saved of it yet.
+
+        Raises:
+            UsageError: the attention mask does not tell which tokens are padding.
+        """
+        unknown = self._counter.unknown_mask
+        if unknown:
+            raise UsageError(
+                f"--router_bias_update_rate {self._rate:g}: an attention mask {unknown} does not tell which "
+                "tokens are padding, which would count in the load of the experts: have the data collator give "
+                "one of (batch, sequence), or leave the flag out"
+            )
         counts = torch.cat(self._counter.counts)
         if is_distributed():
             dist.all_reduce(counts)

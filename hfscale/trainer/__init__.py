@@ -80,6 +80,8 @@ Read, called, or set once
   Reason: Trainer sets it later. Test: test_lr_scaling_callback.py, in `make test-versions`.
 - `PartialState.distributed_type` of Accelerate (public), set. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP
   on accelerators only. Test: test_strategies.py.
+- `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is
+  compiled in place. Test: test_tokens.py.
 - `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public. Test:
   test_parallel_context.py.
 """

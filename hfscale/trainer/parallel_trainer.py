@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
         @property
         def model(self) -> nn.Module: ...
         @property
+        def stages(self) -> Sequence[nn.Module]: ...
+        @property
         def sequence_parts(self) -> int: ...
         @property
         def expert_layers(self) -> Mapping[str, int]: ...
-
-        def computes_micro_batch(self) -> bool: ...
 
     class HasMeshRanks(Protocol):
         """The part of a `ParallelMesh` that says what this rank holds."""

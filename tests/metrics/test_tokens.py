@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from hfscale.core.versions import enable_recomputation
-from hfscale.metrics.batches import batch_entries, is_compiled
 from hfscale.metrics.tokens import TokenCounter
+from hfscale.trainer.batches import batch_entries, is_compiled
 
 ROWS = 4
 IDS = torch.randint(3, 64, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))

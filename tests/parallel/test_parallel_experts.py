@@ -269,6 +269,81 @@ def test_the_load_of_experts_in_every_layout():
     check_load(LOAD_LAYOUTS)
 
 
+PADDED = {"data": {"ragged": True}}
+CUT = {"data": {"ragged": True, "cut": True}, "batch": 1}
+UNEVALUATED = {"eval_strategy": "no"}
+PADDED_LAYOUTS = {
+    "stages": (2, PADDED | {"parallel": {"pp_size": 2}, "args": UNEVALUATED | RECOMPUTED}),
+    "stages, batches of one length each": (2, CUT | {"parallel": {"pp_size": 2}, "args": UNEVALUATED}),
+    "stages, filled": (
+        2,
+        {"data": {"ragged": True, "size": 18}, "parallel": {"pp_size": 2}, "args": UNEVALUATED, "batch": 4},
+    ),
+    "context": (2, PADDED | {"parallel": {"cp_size": 2}, "args": UNEVALUATED}),
+    "context, split unevenly": (2, CUT | {"parallel": {"cp_size": 2}, "args": UNEVALUATED}),
+    "sequences, split unevenly": (
+        2,
+        CUT | {"parallel": {"tp_size": 2, "sequence_parallel": True}, "args": UNEVALUATED},
+    ),
+    "experts": (2, PADDED | {"parallel": {"ep_size": 2}, "args": UNEVALUATED}),
+    "V-shaped": (
+        2,
+        PADDED | {"parallel": {"pp_size": 2, "pipeline_schedule": "ZBV"}, "args": UNEVALUATED | RECOMPUTED},
+    ),
+    "paired passes": (
+        4,
+        CUT
+        | {
+            "model": EXPERTS | {"num_hidden_layers": 8},
+            "parallel": {"pp_size": 2, "ep_size": 2, "pipeline_schedule": "DualPipeV"},
+            "args": UNEVALUATED | RECOMPUTED,
+        },
+    ),
+}
+
+
+def check_padded_load(layouts):
+    """Compare the load in layouts, (processes, job) by name, with that of single sequences without padding."""
+    base = {"family": "qwen3_moe", "model": EXPERTS | {"num_hidden_layers": 4}}
+    for ranks in {ranks for ranks, _ in layouts.values()}:
+        jobs = {name: base | job for name, (size, job) in layouts.items() if size == ranks}
+        alone = [
+            {key: value for key, value in job.items() if key != "parallel"}
+            | {"batch": 1, "accumulation": 8, "args": UNEVALUATED, "data": job["data"] | {"cut": True}}
+            for job in jobs.values()
+        ]
+        found = dict(zip(jobs, in_world(ranks, count, list(jobs.values())), strict=True))
+        expected = dict(zip(jobs, in_world(1, count, alone), strict=True))
+        assert found == expected
+        for name, one in expected.items():
+            layers = jobs[name]["model"]["num_hidden_layers"]
+            rows = 18 if jobs[name]["data"].get("size") else 3 * 8
+            assert 0 < sum(one["counts"]) < rows * LENGTH * 2 * layers, name  # tokens, choices, layers
+
+
+def test_padding_does_not_count_in_stages():
+    """Neither that of the batches, which each stage gets, nor that of micro-batches and of rows that fill a step."""
+    check_padded_load({name: layout for name, layout in PADDED_LAYOUTS.items() if name.startswith("stages")})
+
+
+@pytest.mark.faults
+def test_padding_does_not_count_in_every_layout():
+    check_padded_load(PADDED_LAYOUTS)
+
+
+def test_padding_does_not_move_the_bias_of_routers_in_stages(tmp_path):
+    sgd = BIASED["args"] | UNEVALUATED
+    alone = BIASED | CUT | {"args": sgd, "accumulation": 8, "export": str(tmp_path / "one")}
+    staged = BIASED | PADDED | {"args": sgd | RECOMPUTED, "parallel": {"pp_size": 2}, "export": str(tmp_path / "two")}
+    (expected,) = in_world(1, train, [alone])
+    (found,) = in_world(2, train, [staged])
+    assert found["loss"] == pytest.approx(expected["loss"], abs=TOLERANCE)
+    biases = biases_of(tmp_path / "one")
+    assert all(bias.abs().max() > 0.009 for bias in biases.values())
+    for name, bias in biases_of(tmp_path / "two").items():
+        torch.testing.assert_close(bias, biases[name], rtol=0, atol=1e-6)
+
+
 def test_families_with_and_without_tokens_for_every_rank():
     jobs = {family: {"family": family, "ep": 2, "gradients": True} for family in FAMILIES}
     jobs["one choice"] = {"family": "qwen3_moe", "ep": 2, "one_choice": True, "gradients": True}

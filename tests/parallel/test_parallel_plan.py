@@ -269,12 +269,16 @@ def test_batches_of_a_step_are_concatenated_and_filled_up_without_labels():
     short = {name: value[:1, :3] for name, value in long.items()}
     stacked = stack_batches([long, short], 3)
     assert {value.shape for value in stacked.values()} == {(6, 4)}
+    tokens = [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0]]  # not those of the added row, nor of the added batch
+    assert stacked["not_padding"].int().tolist() == tokens + [[0, 0, 0, 0]] * 3
     assert stacked["labels"][2].tolist() == [7, 7, 7, -100]
     assert (stacked["labels"][3:] == -100).all()
     assert stacked["attention_mask"][2].tolist() == [1, 1, 1, 0]
     assert (stacked["attention_mask"].sum(dim=1) > 0).all()
     with pytest.raises(UsageError, match="input pixel_values"):
         stack_batches([long | {"pixel_values": torch.zeros(2)}], 1)
+    with pytest.raises(UsageError, match="input attention_mask is not a tensor of"):
+        stack_batches([long | {"attention_mask": torch.ones(2, 1, 4, 4)}], 1)
 
 
 TRAINER_METHODS = (

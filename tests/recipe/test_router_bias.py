@@ -1,18 +1,22 @@
 """The bias of routers moves towards an even load of the experts: `--router_bias_update_rate`."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from forked_ranks import run_ranks
-from recipe_runs import logged, make_workplace, output, run_recipe
+from recipe_runs import environment_of, logged, make_workplace, output, run_recipe
 from safetensors.torch import load_file
-from tiny import EXPERT_SIZES, EXPERTS, tiny_trainer
+from tiny import EXPERT_SIZES, EXPERTS, VOCAB, tiny_trainer
+from tiny import logged as logged_by
+from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_seed
 
 from hfscale.errors import UsageError
 from hfscale.recipe.router_bias import BIAS, RouterBiasCallback, biased_routers, check_has_bias, update_bias
+from hfscale.trainer.strategy import let_fsdp_run_on_cpu
 
 RATE = 0.01
 SIZES = EXPERT_SIZES | {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_shared_experts": 1}
@@ -138,6 +142,90 @@ def test_the_tokens_of_all_ranks_count(tmp_path):
     assert run_ranks(2, train_on_a_rank, tmp_path, log=tmp_path / "log") == [0, 0]
     alone, _ = train(tmp_path / "alone", max_steps=4, per_device_train_batch_size=4)
     assert json.loads((tmp_path / "biases.json").read_text()) == [bias.tolist() for bias in biases(alone.model)]
+
+
+class Ragged(Dataset):
+    """Texts of 4 to 10 tokens."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        length = 4 + index % 7
+        ids = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def collate(rows):
+    """Pad rows on the right."""
+    length = max(len(row["input_ids"]) for row in rows)
+    batch = {"input_ids": torch.full((len(rows), length), 2), "labels": torch.full((len(rows), length), -100)}
+    batch["attention_mask"] = torch.zeros_like(batch["labels"])
+    for number, row in enumerate(rows):
+        batch["input_ids"][number, : len(row["input_ids"])] = row["input_ids"]
+        batch["labels"][number, : len(row["input_ids"])] = row["labels"]
+        batch["attention_mask"][number, : len(row["input_ids"])] = 1
+    return batch
+
+
+def train_on_texts(folder, **arguments):
+    """Train on texts of different lengths, four in each step; return the losses and the biases."""
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of())
+    trainer = tiny_trainer(folder, model=model, learning_rate=1e-3, optim="sgd", **arguments)
+    trainer.train_dataset = Ragged()
+    trainer.data_collator = collate
+    trainer.add_callback(RouterBiasCallback(trainer, RATE))
+    trainer.train()
+    gathered = [getattr(bias, "full_tensor", lambda bias=bias: bias)() for bias in biases(trainer.model)]
+    return {"loss": logged_by(trainer, "loss"), "biases": [bias.tolist() for bias in gathered]}
+
+
+def train_on_texts_on_a_rank(folder):
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        let_fsdp_run_on_cpu()
+    result = train_on_texts(folder, per_device_train_batch_size=2)
+    if os.environ["RANK"] == "0":
+        (folder / "result.json").write_text(json.dumps(result))
+
+
+def assert_same_texts(found, expected):
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert found["biases"] == [pytest.approx(bias, abs=1e-6) for bias in expected["biases"]]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_padding_does_not_move_the_bias(tmp_path, recomputed):
+    alone = train_on_texts(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    assert all(max(map(abs, bias)) > 0.99 * RATE for bias in alone["biases"])
+    for batch in (2, 4):
+        arguments = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch}
+        assert_same_texts(train_on_texts(tmp_path, gradient_checkpointing=recomputed, **arguments), alone)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_padding_does_not_move_the_bias_on_two_ranks(tmp_path, strategy):
+    alone = train_on_texts(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    env = environment_of(strategy)
+    assert run_ranks(2, train_on_texts_on_a_rank, tmp_path, log=tmp_path / "log", env=env) == [0, 0]
+    assert_same_texts(json.loads((tmp_path / "result.json").read_text()), alone)
+
+
+def test_a_mask_that_does_not_tell_the_padding_is_refused(tmp_path):
+    def with_full_masks(rows):
+        batch = collate(rows)
+        length = batch["input_ids"].shape[1]
+        batch["attention_mask"] = torch.ones(len(rows), 1, length, length, dtype=torch.bool).tril()
+        return batch
+
+    set_seed(0)
+    trainer = tiny_trainer(tmp_path, model=AutoModelForCausalLM.from_config(config_of()))
+    trainer.train_dataset = Ragged()
+    trainer.data_collator = with_full_masks
+    trainer.add_callback(RouterBiasCallback(trainer, RATE))
+    message = r"--router_bias_update_rate 0.01: an attention mask of shape \(4, 1, \d+, \d+\) does not tell"
+    with pytest.raises(UsageError, match=message):
+        trainer.train()
 
 
 # -- the recipes ------------------------------------------------------------------------------------------------------
