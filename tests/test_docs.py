@@ -619,3 +619,5 @@ def test_reports_of_the_gallery_have_the_form_of_todays_reports(name):
     assert not re.search(r"(src|href)=.?https?:", page)
     assert "/tmp/" not in page
     assert not set(re.findall(r'"/[a-z]+/[^"<]*"', page))
+    (row,) = [row for row in text_of(REPOSITORY / "docs" / "gallery.md").splitlines() if f"gallery/{name}" in row]
+    assert [heading for heading in re.findall(r"\*([^*]+)\*", row) if f"<h2>{heading}</h2>" not in page] == []
