@@ -13,7 +13,8 @@ from hfscale.planner.kernels import DEFAULT_ACHIEVED
 from hfscale.planner.memory import GIB, host_gib
 from hfscale.planner.network import datasheet_network_gb_s
 from hfscale.planner.option_fields import spelled
-from hfscale.planner.search import USABLE_MEMORY_FRACTION, PlanRequest
+from hfscale.planner.request import PlanRequest
+from hfscale.planner.search import USABLE_MEMORY_FRACTION
 from hfscale.planner.tasks import generated_at_once, kv_cache_bytes
 
 SMALL = 7e9

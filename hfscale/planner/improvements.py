@@ -8,7 +8,8 @@ from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.launchable import can_fuse_loss, why_not
 from hfscale.planner.options import ActivationCheckpointing, Offload, Optimizer
-from hfscale.planner.search import PlanRequest, best_of_layout, can_hold_states, lower_precision, search
+from hfscale.planner.request import PlanRequest
+from hfscale.planner.search import best_of_layout, can_hold_states, lower_precision, search
 
 MAX_GPU_DOUBLINGS = 6
 """How often the number of GPUs is doubled where nothing fits."""

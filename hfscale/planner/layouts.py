@@ -1,14 +1,13 @@
 """Layouts of a number of GPUs that a search tries."""
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from hfscale.facts.layout import ParallelLayout
-from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
 from hfscale.facts.support import why_not as explain
 from hfscale.planner.launchable import engine_of
 from hfscale.planner.options import Offload
+from hfscale.planner.request import PlanRequest
 
 MIN_TOKENS_PER_CP_RANK = 4096
 """Tokens of a sequence per rank below which context parallelism is not tried."""
@@ -22,39 +21,11 @@ Candidate = tuple[ParallelLayout, int, Offload]
 """A layout, its ZeRO stage and what it offloads."""
 
 
-class Request(Protocol):
-    """What of a `PlanRequest` decides which layouts are tried."""
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model."""
-
-    @property
-    def stack(self) -> str:
-        """The training framework."""
-
-    @property
-    def task(self) -> str:
-        """What is trained."""
-
-    @property
-    def method(self) -> str:
-        """Which parameters train."""
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of a sequence."""
-
-    @property
-    def gpus_per_node(self) -> int:
-        """GPUs of a machine."""
-
-
-def layouts(request: Request, gpus: int) -> Iterator[Candidate]:
+def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     """Yield the layouts without offload that the framework can run, the simplest first.
 
     Args:
-        request (`Request`): what is planned for; its own number of GPUs is not used.
+        request (`PlanRequest`): what is planned for; its own number of GPUs is not used.
         gpus (`int`): number of GPUs that every layout uses.
     """
     shape = request.shape
@@ -74,11 +45,11 @@ def layouts(request: Request, gpus: int) -> Iterator[Candidate]:
                 yield from _data_parallel(request, tp=tp, pp=pp, cp=cp, dp=gpus // tp // pp // cp)
 
 
-def layouts_with_experts(request: Request, gpus: int) -> Iterator[Candidate]:
+def layouts_with_experts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     """Yield the layouts without a pipeline in which `ParallelTrainer` may spread experts as transformers does not.
 
     Args:
-        request (`Request`): what is planned for; its own number of GPUs is not used.
+        request (`PlanRequest`): what is planned for; its own number of GPUs is not used.
         gpus (`int`): number of GPUs that every layout uses.
     """
     for tp in _powers_of_two(min(request.gpus_per_node, gpus)):
@@ -92,7 +63,7 @@ def layouts_with_experts(request: Request, gpus: int) -> Iterator[Candidate]:
                 yield from _spread_data_parallel(request, tp=tp, cp=cp, dp=gpus // tp // cp)
 
 
-def _spread_data_parallel(request: Request, *, tp: int, cp: int, dp: int) -> Iterator[Candidate]:
+def _spread_data_parallel(request: PlanRequest, *, tp: int, cp: int, dp: int) -> Iterator[Candidate]:
     """Ways to replicate or shard what is not an expert over `dp` data-parallel ranks."""
     if cp == 1:
         yield ParallelLayout(dp_replicate=dp, tp=tp), 0, "none"
@@ -103,7 +74,7 @@ def _spread_data_parallel(request: Request, *, tp: int, cp: int, dp: int) -> Ite
             yield ParallelLayout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp), 3, "none"
 
 
-def _why_not_split(request: Request, *, tp: int, pp: int, cp: int, spreads_experts: bool = False) -> str | None:
+def _why_not_split(request: PlanRequest, *, tp: int, pp: int, cp: int, spreads_experts: bool = False) -> str | None:
     """Why no layout of the request can have these sizes, whatever its data-parallel ranks shard; None if one can.
 
     Rules that depend on what the ranks shard, or that concern pipelines alone, are applied to each layout (`_try`).
@@ -134,7 +105,7 @@ def _pipeline_sizes(layers: int, ranks: int) -> list[int]:
     return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MAX_UNEVENNESS * layers)]
 
 
-def _data_parallel(request: Request, *, tp: int, pp: int, cp: int, dp: int) -> Iterator[Candidate]:
+def _data_parallel(request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int) -> Iterator[Candidate]:
     """Ways to replicate or shard the states over `dp` data-parallel ranks."""
 
     def layout(shard: int) -> ParallelLayout:

@@ -22,7 +22,8 @@ from hfscale.planner.job import layout_sizes, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.option_fields import options_of, python_options, speaker, spelled, with_options
 from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
-from hfscale.planner.search import PlanRequest, Rejected, search
+from hfscale.planner.request import PlanRequest
+from hfscale.planner.search import Rejected, search
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from hfscale.planner.improvements import Improvement
 from hfscale.planner.islands import IslandsVerdict
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.plan import Choice, Plan
-from hfscale.planner.search import PlanRequest
+from hfscale.planner.request import PlanRequest
 
 REJECTED_SHOWN = 5
 """Number of rejected layouts that are printed."""

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from hfscale.errors import LayoutError
-from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SPLIT_BACKWARD, schedule_name, supports
@@ -26,11 +25,12 @@ from hfscale.planner.job import (
     splits_activations,
     strategy_of,
 )
-from hfscale.planner.launchable import can_fuse_loss, chunks_loss, compiles_by_default, engine_of, why_not
+from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.layouts import Candidate, layouts, layouts_with_experts
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
-from hfscale.planner.option_fields import options_of, speaker, spelled
-from hfscale.planner.options import ActivationCheckpointing, Offload, RunOptions, Schedule
+from hfscale.planner.option_fields import speaker, spelled
+from hfscale.planner.options import ActivationCheckpointing, Schedule
+from hfscale.planner.request import PlanRequest
 from hfscale.planner.tasks import GENERATION_ROUNDS
 
 USABLE_MEMORY_FRACTION = 0.94
@@ -50,48 +50,6 @@ GRPO_BATCH = 1024
 """Completions per step that are used for the task `grpo` where the request has no global batch."""
 NO_PIPELINES = "no pipelines"
 """How a reason begins that holds for all pipelines and is reported once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRequest(RunOptions):
-    """Describes what is to be planned for."""
-
-    shape: ModelShape
-    """The model."""
-    gpu: Accelerator
-    """The device."""
-    gpus: int
-    """Number of devices."""
-
-    def job(self, layout: ParallelLayout, *, global_batch: int, zero: int = 0, offload: Offload = "none") -> Job:
-        """Return the run of a layout with micro-batches of one sequence.
-
-        Args:
-            layout (`ParallelLayout`): ranks along each axis.
-            global_batch (`int`): sequences per step.
-            zero (`int`): what data-parallel ranks shard.
-            offload (`str`): what is kept in the CPU's memory.
-        """
-        options = {name: getattr(self, name) for name in options_of(RunOptions)}
-        options |= {"liger": bool(self.liger), "compile": bool(self.compile), "global_batch": global_batch}
-        job = Job(
-            **options,
-            shape=self.shape,
-            gpu=self.gpu,
-            layout=layout,
-            micro_batch=1,
-            zero=zero,
-            offload=offload,
-            sequence_parallel=splits_activations(self.stack, layout),
-            loss_parallel=splits_activations(self.stack, layout),
-            compiled_loss=self.stack != "hf",  # the recipes compile layers
-        )
-        if self.compile is None and compiles_by_default(job):
-            job = replace(job, compile=True)
-        if not chunks_loss(job):
-            return job
-        is_fused = can_fuse_loss(job) if self.liger is None else self.liger
-        return replace(job, chunked_loss=True, liger=is_fused)
 
 
 @dataclass(frozen=True, kw_only=True)

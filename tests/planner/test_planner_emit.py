@@ -25,9 +25,10 @@ from hfscale.planner.activations import kept_and_working, layers_in_flight
 from hfscale.planner.emit import emit
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not
+from hfscale.planner.layouts import layouts
 from hfscale.planner.memory import GIB, state_bytes
 from hfscale.planner.plan import Choice
-from hfscale.planner.search import PlanRequest, layouts
+from hfscale.planner.request import PlanRequest
 from hfscale.recipe import corpus
 from hfscale.recipe.parsing import parse_arguments
 

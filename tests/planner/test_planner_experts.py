@@ -34,9 +34,10 @@ from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import strategy_of
 from hfscale.planner.kernels import Rates, layer_forward
 from hfscale.planner.launchable import recipe_of
+from hfscale.planner.layouts import layouts
 from hfscale.planner.memory import state_bytes
 from hfscale.planner.network import Group, Network
-from hfscale.planner.search import PlanRequest, layouts
+from hfscale.planner.request import PlanRequest
 from hfscale.planner.throughput import _sharded_traffic
 
 PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)

@@ -23,10 +23,10 @@ from hfscale.planner.job import strategy_of
 from hfscale.planner.option_fields import make_options
 from hfscale.planner.options import PlanOptions
 from hfscale.planner.plan import plan_gpu_types
+from hfscale.planner.request import PlanRequest
 from hfscale.planner.search import (
     TIE_TOLERANCE,
     USABLE_MEMORY_FRACTION,
-    PlanRequest,
     best_of_layout,
     can_hold_states,
     layouts,
