@@ -22,8 +22,7 @@ from hfscale.checkpoint.native import NativeLoading
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
-from hfscale.checkpoint.resumable import has_been_complete
-from hfscale.checkpoint.resume import newest_resumable
+from hfscale.checkpoint.resume import refuse_to_replace_unread
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.store import (
     DELETING,
@@ -44,7 +43,6 @@ from hfscale.core.alarms import raise_end
 from hfscale.core.best_effort import best_effort
 from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import START, TRAINING, StepAgreement
-from hfscale.core.exchanges import OneProcess
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, ParameterError, StorageError
@@ -269,7 +267,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if _is_from_scratch(args):
             return
         if resumed_from() is None:
-            START.on_rank_0("start: checkpoints that cannot be read", lambda: _refuse_to_replace_unread(run_dir))
+            START.on_rank_0("start: checkpoints that cannot be read", lambda: refuse_to_replace_unread(run_dir))
         is_trial = run_dir != output_folder(args)  # of a search, which always starts from scratch
         if self.remote is not None and not is_trial:
             self.remote.refuse_to_discard(run_dir, state.global_step)
@@ -591,22 +589,6 @@ def _temporary_steps(state: TrainerState) -> list[int]:
 def _is_from_scratch(args: TrainingArguments) -> bool:
     """Return whether the training arguments ask for a start from scratch."""
     return str(args.resume_from_checkpoint).lower() == "false"
-
-
-def _refuse_to_replace_unread(run_dir: Path) -> None:
-    """Raise a CheckpointError if a folder has checkpoints and none of them can be resumed from.
-
-    What an interrupted save of plain Trainer left, which was never complete, is no checkpoint; it is archived.
-    """
-    if not any(has_been_complete(checkpoint) for checkpoint in list_checkpoints(run_dir)):
-        return
-    latest = newest_resumable(run_dir, exchanges=OneProcess())
-    if latest.path is None:
-        raise CheckpointError(
-            f"{run_dir} has checkpoints and none of them is verified, so the training would start at step 0 "
-            f"({latest.skipped[0]}): pass the path of one as resume_from_checkpoint, or move them; with "
-            'resume_from_checkpoint="false" in the training arguments they are archived'
-        )
 
 
 def _finish_load(trainer: Trainer) -> None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfscale.checkpoint.store import list_with_snapshots
+from hfscale.checkpoint.store import list_checkpoints, list_with_snapshots
 from hfscale.core.best_effort import best_effort
 from hfscale.core.exchanges import Exchanges, OneProcess, StoreExchanges
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
 from hfscale.core.run_memory import RunMemory
-from hfscale.errors import UsageError
+from hfscale.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from hfscale.checkpoint.remote import RemoteStore
@@ -125,6 +125,30 @@ def newest_resumable(
 
     fetched = fetch_newer(store, folder, latest.path, exchanges)
     return latest if fetched is None else Latest(path=fetched, skipped=latest.skipped)
+
+
+def refuse_to_replace_unread(run_dir: Path) -> None:
+    """Refuse to train in a folder that has checkpoints of which none can be resumed from.
+
+    What an interrupted save of plain Trainer left, which was never complete, is no checkpoint; it is archived.
+
+    Args:
+        run_dir (`Path`): the folder of a run that starts at step 0.
+
+    Raises:
+        CheckpointError: there are such checkpoints.
+    """
+    from hfscale.checkpoint.resumable import has_been_complete
+
+    if not any(has_been_complete(checkpoint) for checkpoint in list_checkpoints(run_dir)):
+        return
+    latest = newest_resumable(run_dir, exchanges=OneProcess())
+    if latest.path is None:
+        raise CheckpointError(
+            f"{run_dir} has checkpoints and none of them is verified, so the training would start at step 0 "
+            f"({latest.skipped[0]}): pass the path of one as resume_from_checkpoint, or move them; with "
+            'resume_from_checkpoint="false" in the training arguments they are archived'
+        )
 
 
 def _newest_local(output_dir: Path, exchanges: Exchanges) -> Latest:

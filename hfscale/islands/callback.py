@@ -2,8 +2,6 @@
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from hfscale.core.logging import get_logger
 from hfscale.errors import CheckpointError, HealthError, ParameterError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
-from hfscale.islands.client import IslandClient, Reply, on_thread, own_token, parse_address
+from hfscale.islands.client import IslandClient, PendingRound, Reply, on_thread, own_token, parse_address
 from hfscale.islands.contributions import finite_contributors
 from hfscale.islands.data import continue_data_at, island_share, read_share_of_epoch
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
@@ -36,22 +34,6 @@ logger = get_logger(__name__)
 _NAME = "islands"  # of the state in a checkpoint
 _CONNECT_S = 120.0
 """Seconds to reach the rendezvous at the start; island 0, which starts it, may be slower than the others."""
-
-
-@dataclass(kw_only=True)
-class _Pending:
-    """A round that this island has begun."""
-
-    step: int
-    fragment: int | None
-    """Number of the fragment that it exchanges; None: all parameters."""
-    exchange: Callable[[IslandClient], Reply]
-    reply: "Future[Reply] | None" = None
-    """Of the leader of a part, while the exchange runs beside training."""
-
-    def run(self, client: IslandClient) -> Reply:
-        """Exchange, or wait for the exchange that is running."""
-        return self.reply.result() if self.reply is not None else self.exchange(client)
 
 
 class DiLoCoCallback(AdapterCallback):
@@ -172,7 +154,7 @@ class DiLoCoCallback(AdapterCallback):
         self._client: IslandClient | None = None
         """The same."""
         self._is_joined = False
-        self._pending: _Pending | None = None
+        self._pending: PendingRound | None = None
         self._anchor = 0
         self._epoch = 0
         """Number of the next epoch of this island's data."""
@@ -420,7 +402,7 @@ class DiLoCoCallback(AdapterCallback):
         values = self._part.read(fragment)
         payload = self._outer.pseudo_gradient(values, fragment).numpy() if self._outer is not None else b""
         exchange = partial(IslandClient.exchange, step=state.global_step, anchor=self._anchor, payload=payload)
-        self._pending = _Pending(step=state.global_step, fragment=fragment, exchange=exchange)
+        self._pending = PendingRound(step=state.global_step, fragment=fragment, exchange=exchange)
         if in_background and self._client is not None:
             self._pending.reply = on_thread(partial(exchange, self._client))
 
@@ -453,7 +435,7 @@ class DiLoCoCallback(AdapterCallback):
         self._begin_round(state, in_background=False)
         self._end_round(state)
 
-    def _average(self, reply: Reply, state: TrainerState, pending: _Pending) -> None:
+    def _average(self, reply: Reply, state: TrainerState, pending: PendingRound) -> None:
         """Take the outer step of a round that has closed, with the contributions that are finite."""
         assert self._adapter is not None
         received = []

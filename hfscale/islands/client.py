@@ -210,6 +210,31 @@ class IslandClient:
             time.sleep(_RETRY_S)
 
 
+@dataclass(kw_only=True)
+class PendingRound:
+    """A round that this island has begun."""
+
+    step: int
+    """The step at which it has begun."""
+    fragment: int | None
+    """Number of the fragment that it exchanges; None: all parameters."""
+    exchange: Callable[[IslandClient], Reply]
+    """Sends what this island contributes, and waits for the reply."""
+    reply: "Future[Reply] | None" = None
+    """Of the leader of a part, while the exchange runs in the background."""
+
+    def run(self, client: IslandClient) -> Reply:
+        """Exchange, or wait for the exchange that is running.
+
+        Args:
+            client (`IslandClient`): the connection to the rendezvous.
+
+        Returns:
+            The reply of the rendezvous.
+        """
+        return self.reply.result() if self.reply is not None else self.exchange(client)
+
+
 def own_token() -> bytes:
     """Return the secret that the islands share.
 
