@@ -195,6 +195,14 @@ def allows_tf32() -> bool:
     return bool(matmul.fp32_precision == "tf32" if is_at_least("torch", "2.9") else matmul.allow_tf32)
 
 
+def keeps_receive_buffers() -> bool:
+    """Return whether stages of a pipeline keep what they receive into from the first step on, for each micro-batch.
+
+    torch 2.15 allocates it when a receive begins (pull request 196463).
+    """
+    return not is_at_least("torch", "2.15")
+
+
 # ---- transformers: arguments
 
 

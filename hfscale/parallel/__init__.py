@@ -11,6 +11,7 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `mesh.py` | the device mesh, and shards of tensors on it |
 | `partition.py`, `stages.py` | which stage holds which layers, which rank holds which stage |
 | `pipeline.py` | stages, and the schedules that run them |
+| `receiving.py` | buffers of what a stage receives |
 | `tensor.py`, `sequence.py`, `context.py` | tensor, sequence and context parallelism |
 | `experts.py` | expert parallelism |
 | `overlap.py` | the exchange of tokens for experts, overlapped with another micro-batch |
@@ -35,6 +36,8 @@ test_parallel_plan.py fails when a new version moves them:
   routers.
 - `PreTrainedModel._init_weights`. By: `draw_weights`. Reason: the public `initialize_weights` draws all modules from
   one stream of random numbers.
+- `buffer` of the descriptors in `args_recv_info` and `grad_recv_info` of `PipelineStage`, before torch 2.15. By:
+  `ReceivingStage`. Reason: torch keeps one for each micro-batch. Test: test_receiving.py.
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
 """
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
-    PipelineStage,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -31,6 +30,7 @@ from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
 from hfscale.parallel.overlap import Deferred, Pairs, Turns, value_of
 from hfscale.parallel.partition import ModelStructure, StageSpec
+from hfscale.parallel.receiving import ReceivingStage
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.batches import NOT_PADDING, token_mask
 from hfscale.trainer.collector import Columns
@@ -406,14 +406,15 @@ class Pipeline:
         return torch.stack([loss.detach().float() for loss in losses]).sum()
 
     def _schedule(self, micro_batches: int, rows: int, length: int) -> Any:
-        """Return torch's schedule for micro-batches of this shape. The most recent ones are cached with their receive
-        buffers."""
+        """Return torch's schedule for micro-batches of this shape. The most recent ones are cached."""
         key = (micro_batches, rows, length)
         if key not in self._schedules:
             self.plan.check_micro_batches(micro_batches)
             if len(self._schedules) == _CACHED_SCHEDULES:
                 self._schedules.popitem(last=False)
             stages = [self._torch_stage(stage, rows, length) for stage in self.stages]
+            for stage in stages:
+                stage.of_rank = stages
             schedule = TORCH_SCHEDULES[self.plan.schedule](
                 stages[0] if SCHEDULES[self.plan.schedule] == "line" else stages,
                 n_microbatches=micro_batches,
@@ -492,7 +493,7 @@ class BusyClock:
         return busy, total, len(spans["all"])
 
 
-class TimedStage(PipelineStage):
+class TimedStage(ReceivingStage):
     """A stage that times its computation: everything except waiting for its neighbours.
 
     Where the schedule pairs passes, a forward pass runs together with the backward pass that torch calls next.

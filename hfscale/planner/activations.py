@@ -278,7 +278,11 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
 
 
 def layers_in_flight(job: Job) -> float:
-    """Compute layers times micro-batches in flight on the pipeline rank where this product is largest."""
+    """Compute layers times micro-batches in flight on the pipeline rank where this product is largest.
+
+    Args:
+        job (`Job`): the run.
+    """
     pp = job.layout.pp
     m = job.micro_batches
     v = job.virtual_stages
@@ -289,10 +293,25 @@ def layers_in_flight(job: Job) -> float:
         # The first rank has a layer less than the second, which holds fewer micro-batches.
         second = in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=1) * job.layer_split[0]
         return max(most - micro_batches_in_flight(job), min(second, most))
-    return max(
-        in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank) * layers
-        for rank, layers in enumerate(job.rank_layers)
+    return max(layers_in_flight_of(job, rank) for rank in range(pp))
+
+
+def layers_in_flight_of(job: Job, rank: int) -> float:
+    """Compute layers times micro-batches in flight on a pipeline rank of `ParallelTrainer`.
+
+    Args:
+        job (`Job`): the run, which has a pipeline.
+        rank (`int`): the pipeline rank, from 0.
+    """
+    assert job.rank_layers is not None
+    held = in_flight(
+        job.schedule_name,
+        pp=job.layout.pp,
+        stages_per_rank=job.virtual_stages,
+        micro_batches=job.micro_batches,
+        rank=rank,
     )
+    return held * job.rank_layers[rank]
 
 
 def loss_bytes(job: Job, framework: Framework) -> float:

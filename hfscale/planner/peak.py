@@ -3,6 +3,7 @@
 All byte counts are per rank unless a docstring states otherwise.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hfscale.facts.activations import attention_bytes, layer_kinds
@@ -12,6 +13,7 @@ from hfscale.planner.activations import (
     exchange_bytes,
     kept_and_working,
     layers_in_flight,
+    layers_in_flight_of,
     loss_bytes,
     micro_batches_in_flight,
     regime_of,
@@ -69,7 +71,9 @@ def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
         framework (`Framework`): constants of the training framework.
         gradients (`float`): bytes of all gradients, as they are at the end of the backward pass.
     """
-    if job.spreads_experts and job.layout.pp == 1:
+    if job.runs_parallel_trainer and job.layout.pp > 1:
+        return max(_pipeline_moments(job, framework), key=lambda moment: moment.total)
+    if job.spreads_experts:
         if job.runs_parallel_trainer and job.micro_batches > 1:
             gradients = _unreduced_bytes(job, framework)
         layers = [replace(job, shape=kind) for kind in layer_kinds(job.shape)]
@@ -115,6 +119,58 @@ def _unreduced_bytes(job: Job, framework: Framework) -> float:
     ends = job.shape.embedding_parameters + job.shape.head_parameters
     layers = job.layer_split[0] * (dense + experts * gathered_share(job))
     return framework.gradient_bytes * (layers + ends / job.layout.tp) if job.method == "full" else 0.0
+
+
+def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
+    """The moments of a step of `ParallelTrainer`'s pipelines.
+
+    Layers stay gathered, and gradients are summed in the format of their reduction, until the last micro-batch of a
+    stage. Those of a micro-batch are added when all of a unit are there. Then FSDP2 reduces the sums unit by unit,
+    from a copy (torch 2.13, distributed/pipelining/stage.py, `backward_maybe_with_nosync`).
+    """
+    kept, working = kept_and_working(job, framework)
+    working += exchange_bytes(job)
+    dense, experts = layer_parameters(job)
+    experts *= copied_share(job)
+    unit = max(dense, experts) if job.spreads_experts else dense + experts
+    trained = unit if job.method == "full" else 0.0
+    width = 4.0 if job.precision == "fp32" else 2.0
+    last = 0 if job.is_v_shaped else job.layout.pp - 1
+    ends = micro_batches_in_flight(job, last=True) * end_activations(job, framework)
+    for rank in range(job.layout.pp):
+        name = {0: "first pipeline rank", last: "last pipeline rank"}.get(rank, "pipeline rank in the middle")
+        buffers = _pipeline_buffers(job, framework, rank)
+        held = layers_in_flight_of(job, rank) * kept + (ends if rank == last else 0.0)
+        yield Moment(held + working, 0.0, 0.0, buffers + width * trained, at="backward pass", rank=name)
+        copied = framework.gradient_bytes * trained
+        yield Moment(0.0, 0.0, 0.0, buffers + copied, at="reduction of gradients", rank=name)
+        if rank == last:
+            yield Moment(held, loss_bytes(job, framework), 0.0, buffers, rank=name)
+
+
+def _pipeline_buffers(job: Job, framework: Framework, rank: int) -> float:
+    """Bytes that a pipeline rank of `ParallelTrainer` holds from its first to its last micro-batch.
+
+    These are its gathered parameters, where they are a copy, the sums of its gradients, and the hidden states of a
+    micro-batch and their gradient, while they are received.
+    """
+    assert job.rank_layers is not None
+    shape = job.shape
+    layout = job.layout
+    width = 4.0 if job.precision == "fp32" else 2.0
+    is_split = layout.tp > 1 and job.sequence_parallel
+    hidden = job.tokens * shape.hidden
+    received = 2 * width * hidden / (layout.tp if is_split else 1)
+    gathered_inputs = GATHERED_ACTIVATIONS * 2.0 * hidden if is_split else 0.0
+    is_copied = job.precision != "fp32" or layout.dp_replicate * layout.dp_shard * layout.cp > 1
+    per_parameter = (width if is_copied else 0.0) + (framework.gradient_bytes if job.method == "full" else 0.0)
+    dense, experts = layer_parameters(job)
+    has_head = rank == (0 if job.is_v_shaped else layout.pp - 1)
+    ends = (shape.embedding_parameters if rank == 0 else 0.0) + (
+        shape.vocab * shape.embedding_width if has_head else 0
+    )
+    layers = job.rank_layers[rank] * (dense + experts * copied_share(job))
+    return received + gathered_inputs + per_parameter * (layers + ends / layout.tp)
 
 
 def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job) -> list[Moment]:
