@@ -30,7 +30,13 @@ from hfscale.parallel.mesh import FSDP_AXES, local_tensor, make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
 from hfscale.parallel.partition import StageSpec
 from hfscale.parallel.stages import StagePlan
-from hfscale.planner.activations import end_activations, exchange_bytes, kept_and_working, loss_bytes
+from hfscale.planner.activations import (
+    end_activations,
+    exchange_bytes,
+    kept_and_working,
+    loss_bytes,
+    transient_bytes,
+)
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 
@@ -174,6 +180,7 @@ def _memory(
     )
     constants = find_framework("hf")
     kept, working = kept_and_working(job, constants)
+    working += exchange_bytes(job) + (transient_bytes(job) if layout.pp > 1 else 0.0)
     in_flight = plan.in_flight(pp_rank, job.micro_batches)
     layers_in_flight = in_flight * sum(len(spec.layers) for spec in specs)
     has_loss = any(spec.is_last for spec in specs)
@@ -184,7 +191,7 @@ def _memory(
         parameters=sum(p.numel() for p in parameters),
         states=states / _GIB,
         gathered=gathered / _GIB,
-        activations=(layers_in_flight * kept + working + exchange_bytes(job)) / _GIB,
+        activations=(layers_in_flight * kept + working) / _GIB,
         loss=loss / _GIB,
     )
 

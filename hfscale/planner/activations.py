@@ -9,7 +9,7 @@ from dataclasses import replace
 from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes, of_fullest_layer, routed_bytes
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import in_flight
-from hfscale.planner.experts import imbalance_of
+from hfscale.planner.experts import imbalance_of, unit_parameters
 from hfscale.planner.frameworks import Framework, shared_constants
 from hfscale.planner.job import Job
 
@@ -134,6 +134,21 @@ def exchange_bytes(job: Job) -> float:
     )
     sent = 3 if is_weighted else 2
     return job.tokens * routed_bytes(job.shape, regime_of(job)) * (received + sent) / job.layout.tp
+
+
+def transient_bytes(job: Job) -> float:
+    """Compute the bytes that a rank of `ParallelTrainer`'s pipelines needs in a backward pass beside activations.
+
+    These are the gradients of a unit of FSDP2, a layer or the experts of one, before they are added to the sums of the
+    micro-batches, and the hidden states of a micro-batch and their gradient while they are received.
+
+    Args:
+        job (`Job`): the run, which has a pipeline.
+    """
+    width = 4.0 if job.precision == "fp32" else 2.0
+    split = job.layout.tp if job.sequence_parallel else 1
+    received = 2 * job.tokens * job.shape.hidden / split
+    return width * (received + (unit_parameters(job) if job.method == "full" else 0.0))
 
 
 def end_activations(job: Job, framework: Framework) -> float:

@@ -103,6 +103,18 @@ def copied_share(job: Job) -> float:
     return 0.0 if job.bare_experts and is_alone else gathered_share(job)
 
 
+def unit_parameters(job: Job) -> float:
+    """Count the parameters that a rank of `ParallelTrainer` computes with in the largest unit of FSDP2 among its
+    layers: spread experts are a unit, and the rest of their layer another one.
+
+    Args:
+        job (`Job`): the run, whose states are sharded (ZeRO stage 3).
+    """
+    dense, experts = layer_parameters(job)
+    copied = experts * copied_share(job)
+    return max(dense, copied) if job.spreads_experts else dense + copied
+
+
 # -- the exchange -----------------------------------------------------------------------------------------------------
 
 

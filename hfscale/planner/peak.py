@@ -17,8 +17,16 @@ from hfscale.planner.activations import (
     loss_bytes,
     micro_batches_in_flight,
     regime_of,
+    transient_bytes,
 )
-from hfscale.planner.experts import copied_share, gathered_share, kept_share, layer_parameters, owners
+from hfscale.planner.experts import (
+    copied_share,
+    gathered_share,
+    kept_share,
+    layer_parameters,
+    owners,
+    unit_parameters,
+)
 from hfscale.planner.frameworks import Framework
 from hfscale.planner.job import Job
 from hfscale.planner.tasks import (
@@ -129,48 +137,37 @@ def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
     from a copy (torch 2.13, distributed/pipelining/stage.py, `backward_maybe_with_nosync`).
     """
     kept, working = kept_and_working(job, framework)
-    working += exchange_bytes(job)
-    dense, experts = layer_parameters(job)
-    experts *= copied_share(job)
-    unit = max(dense, experts) if job.spreads_experts else dense + experts
-    trained = unit if job.method == "full" else 0.0
-    width = 4.0 if job.precision == "fp32" else 2.0
+    working += exchange_bytes(job) + transient_bytes(job)
+    copied = framework.gradient_bytes * unit_parameters(job) if job.method == "full" else 0.0
     last = 0 if job.is_v_shaped else job.layout.pp - 1
     ends = micro_batches_in_flight(job, last=True) * end_activations(job, framework)
     for rank in range(job.layout.pp):
         name = {0: "first pipeline rank", last: "last pipeline rank"}.get(rank, "pipeline rank in the middle")
         buffers = _pipeline_buffers(job, framework, rank)
         held = layers_in_flight_of(job, rank) * kept + (ends if rank == last else 0.0)
-        yield Moment(held + working, 0.0, 0.0, buffers + width * trained, at="backward pass", rank=name)
-        copied = framework.gradient_bytes * trained
+        yield Moment(held + working, 0.0, 0.0, buffers, at="backward pass", rank=name)
         yield Moment(0.0, 0.0, 0.0, buffers + copied, at="reduction of gradients", rank=name)
         if rank == last:
             yield Moment(held, loss_bytes(job, framework), 0.0, buffers, rank=name)
 
 
 def _pipeline_buffers(job: Job, framework: Framework, rank: int) -> float:
-    """Bytes that a pipeline rank of `ParallelTrainer` holds from its first to its last micro-batch.
-
-    These are its gathered parameters, where they are a copy, the sums of its gradients, and the hidden states of a
-    micro-batch and their gradient, while they are received.
-    """
+    """Bytes of the gathered parameters, where they are a copy, of the sums of gradients, and of gathered activations,
+    which a pipeline rank of `ParallelTrainer` holds from its first to its last micro-batch."""
     assert job.rank_layers is not None
     shape = job.shape
     layout = job.layout
     width = 4.0 if job.precision == "fp32" else 2.0
     is_split = layout.tp > 1 and job.sequence_parallel
-    hidden = job.tokens * shape.hidden
-    received = 2 * width * hidden / (layout.tp if is_split else 1)
-    gathered_inputs = GATHERED_ACTIVATIONS * 2.0 * hidden if is_split else 0.0
+    gathered_inputs = GATHERED_ACTIVATIONS * 2.0 * job.tokens * shape.hidden if is_split else 0.0
     is_copied = job.precision != "fp32" or layout.dp_replicate * layout.dp_shard * layout.cp > 1
     per_parameter = (width if is_copied else 0.0) + (framework.gradient_bytes if job.method == "full" else 0.0)
     dense, experts = layer_parameters(job)
     has_head = rank == (0 if job.is_v_shaped else layout.pp - 1)
-    ends = (shape.embedding_parameters if rank == 0 else 0.0) + (
-        shape.vocab * shape.embedding_width if has_head else 0
-    )
+    embedding = shape.embedding_parameters if rank == 0 else 0
+    head = shape.vocab * shape.embedding_width if has_head else 0
     layers = job.rank_layers[rank] * (dense + experts * copied_share(job))
-    return received + gathered_inputs + per_parameter * (layers + ends / layout.tp)
+    return gathered_inputs + per_parameter * (layers + (embedding + head) / layout.tp)
 
 
 def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job) -> list[Moment]:

@@ -64,11 +64,11 @@ def test_sequence_parallelism_reduces_activations_and_logits_are_sharded():
     jobs = [job | {"recompute": full, "sequence_parallel": sp} for full in (False, True) for sp in (False, True)]
     plain, sequence, recomputed, both = in_world(1, simulate, jobs)
     # A token has 16 h of norms, residuals and inputs, and 4 bytes of each norm's own. The 4 h of gathered inputs are
-    # not split; of the others three quarters are saved.
+    # not split; of the others three quarters are saved, and so they are of what is received: hidden states, gradient.
     kept = 2 * 5 * 32  # micro-batches in flight, layers, tokens
     hidden = empty_causal_lm(**SIZES).config.hidden_size
     saved = (plain[0]["activations"] - sequence[0]["activations"]) * 2**30
-    assert saved == pytest.approx(kept * 0.75 * (12 * hidden + 2 * 4), rel=1e-6)
+    assert saved == pytest.approx(0.75 * (kept * (12 * hidden + 2 * 4) + 32 * 4 * hidden), rel=1e-6)
     assert both[0]["activations"] < recomputed[0]["activations"] / 1.5
     assert {rank["states"] for rank in plain} == {rank["states"] for rank in sequence}
     logits = 14 * 32 * 128 / 4 / 2**30

@@ -169,7 +169,8 @@ def planned_bytes(config, sizes, kind, imbalance):
 @pytest.mark.parametrize(
     ("family", "sizes", "favoured", "kinds"),
     [
-        ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, 1.0, ("none", "full")),
+        ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, 1.0, ("full",)),
+        pytest.param("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, 1.0, ("none",), marks=pytest.mark.faults),
         pytest.param("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, 4.0, ("none", "full"), marks=pytest.mark.faults),
         pytest.param(
             "qwen3_moe", {"fsdp_size": 4, "ep_size": 2}, 1.0, ("none", "selective", "full"), marks=pytest.mark.faults
@@ -200,7 +201,7 @@ def planned_bytes(config, sizes, kind, imbalance):
 def test_the_peak_equals_that_counted_by_torch(tmp_path, family, sizes, favoured, kinds):
     config = save_model(family, tmp_path, favoured=favoured)
     world = sizes["fsdp_size"] * sizes.get("dp_replicate_size", 1)
-    codes = run_ranks(world, count_peaks, tmp_path, sizes, kinds, tmp_path, log=tmp_path)
+    codes = run_ranks(world, count_peaks, tmp_path, sizes, kinds, tmp_path, log=tmp_path, timeout_s=270)
     assert codes == [0] * world, (tmp_path / "rank-0.log").read_text()[-3000:]
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(world)]
     even = TOKENS * ModelShape.from_config(config.to_dict()).top_k
