@@ -14,7 +14,7 @@ from transformers import TrainerState
 
 from hfscale.core.logging import get_logger
 from hfscale.trainer.collector import Arrays
-from hfscale.trainer.expert_counter import ExpertCounter, counter_of
+from hfscale.trainer.expert_counter import NOTHING_COUNTED, ExpertCounter, counter_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -43,6 +43,8 @@ class ExpertLoad:
         """On rank 0: tokens that the average expert has received since each expert received its last one."""
         self._reported: set[tuple[int, int]] = set()
         self._warned_of_padding = False
+        self._has_trained = False
+        self._has_been_judged = False
 
     def __bool__(self) -> bool:
         """Whether the model has experts whose tokens can be counted."""
@@ -62,6 +64,7 @@ class ExpertLoad:
             logs (`Mapping[str, float]`): the keys that Trainer logs.
             seconds (`Mapping[str, float]`): seconds of each phase since the previous log.
         """
+        self._has_trained = "loss" in logs
         counts = torch.cat(self._counts).tolist()
         self._counter.reset()
         unknown = self._counter.unknown_mask
@@ -87,6 +90,10 @@ class ExpertLoad:
         totals = np.array([column.sum() for column in numbers.values()])
         ends = np.cumsum([len(counts) for counts in self._counts])[:-1]
         layers = np.split(totals, ends)
+        if self._has_trained and not self._has_been_judged:
+            self._has_been_judged = True
+            if not totals.any():
+                logger.warning("experts: moe/max_load and moe/entropy are not logged: %s", NOTHING_COUNTED)
         self._warn_about_dead_experts([layer[:-1] for layer in layers])
         return keys_of([layer[:-1] for layer in layers], unassigned=sum(layer[-1] for layer in layers))
 

@@ -24,7 +24,7 @@ from hfscale.core.logging import get_logger
 from hfscale.errors import UsageError
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments
-from hfscale.trainer.expert_counter import counter_of, modules_of_experts, number_of_experts
+from hfscale.trainer.expert_counter import NOTHING_COUNTED, counter_of, modules_of_experts, number_of_experts
 from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class RouterBiasCallback(TrainerCallback):
                     "fp32, or leave it out"
                 )
         self._counter = counter_of(self._trainer)
+        self._has_counted = False
         logger.info(
             "router bias: moves by %g towards an even load after each step, in %d layers",
             self._rate,
@@ -163,7 +164,8 @@ class RouterBiasCallback(TrainerCallback):
         """Update: all backward passes of the step are done, and nothing has been saved of it yet.
 
         Raises:
-            UsageError: the attention mask does not tell which tokens are padding.
+            UsageError: the attention mask does not tell which tokens are padding, or no token was counted in the first
+                step.
         """
         unknown = self._counter.unknown_mask
         if unknown:
@@ -175,6 +177,10 @@ class RouterBiasCallback(TrainerCallback):
         counts = torch.cat(self._counter.counts)
         if is_distributed():
             dist.all_reduce(counts)
+        if not self._has_counted:
+            self._has_counted = bool(counts.any())  # waits for a GPU, so in the first step only
+            if not self._has_counted:
+                raise UsageError(f"--router_bias_update_rate {self._rate:g}: {NOTHING_COUNTED}")
         sizes = [len(own) for own in self._counter.counts]
         for name, tokens in zip(self._counter.layers, counts.split(sizes), strict=True):
             if name in self._routers:

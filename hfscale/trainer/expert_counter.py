@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 CHOICES = ("top_k_index", "router_indices", "selected_experts")
 """Names that transformers gives to the second argument of a module of experts."""
+NOTHING_COUNTED = (
+    "no token of the experts was counted, as where the model is compiled in place as a whole: compile its layers one "
+    "by one (use_regional_compilation of Accelerate), or not at all"
+)
+"""What is said where a step has counted nothing."""
 
 
 class _RunningForward(threading.local):

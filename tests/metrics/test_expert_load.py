@@ -267,6 +267,17 @@ def test_a_mask_that_does_not_tell_the_padding_is_reported_once(tmp_path, caplog
     assert "experts: an attention mask of shape (1, 1, 8, 8) does not tell which tokens are padding" in record.message
 
 
+def test_a_model_that_is_compiled_in_place_as_a_whole_is_reported_once(tmp_path, caplog):
+    model = expert_model()
+    trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), model=model, max_steps=3, logging_steps=1)
+    model.compile(backend="eager")
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    (record,) = [record for record in caplog.records if "compiled in place" in record.message]
+    assert record.message.startswith("experts: moe/max_load and moe/entropy are not logged: no token")
+    assert loads(trainer) == []
+
+
 def train_on_a_rank(folder):
     trainer = tiny_trainer(
         folder, ScalingMetricsCallback(), model=expert_model(), per_device_train_batch_size=2, logging_steps=4

@@ -211,6 +211,16 @@ def test_padding_does_not_move_the_bias_on_two_ranks(tmp_path, strategy):
     assert_same_texts(json.loads((tmp_path / "result.json").read_text()), alone)
 
 
+def test_a_model_that_is_compiled_in_place_as_a_whole_is_refused(tmp_path):
+    set_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of())
+    trainer = tiny_trainer(tmp_path, model=model)
+    trainer.add_callback(RouterBiasCallback(trainer, RATE))
+    model.compile(backend="eager")
+    with pytest.raises(UsageError, match="no token of the experts was counted, as where the model is compiled"):
+        trainer.train()
+
+
 def test_a_mask_that_does_not_tell_the_padding_is_refused(tmp_path):
     def with_full_masks(rows):
         batch = collate(rows)
