@@ -242,6 +242,8 @@ class RouterBalanceLoss:
         self._gather_sequence = gather_sequence
         self.micro_batches = 1
         """Micro-batches of the step that contain labels."""
+        self.has_added_rows = False
+        """Whether some of them have rows that were added because others have more."""
 
     @staticmethod
     def is_enabled(model: PreTrainedModel) -> bool:
@@ -264,12 +266,18 @@ class RouterBalanceLoss:
         self._recorded.logits = []
 
     def finish_forward(
-        self, attention_mask: torch.Tensor | None, labels: torch.Tensor | None, batch: int
+        self,
+        attention_mask: torch.Tensor | None,
+        not_padding: torch.Tensor | None,
+        labels: torch.Tensor | None,
+        batch: int,
     ) -> torch.Tensor:
         """Stop recording and compute the stage's share of the loss for the micro-batch that has just passed it.
 
         Args:
             attention_mask (`torch.Tensor`, *optional*): (batch, sequence), the padding mask.
+            not_padding (`torch.Tensor`, *optional*): (batch, this rank's part of the sequence), false in all of an
+                added row.
             labels (`torch.Tensor`, *optional*): (batch, sequence).
             batch (`int`): sequences of the micro-batch.
 
@@ -278,6 +286,8 @@ class RouterBalanceLoss:
         """
         recorded: list[torch.Tensor] = self._recorded.logits
         self._recorded.logits = None
+        if self.has_added_rows and not_padding is not None:
+            attention_mask = self._without_added_rows(attention_mask, not_padding)
         if self._gather_sequence is not None:
             recorded = [self._gather_sequence(r.reshape(batch, -1, r.shape[-1]), 1).flatten(0, 1) for r in recorded]
         losses = [
@@ -289,6 +299,16 @@ class RouterBalanceLoss:
         share = self._coefficient / (self._layers * self.micro_batches)
         has_labels = (labels != IGNORED_LABEL).any() if labels is not None else 1.0
         return torch.stack(losses).sum() * share * has_labels
+
+    def _without_added_rows(self, attention_mask: torch.Tensor | None, not_padding: torch.Tensor) -> torch.Tensor:
+        """Return a mask that is 0 in rows without a token, unless all are: a micro-batch that only fills the schedule,
+        whose loss does not count, but would be NaN."""
+        if self._gather_sequence is not None:
+            not_padding = self._gather_sequence(not_padding.to(torch.uint8), 1).bool()
+        if attention_mask is None:
+            attention_mask = torch.ones_like(not_padding, dtype=torch.int64)
+        rows = not_padding.any(dim=1, keepdim=True)
+        return attention_mask * (rows | ~rows.any())
 
 
 class AttachLoss(torch.autograd.Function):

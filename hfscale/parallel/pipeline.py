@@ -199,7 +199,7 @@ class Stage(nn.Module):
         Returns:
             Hidden states, (rows, sequence, hidden), or the last stage's loss, a scalar.
         """
-        inputs.pop(NOT_PADDING, None)
+        not_padding = inputs.pop(NOT_PADDING, None)
         if self._stage_hidden_states is not None and not self.spec.is_first:
             hidden = self._stage_hidden_states(hidden)
         attention_mask = inputs.get("attention_mask")
@@ -211,7 +211,8 @@ class Stage(nn.Module):
             return self._compute(inputs)
         self._balance.start_forward()
         output = self._compute(inputs | {"output_router_logits": False})
-        balance_loss = self._balance.finish_forward(attention_mask, labels, hidden.shape[0]).to(output.device)
+        balance_loss = self._balance.finish_forward(attention_mask, not_padding, labels, hidden.shape[0])
+        balance_loss = balance_loss.to(output.device)
         if self.spec.is_last:
             return output + balance_loss
         self._balance_losses.append(balance_loss.detach())

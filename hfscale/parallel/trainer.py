@@ -249,6 +249,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             )
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = len(batches)
+            self.parallelized.balance.has_added_rows = len({len(batch["input_ids"]) for batch in batches}) > 1
         loss = self._run_pipeline(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)
         gradients.align_gradients(self.parallelized.model.parameters())
         gradients.sum_partial_gradients(self.parallelized.partial_gradients, self.mesh)
@@ -292,6 +293,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         self.current_gradient_accumulation_steps = micro_batches
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = micro_batches
+            self.parallelized.balance.has_added_rows = False
         loss = self._run_pipeline(dict(inputs), micro_batches, items)
         reshard_all(self.parallelized)
         return loss, None, None

@@ -8,14 +8,16 @@ import json
 import pytest
 import torch
 from parallel_families import compare
-from parallel_world import Tokens, in_world, train
+from parallel_world import Tokens, in_world, tiny_causal_lm, train
 from transformers import AutoModelForCausalLM
 
 from hfscale import latest_checkpoint
 from hfscale.checkpoint.formats.parallel import read_parallel_metadata
 from hfscale.checkpoint.store import verify
 from hfscale.facts.support import PIPELINE_TESTED, TENSOR_PARALLEL_PLAN_MISSING, TENSOR_PARALLEL_UNSUPPORTED
+from hfscale.parallel.losses import RouterBalanceLoss
 from hfscale.parallel.mesh import ParallelMesh
+from hfscale.parallel.pipeline import stack_batches
 
 FIRST, LATER = 5e-6, 5e-4
 """Tolerances of the first step's records and of all others."""
@@ -213,6 +215,32 @@ def test_families_and_the_load_balancing_of_experts():
             "config": BALANCED,
         }
     assert wrong(jobs, in_world(4, compare, list(jobs.values()))) == {}
+
+
+@pytest.mark.parametrize("gather_sequence", [None, lambda part, dim: part])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_that_fill_a_smaller_batch_do_not_count_in_the_load_balancing_of_experts(masked, gather_sequence):
+    """The last batch of an epoch has one sequence, and the others have two; a copy fills the schedule."""
+    model = tiny_causal_lm("mixtral", **BALANCED).train()
+    balance = RouterBalanceLoss(model, gather_sequence)
+    balance.watch(model)
+    data = Tokens(ragged=masked)
+    batches = [
+        {name: torch.stack([data[index][name] for index in part]) for name in data[0]} for part in ([1, 2], [3])
+    ]
+
+    def loss(batch):
+        inputs = {name: value for name, value in batch.items() if name != "not_padding"}
+        balance.start_forward()
+        model(**inputs, output_router_logits=False)
+        rows = len(inputs["input_ids"])
+        return balance.finish_forward(inputs.get("attention_mask"), batch.get("not_padding"), inputs["labels"], rows)
+
+    expected = [loss(batch).item() for batch in batches]
+    balance.has_added_rows = True
+    stacked = stack_batches(batches, micro_batches=3)
+    found = [loss({name: value[2 * n : 2 * n + 2] for name, value in stacked.items()}).item() for n in range(3)]
+    assert found == pytest.approx([*expected, 0.0])
 
 
 ONE_HEAD = {"num_key_value_heads": 1}
