@@ -21,7 +21,7 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
-from hfscale.planner.activations import kept_and_working, layers_in_flight
+from hfscale.planner.activations import kept_and_working, layers_in_flight, transient_bytes
 from hfscale.planner.emit import emit
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not
@@ -423,7 +423,7 @@ def test_the_dry_run_of_an_emitted_pipeline_needs_the_planned_memory(tmp_path, s
     states = (found_states.parameters + found_states.gradients + found_states.optimizer) / GIB
     assert states == pytest.approx(max(rank.states for rank in ranks), rel=0.03)
     kept, working = kept_and_working(job, find_framework("hf"))
-    opening = (layers_in_flight(job) * kept + working) / GIB
+    opening = (layers_in_flight(job) * kept + working + transient_bytes(job)) / GIB
     assert opening == pytest.approx(max(rank.activations for rank in ranks))
     assert memory.activations + memory.loss <= max(rank.activations + rank.loss for rank in ranks) * 1.001
 
