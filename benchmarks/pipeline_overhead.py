@@ -232,22 +232,24 @@ class _BareStage(nn.Module):
         return hidden if self.tail is None else self.tail(hidden)
 
 
-def _spread_experts(model: Any, mesh: DeviceMesh) -> list[nn.Parameter]:
-    """Spread the experts with transformers' own function; return the parameters of those that this rank keeps."""
+def _spread_experts(model: Any, mesh: DeviceMesh) -> None:
+    """Spread the experts with transformers' own function."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    from hfscale.parallel.experts import expert_parallel_plan, is_of_experts
+    from hfscale.parallel.experts import expert_parallel_plan
 
     plan = expert_parallel_plan(model)
     apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, ep_implementation="all_to_all")
-    return [parameter for name, parameter in model.named_parameters() if is_of_experts(name, plan)]
 
 
-def _shard(stage: _BareStage, mesh: DeviceMesh, experts: set[nn.Parameter]) -> None:
-    """Shard the rest of a stage over its ranks."""
+def _shard(stage: _BareStage, mesh: DeviceMesh) -> None:
+    """Shard a stage over its ranks, and the experts of a rank, which no other has, over it alone, as torchtitan does:
+    FSDP2 then keeps their master weights, too (torchtitan, models/llama4/infra/parallelize.py, `apply_fsdp`)."""
+    for layer in stage.layers:
+        fully_shard(layer.mlp.experts, mesh=mesh["tp"], reshard_after_forward=False)
     modules = [*stage.layers, *(module for module in (stage.embedding, stage.tail) if module is not None), stage]
     for module in modules:
-        fully_shard(module, mesh=mesh, reshard_after_forward=False, ignored_params=experts)
+        fully_shard(module, mesh=mesh["ep"], reshard_after_forward=False)
 
 
 def _bare(args: Any, rows: torch.Tensor, config: Any, stages: int) -> dict[str, float]:
@@ -260,13 +262,14 @@ def _bare(args: Any, rows: torch.Tensor, config: Any, stages: int) -> dict[str, 
     mesh = init_device_mesh(device.type, (stages, ep, 1), mesh_dim_names=("pp", "ep", "tp"))
     rank = mesh.get_local_rank("pp")
     model = build_model(config, seed=0, dtype=torch.float32)
-    of_experts = {id(parameter) for parameter in (_spread_experts(model, mesh) if ep > 1 else [])}
-    stage = _BareStage(model, rank, stages).to(device).train()
-    experts = [parameter for parameter in stage.parameters() if id(parameter) in of_experts]
     if ep > 1:
-        _shard(stage, mesh["ep"], set(experts))
-    others = [parameter for parameter in stage.parameters() if id(parameter) not in of_experts]
-    groups = [{"params": params} for params in (others, experts) if params]  # sharded ones, and whole ones
+        _spread_experts(model, mesh)
+    stage = _BareStage(model, rank, stages).to(device).train()
+    if ep > 1:
+        _shard(stage, mesh)
+    experts = [parameter for name, parameter in stage.named_parameters() if ".experts." in name]
+    others = [parameter for name, parameter in stage.named_parameters() if ".experts." not in name]
+    groups = [{"params": params} for params in (others, experts) if params]  # each sharded over a mesh of its own
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, weight_decay=0.0)
 
     pipeline = PipelineStage(stage, rank, stages, device, group=mesh["pp"].get_group())
