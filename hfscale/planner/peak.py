@@ -93,12 +93,10 @@ def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
     first, last = job.layer_split
     at_loss, at_layer = _buffer_bytes(job, framework)
     if job.layout.pp > 1:
-        working += exchange_bytes(job)
         opening = layers_in_flight(job) * kept + working
         closing = micro_batches_in_flight(job, last=True) * (last * kept + ends)
         if opening >= closing + max(loss, working):
-            most = "first pipeline rank" if job.rank_layers is None else "pipeline rank with most layers in flight"
-            return Moment(opening, 0.0, gradients, at_layer, at="backward pass", rank=most)
+            return Moment(opening, 0.0, gradients, at_layer, at="backward pass", rank="first pipeline rank")
         last_rank = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
         return Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
