@@ -275,6 +275,11 @@ class ModelShape:
         """Sum of the inner widths of the MLPs that one token passes, in an average layer."""
         return sum(kind.share * kind.mlp_width for kind in self.layer_kinds)
 
+    @cached_property
+    def output_width(self) -> float:
+        """Sum of the widths of the outputs of all matrix products that one token passes, in an average layer."""
+        return sum(k.share * sum(linear.used * linear.outputs for linear in k.linears) for k in self.layer_kinds)
+
     @property
     def gated(self) -> bool:
         """Whether the activation of the MLPs is gated."""

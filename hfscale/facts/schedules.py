@@ -7,19 +7,19 @@ I and W the two halves of its backward pass (gradients of the inputs and of the 
 |---|---|---|---|---|
 | GPipe | 1 | (p-1)(F+B) | m | Huang et al., arXiv 1811.06965 |
 | 1F1B | 1 | (p-1)(F+B) | p - rank | Narayanan et al., arXiv 2006.09503 |
-| Interleaved1F1B | v | (p-1)(F+B)/v | p + (p-1)/v | Narayanan et al., arXiv 2104.04473 |
-| InterleavedZeroBubble | v | (p-1)(F+I-W)/v | p + (p-1)/v | ZB1P of Qi et al., arXiv 2401.10241 |
+| Interleaved1F1B | v | (p-1)(F+B)/v | p + (p-1-2 rank)/v | Narayanan et al., arXiv 2104.04473 |
+| InterleavedZeroBubble | v | (p-1)(F+I-W)/v | p | ZB-H1 of Qi et al., arXiv 2401.10241 |
 | ZBV | 2, in a V | (p-1) max(F, I)/2 | p | section 6 of the same |
 | DualPipeV | 2, in a V | (p-1) max(F, I)/2 | p + 1/2 | DeepSeek-V3, arXiv 2412.19437; V-shaped by Qi et al. |
 
 A rank never holds more than m micro-batches. They are counted in the rank's share of the layers, so that one
-micro-batch in all v stages of the rank counts as 1.
+micro-batch in all v stages of the rank counts as 1. The loops hold more if p does not divide m (`held_at_peak`).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Placement = Literal["line", "loop", "v"]
 """How stages are assigned to ranks: `line`: one per rank; `loop`: several per rank, assigned in turn; `v`: two per
@@ -69,6 +69,57 @@ def schedule_name(planner_name: str, stages_per_rank: int) -> str:
 # -- what a schedule costs --------------------------------------------------------------------------------------------
 
 
+class Held(NamedTuple):
+    """What a pipeline rank holds at one moment, in chunks: micro-batches in one of its stages."""
+
+    chunks: int
+    """Chunks whose activations the rank holds."""
+    waiting: int = 0
+    """Those of them whose gradients of the weights are still to be computed, when those of the inputs are there."""
+
+    def bytes(self, kept: float, gradients: float) -> float:
+        """Compute the bytes held.
+
+        Args:
+            kept (`float`): bytes that a chunk keeps for its backward pass.
+            gradients (`float`): bytes that it keeps in addition while it waits for the gradients of the weights.
+        """
+        return self.chunks * kept + self.waiting * gradients
+
+
+def held_at_peak(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> tuple[Held, ...]:
+    """Count the chunks that a pipeline rank holds at the moments at one of which it holds most bytes.
+
+    The counts are those of the schedules of torch 2.13 (distributed/pipelining/schedules.py,
+    `_calculate_single_rank_operations` of each class). With fewer than 2p micro-batches ZBV may hold fewer.
+
+    Args:
+        schedule (`str`): a name in `SCHEDULES`.
+        pp (`int`): pipeline ranks.
+        stages_per_rank (`int`): stages that each rank holds.
+        micro_batches (`int`): micro-batches per optimizer step.
+        rank (`int`): the pipeline rank, from 0.
+    """
+    if pp == 1:
+        return (Held(stages_per_rank),)
+    all_chunks = micro_batches * stages_per_rank
+    of_a_round = micro_batches // max(1, micro_batches // pp)
+    in_earlier_stages = (stages_per_rank - 1) * of_a_round
+    if schedule == "ZBV":
+        most = Held(min(2 * pp, micro_batches + rank + 1), 1)
+        most_waiting = Held(pp + rank, min(2 * rank, 2 * (micro_batches - pp)) + 1)
+        return (most, most_waiting) if most_waiting.waiting > 1 else (most,)
+    if schedule == "InterleavedZeroBubble":
+        return (Held(min(in_earlier_stages + pp, all_chunks), rank + 1),)
+    chunks = {
+        "GPipe": all_chunks,
+        "1F1B": pp - rank,
+        "Interleaved1F1B": in_earlier_stages + 2 * (pp - 1 - rank) + 1,
+        "DualPipeV": 2 * pp + 1,
+    }[schedule]
+    return (Held(min(chunks, all_chunks)),)
+
+
 def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> float:
     """Count the micro-batches whose activations a pipeline rank holds at once.
 
@@ -81,18 +132,8 @@ def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: in
         micro_batches (`int`): micro-batches per optimizer step.
         rank (`int`): the pipeline rank, from 0.
     """
-    if pp == 1:
-        return 1.0
-    interleaved = pp + (pp - 1) / stages_per_rank
-    held = {
-        "GPipe": micro_batches,
-        "1F1B": pp - rank,
-        "Interleaved1F1B": interleaved,
-        "InterleavedZeroBubble": interleaved,
-        "ZBV": pp,
-        "DualPipeV": pp + 0.5,
-    }[schedule]
-    return min(float(held), float(micro_batches))
+    moments = held_at_peak(schedule, pp=pp, stages_per_rank=stages_per_rank, micro_batches=micro_batches, rank=rank)
+    return max(held.chunks for held in moments) / stages_per_rank
 
 
 def idle_relative_to_1f1b(

@@ -33,12 +33,13 @@ from hfscale.parallel.stages import StagePlan
 from hfscale.planner.activations import (
     end_activations,
     exchange_bytes,
+    held_bytes,
     kept_and_working,
     loss_bytes,
     transient_bytes,
 )
 from hfscale.planner.frameworks import find_framework
-from hfscale.planner.job import Job
+from hfscale.planner.job import Job, planner_schedule
 
 _GIB = 2.0**30
 _ADAM_BYTES = 8  # two moments in fp32
@@ -175,14 +176,18 @@ def _memory(
         precision="bf16" if args.bf16 else "fp32",
         activation_checkpointing="full" if recomputes_activations(args) else "none",
         expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
+        schedule=planner_schedule(plan.schedule),
+        virtual_stages=plan.per_rank,
         sequence_parallel=sequence_parallel,
         loss_parallel=parallelized.vocab_loss is not None,
     )
     constants = find_framework("hf")
-    kept, working = kept_and_working(job, constants)
-    working += exchange_bytes(job) + (transient_bytes(job) if layout.pp > 1 else 0.0)
+    _, working = kept_and_working(job, constants)
+    working += exchange_bytes(job)
+    if layout.pp > 1:
+        working += transient_bytes(job, sum(_local_size(p) * _shards(p) for p in trained))
+    held = held_bytes(job, constants, pp_rank, sum(len(spec.layers) for spec in specs))
     in_flight = plan.in_flight(pp_rank, job.micro_batches)
-    layers_in_flight = in_flight * sum(len(spec.layers) for spec in specs)
     has_loss = any(spec.is_last for spec in specs)
     loss = loss_bytes(job, constants) + in_flight * end_activations(job, constants) if has_loss else 0.0
     return RankMemory(
@@ -191,7 +196,7 @@ def _memory(
         parameters=sum(p.numel() for p in parameters),
         states=states / _GIB,
         gathered=gathered / _GIB,
-        activations=(layers_in_flight * kept + working) / _GIB,
+        activations=(held + working) / _GIB,
         loss=loss / _GIB,
     )
 

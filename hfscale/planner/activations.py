@@ -6,9 +6,17 @@ All byte counts are per rank unless a docstring states otherwise.
 import math
 from dataclasses import replace
 
-from hfscale.facts.activations import KeptBytes, Regime, has_scores, kept_bytes, of_fullest_layer, routed_bytes
+from hfscale.facts.activations import (
+    KeptBytes,
+    Regime,
+    has_scores,
+    kept_bytes,
+    layer_widths,
+    of_fullest_layer,
+    routed_bytes,
+)
 from hfscale.facts.model_shape import ModelShape
-from hfscale.facts.schedules import in_flight
+from hfscale.facts.schedules import SPLIT_BACKWARD, held_at_peak, in_flight
 from hfscale.planner.experts import imbalance_of, unit_parameters
 from hfscale.planner.frameworks import Framework, shared_constants
 from hfscale.planner.job import Job
@@ -136,19 +144,55 @@ def exchange_bytes(job: Job) -> float:
     return job.tokens * routed_bytes(job.shape, regime_of(job)) * (received + sent) / job.layout.tp
 
 
-def transient_bytes(job: Job) -> float:
+def transient_bytes(job: Job, parameters: float = 0.0) -> float:
     """Compute the bytes that a rank of `ParallelTrainer`'s pipelines needs in a backward pass beside activations.
 
     These are the gradients of a unit of FSDP2, a layer or the experts of one, before they are added to the sums of the
     micro-batches, and the hidden states of a micro-batch and their gradient while they are received.
 
+    Where the passes of inputs and weights are split, FSDP2 adds the gradients of a stage at the next pass of its
+    inputs, until when those of the other stages exist, too; and a pass of the inputs frees no activations, so that the
+    gradients inside an MLP come in addition.
+
     Args:
         job (`Job`): the run, which has a pipeline.
+        parameters (`float`): parameters of all stages of the rank, as they are gathered.
     """
     width = 4.0 if job.precision == "fp32" else 2.0
     split = job.layout.tp if job.sequence_parallel else 1
-    received = 2 * job.tokens * job.shape.hidden / split
-    return width * (received + (unit_parameters(job) if job.method == "full" else 0.0))
+    shape = job.shape
+    received = 2 * job.tokens * shape.hidden / split
+    new = unit_parameters(job)
+    inside = 0.0
+    if job.schedule_name in SPLIT_BACKWARD:
+        new += parameters * (1 - 1 / job.virtual_stages)
+        routed = shape.moe_share * shape.top_k * shape.hidden
+        inside = job.tokens * (3 * shape.mlp_width + routed) / job.layout.tp
+    return width * (received + inside + (new if job.method == "full" else 0.0))
+
+
+def waiting_bytes(job: Job) -> float:
+    """Compute the bytes that one layer and micro-batch keeps while gradients of its weights are still to be computed.
+
+    These are the gradients of the outputs of its matrix products and norms; its activations stay, too (torch 2.13,
+    distributed/pipelining/_backward.py, `stage_backward_input`). The gradients of what attention and MLP return are
+    complete on each rank of tensor parallelism.
+
+    Args:
+        job (`Job`): the run, which has a pipeline.
+    """
+    shape = job.shape
+    tp = job.layout.tp
+    width = 4.0 if job.precision == "fp32" else 2.0
+    split = tp if job.sequence_parallel else 1
+    returned = 2 * shape.hidden
+    norms = shape.norms_per_layer * shape.hidden if job.method == "full" else 0
+    normed = layer_widths(shape, job.seq_len)["normed"]
+    more = 0.0
+    if job.spreads_experts and shape.moe is not None:
+        routed = sum(linear.used * linear.outputs for linear in shape.moe.linears if linear.copies > 1)
+        more = (imbalance_of(job, shared_constants()) - 1) * shape.moe_share * routed
+    return width * job.tokens * (returned + norms / split + (shape.output_width - returned + normed + more) / tp)
 
 
 def end_activations(job: Job, framework: Framework) -> float:
@@ -274,9 +318,6 @@ def _gathered_inputs(job: Job, framework: Framework) -> float:
 def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
     """Count the micro-batches whose activations the first or the last pipeline rank holds at once.
 
-    The formulas are those of `hfscale.facts.schedules.in_flight`, except that the last rank of an interleaved schedule
-    holds (p (v-1) + 1)/v (Narayanan et al., arXiv 2104.04473, section 2.2).
-
     Args:
         job (`Job`): the run.
         last (`bool`): whether to count those of the rank with the head instead of the first rank.
@@ -287,46 +328,53 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
     if job.overlapped_experts:
         # The forward pass of one more chunk runs at the same time as each backward pass.
         return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
-    if last and pp > 1 and job.schedule == "1f1b":
-        return min((pp * (v - 1) + 1) / v, float(m))
-    return in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=0)
+    rank = pp - 1 if last and not job.is_v_shaped else 0
+    return in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank)
 
 
 def layers_in_flight(job: Job) -> float:
-    """Compute layers times micro-batches in flight on the pipeline rank where this product is largest.
+    """Compute layers times micro-batches in flight on the pipeline rank where this product is largest, where all ranks
+    hold equally many layers.
+
+    Args:
+        job (`Job`): the run, not one of `ParallelTrainer`.
+    """
+    pp = job.layout.pp
+    most = micro_batches_in_flight(job) * job.layer_split[0]
+    if not job.embedding_is_a_layer:
+        return most
+    # The first rank has a layer less than the second, which holds fewer micro-batches.
+    of_second = in_flight(
+        job.schedule_name, pp=pp, stages_per_rank=job.virtual_stages, micro_batches=job.micro_batches, rank=1
+    )
+    return max(most - micro_batches_in_flight(job), min(of_second * job.layer_split[0], most))
+
+
+def held_bytes(job: Job, framework: Framework, rank: int, layers: int, *, at_loss: bool = False) -> float:
+    """Compute the most bytes that the layers of a pipeline rank keep at a moment of a step of `ParallelTrainer`.
+
+    Micro-batches that wait for the gradients of the head keep those of their logits, too.
 
     Args:
         job (`Job`): the run.
-    """
-    pp = job.layout.pp
-    m = job.micro_batches
-    v = job.virtual_stages
-    if job.rank_layers is None:
-        most = micro_batches_in_flight(job) * job.layer_split[0]
-        if not job.embedding_is_a_layer:
-            return most
-        # The first rank has a layer less than the second, which holds fewer micro-batches.
-        second = in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=1) * job.layer_split[0]
-        return max(most - micro_batches_in_flight(job), min(second, most))
-    return max(layers_in_flight_of(job, rank) for rank in range(pp))
-
-
-def layers_in_flight_of(job: Job, rank: int) -> float:
-    """Compute layers times micro-batches in flight on a pipeline rank of `ParallelTrainer`.
-
-    Args:
-        job (`Job`): the run, which has a pipeline.
+        framework (`Framework`): constants of the training framework.
         rank (`int`): the pipeline rank, from 0.
+        layers (`int`): layers of this rank.
+        at_loss (`bool`): whether at the end of a forward pass, instead of the end of the backward pass after it.
     """
-    assert job.rank_layers is not None
-    held = in_flight(
-        job.schedule_name,
-        pp=job.layout.pp,
-        stages_per_rank=job.virtual_stages,
-        micro_batches=job.micro_batches,
-        rank=rank,
+    kept, _ = kept_and_working(job, framework)
+    stages = job.virtual_stages
+    moments = held_at_peak(
+        job.schedule_name, pp=job.layout.pp, stages_per_rank=stages, micro_batches=job.micro_batches, rank=rank
     )
-    return held * job.rank_layers[rank]
+    if at_loss:
+        moments = tuple(held._replace(waiting=max(0, held.waiting - 1)) for held in moments)
+    chunk = layers / stages
+    logits = 0.0
+    if rank == (0 if job.is_v_shaped else job.layout.pp - 1) and not job.liger:
+        width = 4.0 if job.precision == "fp32" else 2.0
+        logits = width * job.tokens * job.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    return max(held.bytes(chunk * kept, chunk * waiting_bytes(job) + logits) for held in moments)
 
 
 def loss_bytes(job: Job, framework: Framework) -> float:

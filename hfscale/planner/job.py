@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 from hfscale.core.tables import read_table
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
@@ -10,13 +10,23 @@ from hfscale.facts.activations import factors_of, has_scores
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
-from hfscale.facts.schedules import SCHEDULES, rank_layers, schedule_name
+from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name
 from hfscale.facts.support import Combination, check_support
 from hfscale.planner.option_fields import check_options, speaker, spelled
-from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision
+from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, Schedule
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
 """What is known about each `Optimizer`: `state_bytes`, `traffic_bytes`, and its name in Trainer, `trainer`, if any."""
+
+
+def planner_schedule(name: str) -> Schedule:
+    """Return the planner's name of a schedule of torch; `Interleaved1F1B` is 1F1B with several stages per rank.
+
+    Args:
+        name (`str`): a name in `hfscale.facts.schedules.SCHEDULES`.
+    """
+    schedules: tuple[Schedule, ...] = get_args(Schedule)
+    return next((one for one in schedules if PLANNER_SCHEDULES[one] == name), "1f1b")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hfscale.facts.activations import attention_bytes, layer_kinds
+from hfscale.facts.schedules import SPLIT_BACKWARD
 from hfscale.planner.activations import (
     dispatched_bytes,
     end_activations,
     exchange_bytes,
+    held_bytes,
     kept_and_working,
     layers_in_flight,
-    layers_in_flight_of,
     loss_bytes,
     micro_batches_in_flight,
     regime_of,
@@ -134,38 +135,55 @@ def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
     stage. Those of a micro-batch are added when all of a unit are there. Then FSDP2 reduces the sums unit by unit,
     from a copy (torch 2.13, distributed/pipelining/stage.py, `backward_maybe_with_nosync`).
     """
-    kept, working = kept_and_working(job, framework)
-    working += exchange_bytes(job) + transient_bytes(job)
+    _, working = kept_and_working(job, framework)
+    working += exchange_bytes(job)
+    is_split = job.schedule_name in SPLIT_BACKWARD
+    width = 4.0 if job.precision == "fp32" else 2.0
     copied = framework.gradient_bytes * unit_parameters(job) if job.method == "full" else 0.0
+    assert job.rank_layers is not None
     last = 0 if job.is_v_shaped else job.layout.pp - 1
     ends = micro_batches_in_flight(job, last=True) * end_activations(job, framework)
-    for rank in range(job.layout.pp):
+    for rank, layers in enumerate(job.rank_layers):
         name = {0: "first pipeline rank", last: "last pipeline rank"}.get(rank, "pipeline rank in the middle")
-        buffers = _pipeline_buffers(job, framework, rank)
-        held = layers_in_flight_of(job, rank) * kept + (ends if rank == last else 0.0)
-        yield Moment(held + working, 0.0, 0.0, buffers, at="backward pass", rank=name)
+        parameters = rank_parameters(job, rank)
+        buffers = _pipeline_buffers(job, framework, parameters)
+        of_ends = ends if rank == last else 0.0
+        held = held_bytes(job, framework, rank, layers) + of_ends
+        in_pass = working + transient_bytes(job, parameters)
+        yield Moment(held + in_pass, 0.0, 0.0, buffers, at="backward pass", rank=name)
         yield Moment(0.0, 0.0, 0.0, buffers + copied, at="reduction of gradients", rank=name)
         if rank == last:
-            yield Moment(held, loss_bytes(job, framework), 0.0, buffers, rank=name)
+            held = held_bytes(job, framework, rank, layers, at_loss=True) + of_ends
+            new = width * parameters if is_split and job.method == "full" else 0.0  # see `transient_bytes`
+            yield Moment(held, loss_bytes(job, framework), 0.0, buffers + new, rank=name)
 
 
-def _pipeline_buffers(job: Job, framework: Framework, rank: int) -> float:
-    """Bytes of the gathered parameters, where they are a copy, of the sums of gradients, and of gathered activations,
-    which a pipeline rank of `ParallelTrainer` holds from its first to its last micro-batch."""
+def rank_parameters(job: Job, rank: int) -> float:
+    """Count the parameters of a pipeline rank of `ParallelTrainer`, as FSDP2 gathers them.
+
+    Args:
+        job (`Job`): the run, which has a pipeline.
+        rank (`int`): the pipeline rank, from 0.
+    """
     assert job.rank_layers is not None
     shape = job.shape
+    dense, experts = layer_parameters(job)
+    has_head = rank == (0 if job.is_v_shaped else job.layout.pp - 1)
+    embedding = shape.embedding_parameters if rank == 0 else 0
+    head = shape.vocab * shape.embedding_width if has_head else 0
+    return job.rank_layers[rank] * (dense + experts * copied_share(job)) + (embedding + head) / job.layout.tp
+
+
+def _pipeline_buffers(job: Job, framework: Framework, parameters: float) -> float:
+    """Bytes of the gathered parameters, where they are a copy, of the sums of gradients, and of gathered activations,
+    which a pipeline rank of `ParallelTrainer` holds from its first to its last micro-batch."""
     layout = job.layout
     width = 4.0 if job.precision == "fp32" else 2.0
     is_split = layout.tp > 1 and job.sequence_parallel
-    gathered_inputs = GATHERED_ACTIVATIONS * 2.0 * job.tokens * shape.hidden if is_split else 0.0
+    gathered_inputs = GATHERED_ACTIVATIONS * 2.0 * job.tokens * job.shape.hidden if is_split else 0.0
     is_copied = job.precision != "fp32" or layout.dp_replicate * layout.dp_shard * layout.cp > 1
     per_parameter = (width if is_copied else 0.0) + (framework.gradient_bytes if job.method == "full" else 0.0)
-    dense, experts = layer_parameters(job)
-    has_head = rank == (0 if job.is_v_shaped else layout.pp - 1)
-    embedding = shape.embedding_parameters if rank == 0 else 0
-    head = shape.vocab * shape.embedding_width if has_head else 0
-    layers = job.rank_layers[rank] * (dense + experts * copied_share(job))
-    return gathered_inputs + per_parameter * (layers + (embedding + head) / layout.tp)
+    return gathered_inputs + per_parameter * parameters
 
 
 def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job) -> list[Moment]:

@@ -22,7 +22,7 @@ from hfscale.facts.support import (
 )
 from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by_cost
 from hfscale.parallel.stages import StagePlan
-from hfscale.planner.activations import kept_and_working, layer_bytes, layers_in_flight, micro_batches_in_flight
+from hfscale.planner.activations import held_bytes, kept_and_working, layer_bytes, micro_batches_in_flight
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import local_parameters, memory_of
@@ -91,7 +91,9 @@ class TestMemory:
         seven (recipes/tp_pp/llama-3.1-405b-full.yaml)."""
         run = job(shape=find_model("llama-3.1-405b"), tp=8, pp=16, dp_shard=8, global_batch=512)
         assert run.rank_layers[:2] == (7, 8)
-        assert layers_in_flight(run) == 15 * 8
+        kept, _ = kept_and_working(run, find_framework("hf"))
+        held = [held_bytes(run, find_framework("hf"), rank, layers) for rank, layers in enumerate(run.rank_layers)]
+        assert max(held) == held[1] == 15 * 8 * kept
         assert micro_batches_in_flight(run) == 16
 
     def test_the_first_rank_of_a_v_has_both_ends_of_the_model(self):

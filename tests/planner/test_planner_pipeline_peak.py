@@ -39,6 +39,7 @@ MODELS = {
 SCHEDULES = {  # the planner's name and the stages of a rank
     "1F1B": ("1f1b", 1),
     "Interleaved1F1B": ("1f1b", 2),
+    "InterleavedZeroBubble": ("zero_bubble", 2),
     "ZBV": ("zbv", 2),
     "DualPipeV": ("dualpipev", 2),
 }
@@ -201,9 +202,10 @@ def job(family, *, recompute="none", schedule="1F1B", micro_batches=4, tokens=25
                 (0.06, job("qwen3", tp=2, micro_batches=6, tokens=512)),
                 (0.06, job("qwen3", schedule="Interleaved1F1B", micro_batches=6)),
                 (0.06, job("qwen3", pp=4, micro_batches=8)),
-                # The gradients of products that wait for the pass of the weights are not planned.
-                (0.10, job("qwen3_moe", schedule="ZBV", micro_batches=6)),
-                (0.10, job("qwen3_moe", ep=2, schedule="DualPipeV", micro_batches=6)),
+                (0.06, job("qwen3", schedule="InterleavedZeroBubble", micro_batches=6)),
+                (0.06, job("qwen3", schedule="ZBV", micro_batches=6)),
+                (0.06, job("qwen3_moe", schedule="ZBV", micro_batches=6)),
+                (0.06, job("qwen3_moe", ep=2, schedule="DualPipeV", micro_batches=6)),
             )
         ),
     ],
