@@ -39,7 +39,7 @@ from hfscale.facts.models import catalogue, catalogue_names, catalogue_shape
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
-from hfscale.recipe.arguments import ModelArguments
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.recompute import checkpointing_kwargs
 
 TABLE = Path(__file__).parent.parent / "hfscale" / "facts" / "activations.csv"

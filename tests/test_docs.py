@@ -32,8 +32,9 @@ from hfscale import ParallelArguments, ScalingCallback
 from hfscale.cli import COMMANDS, main
 from hfscale.metrics.report.html import STYLE
 from hfscale.planner.plot import labels_of
-from hfscale.recipe.arguments import DataArguments, ModelArguments, ScalingArguments
+from hfscale.recipe.arguments import DataArguments, ScalingArguments
 from hfscale.recipe.mix import SOURCE_FLAGS
+from hfscale.recipe.model_arguments import ModelArguments
 
 README = REPOSITORY / "README.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"

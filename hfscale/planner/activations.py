@@ -212,7 +212,7 @@ def selective_bytes(job: Job, framework: Framework) -> float:
     """Compute the bytes that selective recomputation keeps of one layer and micro-batch.
 
     It keeps the layer's input, the attention's output, and every second matrix product (queries, values, the MLP's
-    first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/arguments.py do; for
+    first, and the last of a gated MLP), 2 bytes each, as torchtitan's policy and hfscale/recipe/recompute.py do; for
     Hugging Face's layers they are counted per family. A compiled backward pass does not read the output of the last
     product.
 

@@ -12,8 +12,9 @@ from hfscale.core.versions import require
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
-from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin
+from hfscale.recipe.arguments import RecipeTrainingMixin
 from hfscale.recipe.layout import NativeParallelLayout, is_native
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.trainer.state import requested_optimizer
 from hfscale.trainer.strategy import compiles_full_model, gradient_compression, requested_family, requested_strategy
 

@@ -29,13 +29,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
-from hfscale.recipe.arguments import (
-    DataArguments,
-    ModelArguments,
-    RecipeTrainingArguments,
-    RecipeTrainingMixin,
-    errors_name_flag,
-)
+from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments, RecipeTrainingMixin, errors_name_flag
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
 from hfscale.recipe.layout import (
@@ -45,6 +39,7 @@ from hfscale.recipe.layout import (
     quantization_of,
 )
 from hfscale.recipe.modalities import freeze_beside_text, weigh_tokens_equally
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.router_bias import check_has_bias
 from hfscale.recipe.router_loss import name_experts, set_router_loss
 from hfscale.trainer.native import native_layout

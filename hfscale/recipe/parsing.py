@@ -26,12 +26,12 @@ from hfscale.errors import HfScaleError, UsageError
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.recipe.arguments import (
     DataArguments,
-    ModelArguments,
     RecipeTrainingArguments,
     ScalingArguments,
     SourceArguments,
     one_line,
 )
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.rewards import RewardArguments
 
 EMBEDDED: Mapping[str, Mapping[str, str]] = read_table("recipe/embedded.toml")

@@ -23,7 +23,8 @@ from hfscale.core.distributed import is_distributed
 from hfscale.core.logging import get_logger
 from hfscale.errors import UsageError
 from hfscale.facts.support import Combination, check_support
-from hfscale.recipe.arguments import ModelArguments, RecipeTrainingArguments
+from hfscale.recipe.arguments import RecipeTrainingArguments
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.trainer.expert_counter import NOTHING_COUNTED, counter_of, modules_of_experts, number_of_experts
 from hfscale.trainer.state import model_of
 

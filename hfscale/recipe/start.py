@@ -18,7 +18,6 @@ from hfscale.metrics.sample_generation import SampleGenerationCallback, read_pro
 from hfscale.parallel.arguments import ParallelArguments, plan_stages
 from hfscale.recipe.arguments import (
     DataArguments,
-    ModelArguments,
     RecipeTrainingMixin,
     ScalingArguments,
     SourceArguments,
@@ -27,6 +26,7 @@ from hfscale.recipe.arguments import (
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.entrypoint import check_output_dir
 from hfscale.recipe.layout import is_native, set_up_data_parallelism, set_up_parallelism
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
 from hfscale.recipe.router_bias import check_router_bias

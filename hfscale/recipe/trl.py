@@ -11,7 +11,8 @@ from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.versions import is_fsdp_enabled, require_for_import
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.parallel.weights import draw_weights
-from hfscale.recipe.arguments import ModelArguments, RecipeTrainingMixin, SourceArguments, check_evaluation
+from hfscale.recipe.arguments import RecipeTrainingMixin, SourceArguments, check_evaluation
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import load_weights
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
 

@@ -25,7 +25,7 @@ from hfscale.facts.families import FAMILIES, rules
 from hfscale.facts.families.family import COMMON_DEFAULTS
 from hfscale.facts.layer_shape import AttentionShape, MambaShape
 from hfscale.facts.model_shape import ModelShape
-from hfscale.recipe.arguments import ModelArguments
+from hfscale.recipe.model_arguments import ModelArguments
 
 LLAMA = {
     "vocab_size": 101,

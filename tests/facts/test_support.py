@@ -30,10 +30,11 @@ from hfscale.parallel.stages import StagePlan
 from hfscale.planner import launchable
 from hfscale.planner.job import Job
 from hfscale.planner.option_fields import flag_of, spelling
-from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments
+from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.layout import NativeParallelLayout, check_model, set_up_parallelism
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import cut_document_attention
 from hfscale.recipe.router_bias import check_router_bias
 from hfscale.recipe.start import sample_generation

@@ -13,8 +13,9 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 from hfscale import CommHealthCallback, ScalingCallback
 from hfscale.recipe import models
-from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments
+from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.parsing import parse_arguments
 
 SYNC_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}

@@ -16,9 +16,9 @@ from transformers import (
 from hfscale import ParallelArguments
 from hfscale.errors import CheckpointError, LayoutError, MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.recipe.arguments import ModelArguments
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.layout import NativeParallelLayout, check_model, distributed_config, set_up_parallelism
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import check_adapted_modules, check_same_experts
 from hfscale.recipe.router_loss import set_router_loss
 

@@ -12,7 +12,8 @@ from transformers import Trainer, TrainingArguments
 from hfscale import CommHealthCallback, ParallelTrainer
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.errors import StrategyMismatchError
-from hfscale.recipe.arguments import DataArguments, ModelArguments, RecipeTrainingArguments, ScalingArguments
+from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments, ScalingArguments
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.start import start_run
 from hfscale.trainer.strategy import check_launch
 

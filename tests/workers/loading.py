@@ -14,9 +14,9 @@ from tiny import RandomTokens, tiny_arguments
 from transformers import AutoConfig, Trainer, TrainerCallback
 
 from hfscale import ParallelArguments
-from hfscale.recipe.arguments import ModelArguments
 from hfscale.recipe.entrypoint import run
 from hfscale.recipe.layout import set_up_parallelism
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import load_weights
 
 
