@@ -14,6 +14,12 @@ from typing import Any
 from ports import free_port
 
 
+def import_what_ranks_import() -> None:
+    """Import DeepSpeed where it is installed: Accelerate would, in each rank, which takes it two seconds or more."""
+    with suppress(ImportError):
+        import deepspeed  # noqa: F401
+
+
 def run_ranks(
     world_size: int,
     function: Callable[..., Any],
@@ -37,6 +43,7 @@ def run_ranks(
     Returns:
         `list[int]`: the exit code of each rank.
     """
+    import_what_ranks_import()
     log.mkdir(parents=True, exist_ok=True)
     port = free_port()
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), **(env or {})}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_ranks import import_what_ranks_import
 from peft import LoraConfig, get_peft_model
 from ports import free_port
 from torch.utils.data import Dataset
@@ -38,6 +39,7 @@ def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list
     Raises:
         AssertionError: a process failed; the message contains its traceback.
     """
+    import_what_ranks_import()
     port = free_port()
     folder = Path(tempfile.mkdtemp(prefix="hfscale-world-"))
     context = get_context("fork")
