@@ -2,29 +2,48 @@
 
 import json
 import os
-import subprocess
-import sys
+import socket
+import tempfile
 from pathlib import Path
 
 from conftest import REPOSITORY
+from fork_client import fork_server
 
 SERVER = REPOSITORY / "tests" / "workers" / "preemption_server.py"
 SAVING = {"save_strategy": "steps", "save_steps": 100, "max_steps": 12, "resume_from_checkpoint": "true"}
 
 
+START_S = 200
+
+
 class Trials:
-    """A context manager that starts the server at the first trial and ends it."""
+    """A context manager that starts the server at the first trial, through the fork server, and ends it."""
 
     def __init__(self):
-        self._server = None
+        self._connection = None
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self._server is not None:
-            self._server.stdin.close()
-            self._server.wait(30)
+        if self._connection is not None:
+            self._stream.close()
+            self._connection.close()
+            fork_server().wait(self._job, 30)
+            self._folder.cleanup()
+
+    def _start(self):
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(folder / "socket"))
+            listener.listen()
+            listener.settimeout(START_S)
+            argv, files = [str(SERVER), str(folder / "socket")], {"out": folder / "out", "err": folder / "err"}
+            self._job = fork_server().start("script", argv, cwd=folder, env=dict(os.environ), **files)
+            self._connection, _ = listener.accept()
+        self._connection.settimeout(None)
+        self._stream = self._connection.makefile("rw")
 
     def run(self, folder, **spec):
         """Run a trial in `folder`.
@@ -39,20 +58,12 @@ class Trials:
         folder.mkdir(exist_ok=True, parents=True)
         for left in folder.glob("rank-*.json"):
             left.unlink()
-        if self._server is None:
-            self._server = subprocess.Popen(
-                [sys.executable, str(SERVER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | {"PYTHONPATH": f"{REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-            )
-            while (line := self._server.stdout.readline()) != "ready\n":
-                assert line, "the server did not start"
+        if self._connection is None:
+            self._start()
         spec = {"folder": str(folder), "arguments": SAVING} | spec
-        self._server.stdin.write(json.dumps(spec) + "\n")
-        self._server.stdin.flush()
-        outcome = json.loads(self._server.stdout.readline())
+        self._stream.write(json.dumps(spec) + "\n")
+        self._stream.flush()
+        outcome = json.loads(self._stream.readline())
         return outcome | {"status": read_json(folder / "out" / "hfscale_status.json")}
 
 

@@ -198,15 +198,20 @@ class TestSignalWatch:
         assert ("after its first step" in done.stderr) == (not served and number != "SIGINT")
 
 
+QUICK_GRACE_S = 0.5
+"""Takes the place of the seconds that a process waits before it looks at the other ranks."""
+
+
 def test_sigterm_ends_the_process_once_a_peer_is_dead_and_not_before():
     program = (
         "import os, psutil, signal, subprocess, time\n"
-        "from hfscale.checkpoint.preemption import PeerWatch, watch_signals\n"
+        "from hfscale.checkpoint.preemption import PeerWatch, peers, watch_signals\n"
+        f"peers.GRACE_S = {QUICK_GRACE_S}\n"
         "watch_signals(whole_process=True)\n"
         "peer = subprocess.Popen(['sleep', '600'])\n"
         "PeerWatch({'rank 1': psutil.Process(peer.pid)}).start()\n"
         "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "time.sleep(4.5)\n"
+        f"time.sleep({3 * QUICK_GRACE_S})\n"
         "print('alive', flush=True)\n"
         "peer.kill()\n"  # and does not wait for it: the peer becomes a zombie
         "time.sleep(200)\n"
@@ -238,31 +243,35 @@ def test_the_rank_that_died_first_is_named_and_not_one_that_left_because_of_it()
     assert "rank 2 has died" in done.stderr
 
 
-def test_sigterm_before_training_ends_the_process_once_another_rank_of_its_launcher_is_dead():
+def test_sigterm_before_training_ends_the_process_once_another_rank_of_its_launcher_is_dead(python):
     """The launcher has waited for the dead rank, so that nothing of it is left."""
-    rank = (
-        "import os, signal, time; from hfscale.recipe.entrypoint import run\n"
+    launcher = (
+        "import os, signal, subprocess, time\n"
+        "from hfscale.checkpoint.preemption import peers\n"
+        "from hfscale.recipe.entrypoint import run\n"
+        f"peers.GRACE_S = {QUICK_GRACE_S}\n"
+        "os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
+        "other = subprocess.Popen(['sleep', '600'])\n"
+        "reader, writer = os.pipe()\n"
         "def main():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print('ready', flush=True)\n"
-        "    time.sleep(4.5); print('alive', flush=True)\n"
+        f"    time.sleep({3 * QUICK_GRACE_S})\n"
+        "    os.write(writer, b'alive')\n"
         "    time.sleep(120)\n"
-        "run(main)\n"
-    )
-    launcher = (
-        "import os, subprocess, sys\n"
-        "environ = os.environ | {'LOCAL_WORLD_SIZE': '2'}\n"
-        "other = subprocess.Popen(['sleep', '600'])\n"
-        f"rank = subprocess.Popen([sys.executable, '-c', {rank!r}], env=environ, stdout=subprocess.PIPE, text=True)\n"
-        "own = (line.strip() for line in rank.stdout if line in ('ready\\n', 'alive\\n'))\n"  # libraries print too
-        "print([next(own), next(own)])\n"
+        "rank = os.fork()\n"
+        "if rank == 0:\n"
+        "    os.close(reader)\n"
+        "    run(main)\n"
+        "    os._exit(0)\n"
+        "os.close(writer)\n"
+        "print(os.read(reader, 5))\n"
         "other.kill()\n"
         "other.wait()\n"
-        "print(rank.wait())\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", launcher], capture_output=True, text=True, timeout=300, check=False)
-    assert done.stdout.splitlines() == ["['ready', 'alive']", "143"], done.stderr
-    assert "has died" in done.stderr
+    done = python("-c", launcher)
+    assert done.out.splitlines()[-2:] == ["b'alive'", "143"], done.err
+    assert "has died" in done.err
 
 
 class TestProtectedWorkers:

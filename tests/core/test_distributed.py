@@ -1,10 +1,9 @@
 """At which steps ranks exchange values (`StepAgreement`), on one process and on several."""
 
 import json
-import sys
 
 import pytest
-from conftest import REPOSITORY, run_process
+from conftest import REPOSITORY
 
 from hfscale.checkpoint.store import list_checkpoints, verify
 from hfscale.core import collectives
@@ -70,10 +69,9 @@ def test_a_quick_first_step_does_not_set_the_interval(monkeypatch):
 
 
 @pytest.mark.world(3)
-def test_ranks_with_different_step_times_read_the_value_at_the_same_step(tmp_path):
+def test_ranks_with_different_step_times_read_the_value_at_the_same_step(python):
     """In eight rounds the rank, the moment and the step time vary."""
-    environment = {"PYTHONPATH": str(REPOSITORY)}
-    done = run_process([sys.executable, str(REPOSITORY / "tests" / "workers" / "overlap.py")], tmp_path, environment)
+    done = python(REPOSITORY / "tests" / "workers" / "overlap.py")
     assert done.code == 0, done.err[-3000:]
     rounds = json.loads(done.out.splitlines()[-1])
     assert len(rounds) == 8

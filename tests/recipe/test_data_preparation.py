@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
 
@@ -151,6 +149,7 @@ def test_a_single_process_prepares_without_a_launcher(monkeypatch):
 
 ENDED_WHEN_FORKED = """
 import os, signal, sys
+sys.modules.pop("hfscale.recipe.preparation", None)  # of the fork server: it is imported after the next line
 os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))  # runs before that of `preparation`
 from hfscale.recipe.preparation import one_process_prepares
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -163,5 +162,6 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
 
 
-def test_a_process_that_its_pool_ends_when_it_is_forked_does_not_stay():
-    subprocess.run([sys.executable, "-c", ENDED_WHEN_FORKED], check=True, timeout=200)
+def test_a_process_that_its_pool_ends_when_it_is_forked_does_not_stay(python):
+    done = python("-c", ENDED_WHEN_FORKED)
+    assert done.code == 0, done.err

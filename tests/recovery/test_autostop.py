@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fork_client import fork_server
 
 from hfscale.checkpoint.store import read_status, write_status
 from hfscale.cli import main
@@ -196,12 +197,14 @@ def test_the_end_of_a_real_run(tmp_path):
             (tmp_path / "go").touch()
 
     script = Path(__file__).parent.parent / "workers" / "export_after_training.py"
-    with subprocess.Popen([sys.executable, script, tmp_path / "run", tmp_path / "go"]) as training:
-        checks = [file_activity(tmp_path / "run"), main_process.is_active]
-        found = wait_until_idle(
-            checks, idle_s=240, output_dir=tmp_path / "run", is_running=main_process.is_running, sleep=sleep
-        )
-    assert (found, training.returncode) == ("the training has completed", 0)
+    argv = [str(script), str(tmp_path / "run"), str(tmp_path / "go")]
+    files = {"out": tmp_path / "stdout", "err": tmp_path / "stderr"}
+    training = fork_server().start("script", argv, cwd=tmp_path, env=dict(os.environ), **files)
+    checks = [file_activity(tmp_path / "run"), main_process.is_active]
+    found = wait_until_idle(
+        checks, idle_s=240, output_dir=tmp_path / "run", is_running=main_process.is_running, sleep=sleep
+    )
+    assert (found, fork_server().wait(training, 240)) == ("the training has completed", [0])
     assert looks[:3] == [True] * 3
     assert (tmp_path / "run" / "exported" / "model.safetensors").is_file()
 

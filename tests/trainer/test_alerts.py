@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +32,7 @@ class Receiver(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Receiving)
         self.status = status
         self.messages = []
+        self.answered = 0
         self.received = threading.Condition()
         self.may_answer = threading.Event()
         self.may_answer.set()
@@ -56,6 +55,7 @@ class _Receiving(BaseHTTPRequestHandler):
             self.server.messages.append(message)
             self.server.received.notify_all()
         self.server.may_answer.wait(60)
+        self.server.answered += 1
         self.send_response(self.server.status)
         if self.server.status == 302:
             self.send_header("Location", "/elsewhere")
@@ -246,33 +246,24 @@ def test_messages_beyond_the_limit_are_dropped_and_counted(monkeypatch):
         sender.stop()
 
 
-def test_the_process_waits_for_the_last_message_but_not_for_long():
-    script = (  # a process for each line of seconds; they share the imports
-        "import os, sys\n"
-        "from hfscale.core.alarms import END, raise_alarm\n"
-        "from hfscale.trainer import alerts\n"
-        "for line in sys.stdin:\n"
-        "    pid = os.fork()\n"
-        "    if pid == 0:\n"
-        "        alerts.END_S = float(line)\n"
-        "        sender = alerts._Sender(sys.argv[1], run='run')\n"
-        "        raise_alarm(END, 'it ends', step=1)\n"
-        "        sys.exit()\n"
-        "    print('ended', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
-    )
+ENDS = """
+import sys
+from hfscale.core.alarms import END, raise_alarm
+from hfscale.trainer import alerts
+
+alerts.END_S = float(sys.argv[2])
+sender = alerts._Sender(sys.argv[1], run="run")
+raise_alarm(END, "it ends", step=1)
+"""
+
+
+def test_the_process_waits_for_the_last_message_but_not_for_long(python):
     with receiving() as receiver:
-        command = [sys.executable, "-c", script, receiver.url]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as processes:
-
-            def ending(seconds):
-                processes.stdin.write(f"{seconds}\n")
-                processes.stdin.flush()
-                return next(line for line in processes.stdout if line.startswith("ended"))  # others are of imports
-
-            assert ending(60) == "ended 0\n"
-            assert [one["text"] for one in receiver.messages] == ["it ends"]
-            receiver.may_answer.clear()
-            assert ending(0.1) == "ended 0\n"
+        assert python("-c", ENDS, receiver.url, "60").code == 0
+        assert [one["text"] for one in receiver.messages] == ["it ends"]
+        receiver.may_answer.clear()
+        assert python("-c", ENDS, receiver.url, "0.1").code == 0
+        assert receiver.answered <= 1, "the process has waited for the second answer"
 
 
 def test_after_the_training_nothing_is_sent(tmp_path):

@@ -1,9 +1,9 @@
 """Imports everything once, then forks trainings that get signals.
 
-It reads trials from standard input, one JSON object per line, and writes the outcome of each as a line to standard
-output. Each rank is a process group of its own, as under a launcher. A trial names the moment (`phase`, `at`, `rank`)
-at which the signals are sent; the rank that reaches it reports it through a pipe. At the moment `blocks`, a list of
-phase, number and rank, that rank stops in a call of C that does not return.
+It connects to the socket whose path it is given, reads trials from it, one JSON object per line, and answers with the
+outcome of each as a line. Each rank is a process group of its own, as under a launcher. A trial names the moment
+(`phase`, `at`, `rank`) at which the signals are sent; the rank that reaches it reports it through a pipe. At the
+moment `blocks`, a list of phase, number and rank, that rank stops in a call of C that does not return.
 """
 
 import gc
@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -279,16 +280,14 @@ def trial(spec):
     }
 
 
-def write_line(line):
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
 if __name__ == "__main__":
     import deepspeed  # noqa: F401  accelerate imports it where it is installed
 
     torch.set_num_threads(1)
     gc.freeze()  # so that garbage collection in the forks does not touch what was imported
-    write_line("ready")
-    for line in sys.stdin:
-        write_line(json.dumps(trial(json.loads(line))))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(sys.argv[1])
+    with connection.makefile("rw") as stream:
+        for line in stream:
+            stream.write(f"{json.dumps(trial(json.loads(line)))}\n")
+            stream.flush()
