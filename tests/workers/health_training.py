@@ -1,12 +1,13 @@
 """Two processes under Trainer; at step 30 the second one hangs, and the watchdog ends both.
 
-A checkpoint is being written then, and takes some seconds more.
+A checkpoint is being written then; it is complete only after the watchdog has looked whether one is.
 
 accelerate launch … tests/workers/health_training.py
 """
 
 import json
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, SpotCheckpointCallback
 from hfscale.checkpoint.writer import CheckpointWriter
+from hfscale.health.hang import HangWatchdog
 
 
 class HangAtStep30(TrainerCallback):
@@ -37,12 +39,21 @@ class HangAtStep30(TrainerCallback):
             Path("skews.json").write_text(json.dumps(logged(trainer, "scaling/straggler_skew")))
 
 
-def write_slowly(writer, job):
-    time.sleep(8.0)
+ends = threading.Event()
+
+
+def is_saving(watchdog):
+    ends.set()
+    return looks(watchdog)
+
+
+def write_at_the_end(writer, job):
+    ends.wait()
     write(writer, job)
 
 
-write, CheckpointWriter._run = CheckpointWriter._run, write_slowly
+looks, HangWatchdog._is_saving_in_background = HangWatchdog._is_saving_in_background, is_saving
+write, CheckpointWriter._run = CheckpointWriter._run, write_at_the_end
 spot = SpotCheckpointCallback(cloud=None)
 health = CommHealthCallback(hang_after_s=120.0, on_hang="abort", on_bad_training="stop")
 saving = {"save_strategy": "steps", "save_steps": 28}
