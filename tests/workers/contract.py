@@ -1,6 +1,6 @@
-"""For each callback named: an uninterrupted run, and one that is resumed half-way, in several processes.
+"""For each group of callbacks: an uninterrupted run, and one that is resumed half-way, in several processes.
 
-accelerate launch --num_processes 2 tests/workers/contract.py ScalingCallback …
+accelerate launch --num_processes 2 tests/workers/contract.py SpotCheckpointCallback ScalingCallback+TraceCallback …
 """
 
 import json
@@ -15,14 +15,21 @@ from tiny import let_old_transformers_resume_on_cpu, logged, make_callback, tiny
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 
 let_old_transformers_resume_on_cpu()
-for name in sys.argv[1:]:
-    uninterrupted = tiny_trainer(f"{name}-uninterrupted", make_callback(name), tokenizer=tiny_tokenizer(), **SAVING)
+
+
+def trainer_of(group, output_dir, **arguments):
+    callbacks = map(make_callback, group.split("+"))
+    return tiny_trainer(output_dir, *callbacks, tokenizer=tiny_tokenizer(), **(SAVING | arguments))
+
+
+for group in sys.argv[1:]:
+    uninterrupted = trainer_of(group, f"{group}-uninterrupted")
     uninterrupted.train()
-    tiny_trainer(name, make_callback(name), tokenizer=tiny_tokenizer(), **(SAVING | {"max_steps": 3})).train()
-    resumed = tiny_trainer(name, make_callback(name), tokenizer=tiny_tokenizer(), **SAVING)
-    resumed.train(resume_from_checkpoint=f"{name}/checkpoint-3")
+    trainer_of(group, group, max_steps=3).train()
+    resumed = trainer_of(group, group)
+    resumed.train(resume_from_checkpoint=f"{group}/checkpoint-3")
     if dist.get_rank() == 0:
         losses = {"uninterrupted": logged(uninterrupted, "loss"), "resumed": logged(resumed, "loss")}
-        Path(f"{name}.json").write_text(json.dumps(losses))
+        Path(f"{group}.json").write_text(json.dumps(losses))
 dist.barrier()
 dist.destroy_process_group()
