@@ -396,13 +396,10 @@ class TestWandb:
         assert [row["train/scaling/tokens_per_s"] for row in rows] == rates
         assert [row["train/scaling/tokens_seen"] for row in rows] == [n * TOKENS_PER_STEP for n in (1, 2, 3, 4)]
         assert {"train/loss", "train/scaling/tokens_per_s", "*"} <= step_metrics(file)
+        assert run_id(train()) != run_id(file), "a fresh training has continued the run"
 
-    def test_a_resume_continues_the_run_and_a_fresh_training_starts_another(self, train):
-        first, resumed, fresh = run_id(train()), run_id(train("out/checkpoint-2")), run_id(train())
-        assert first == resumed
-        assert first != fresh
-
-    def test_files_have_no_secrets_and_the_report_is_uploaded_and_a_rewind_is_recorded(self, train, tmp_path):
+    def test_a_resume_continues_the_run_whose_files_have_no_secrets_and_records_the_rewind(self, train, tmp_path):
+        """And uploads the report."""
         planted = {
             "HF_TOKEN": "hf_" + "plantedEnvironment" * 2,
             "WANDB_API_KEY": "5ec2e7" * 6 + "abcd",
@@ -412,6 +409,7 @@ class TestWandb:
         argv = ["--hub_token", "planted-argument", "--api_key=planted-key", "--name=planted-password"]
         first = train(*argv, **planted)
         again = train("out/checkpoint-2", *argv, **planted)
+        assert run_id(first) == run_id(again)
         assert artifact_types(first) == artifact_types(again) == ["report"]
         assert "<title>" in (tmp_path / "out" / "hfscale_report.html").read_text()
         assert summary(again)["run/scaling/tokens_seen"] == 4 * TOKENS_PER_STEP
