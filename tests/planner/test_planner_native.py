@@ -6,17 +6,16 @@ Each rank trains a small mixture of experts that transformers shards while it lo
 import json
 from pathlib import Path
 from statistics import mean
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from planner_jobs import job
+from planner_ranks import received_tokens
 from torch.distributed._tools.mem_tracker import MemTracker  # no public name
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from transformers.distributed import DistributedConfig
-from transformers.distributed.expert_parallel import AllToAllEP
 
 from benchmarks.activations import gpu_kernels, recompute
 from hfscale.facts.model_shape import ModelShape
@@ -116,13 +115,6 @@ def _peak_of_a_step(model):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     generator = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.randint(0, COMMON["vocab_size"], (1, TOKENS), generator=generator)
-    received = []
-    dispatch = AllToAllEP._dispatch_tokens
-
-    def counted(*args):
-        sent = dispatch(*args)
-        received.append(len(sent[0]))
-        return sent
 
     def step(tracker=None):
         for number in range(MICRO_BATCHES):
@@ -136,7 +128,7 @@ def _peak_of_a_step(model):
         optimizer.step()
         optimizer.zero_grad()
 
-    with gpu_kernels(), mock.patch.object(AllToAllEP, "_dispatch_tokens", counted):
+    with gpu_kernels(), received_tokens() as received:
         step()  # makes the optimizer's states
         received.clear()
         tracker = MemTracker()

@@ -1,25 +1,19 @@
 """The planned peak of `ParallelTrainer`'s pipelines, compared with the bytes that the ranks of a step hold."""
 
 import weakref
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from parallel_world import in_world
 from planner_jobs import job as planned_job
-from torch.distributed.tensor import DTensor
+from planner_ranks import LocalBytes, parallel_model, received_tokens
 from transformers import AutoConfig
-from transformers.distributed.expert_parallel import AllToAllEP
 
-from benchmarks.activations import LiveBytes, gpu_kernels, recompute
+from benchmarks.activations import gpu_kernels, recompute
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import decide_layout
-from hfscale.parallel.mesh import make_mesh
-from hfscale.parallel.model import ParallelModel, parallelize_model
-from hfscale.parallel.pipeline import Pipeline
 from hfscale.parallel.stages import StagePlan
-from hfscale.parallel.weights import build_model
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import GIB, allocated_gib, memory_of
 
@@ -45,7 +39,7 @@ SCHEDULES = {  # the planner's name and the stages of a rank
 }
 
 
-class ResizedBytes(LiveBytes):
+class ResizedBytes(LocalBytes):
     """Counts storages as they are resized, too: FSDP2 frees what it has gathered so."""
 
     def __enter__(self):
@@ -63,11 +57,6 @@ class ResizedBytes(LiveBytes):
     def __exit__(self, *error):
         torch.UntypedStorage.resize_ = self._resize
         return super().__exit__(*error)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own operations follow, on the local tensors
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _add(self, storage):
         if storage.device.type == "meta":
@@ -106,40 +95,21 @@ def count_peak(job):
     config = config_of(job)
     layout = layout_of(job, dist.get_world_size())
     plan = StagePlan(schedule=job["schedule"], pp=layout.pp)
-    mesh = make_mesh(layout, "cpu")
-    received = []
-    dispatch = AllToAllEP._dispatch_tokens
 
-    def counted(*given):
-        sent = dispatch(*given)
-        received.append(len(sent[0]))
-        return sent
-
-    with gpu_kernels(), ResizedBytes() as live, mock.patch.object(AllToAllEP, "_dispatch_tokens", counted):
-        model = build_model(config, seed=0, dtype=torch.float32)
+    def prepare(model):
         if job["recompute"] != "none":
             recompute(model, job["recompute"], has_adapters=False)
-        parts = parallelize_model(
-            model,
-            mesh,
+
+    with gpu_kernels(), ResizedBytes() as live, received_tokens() as received:
+        trained = parallel_model(
+            config,
+            layout,
             plan,
-            lambda view, inputs: view(**inputs, use_cache=False).loss,
-            compute_dtype=torch.bfloat16,
+            loss_of=lambda view, inputs: view(**inputs, use_cache=False).loss,
+            prepare=prepare,
             sequence_parallel=job.get("sequence_parallel", False),
         )
-        parts.model._apply(torch.clone)  # read from a file, the tensors are no views of others
-        del model
-        pipeline = Pipeline(
-            parts.stages,
-            plan,
-            mesh.pp_group,
-            torch.device("cpu"),
-            hidden_size=config.hidden_size,
-            dtype=torch.bfloat16,
-            sequence_parts=parts.sequence_parts,
-        )
-        trained = ParallelModel(parts, pipeline).train()
-        optimizer = torch.optim.AdamW(parts.model.parameters(), foreach=False)
+        optimizer = torch.optim.AdamW(trained.parameters(), foreach=False)
         tokens = torch.randint(0, config.vocab_size, (job["micro_batches"], job["tokens"]))
         for _ in range(2):
             optimizer.zero_grad()

@@ -7,17 +7,13 @@ import torch
 import torch.distributed as dist
 from parallel_world import in_world
 from planner_jobs import job as planned_job
-from torch.distributed.tensor import DTensor
+from planner_ranks import LocalBytes, parallel_model
 from transformers import AutoConfig
 
-from benchmarks.activations import LiveBytes, gpu_kernels
+from benchmarks.activations import gpu_kernels
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import decide_layout
-from hfscale.parallel.mesh import make_mesh
-from hfscale.parallel.model import ParallelModel, parallelize_model
-from hfscale.parallel.pipeline import Pipeline
 from hfscale.parallel.stages import StagePlan
-from hfscale.parallel.weights import build_model
 from hfscale.planner.activations import kept_and_working
 from hfscale.planner.frameworks import find_framework
 
@@ -31,24 +27,14 @@ MODEL = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 192,
 }
-TOKENS = 512
+TOKENS = 256
 LAYERS = (2, 4)
-
-
-class Local(LiveBytes):
-    """Counts the parts of DTensors that a rank holds."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor computes with its parts first
-        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def live_bytes(layers, tokens, sequence):
     """Bytes that a rank holds between the forward and the backward pass of a model."""
     config = AutoConfig.for_model("qwen3_moe", **MODEL, num_hidden_layers=layers, max_position_embeddings=2048)
     layout = decide_layout(2, tp=2, ep=2)
-    mesh, plan = make_mesh(layout, "cpu"), StagePlan()
     found = []
 
     def loss_of(view, inputs):
@@ -56,26 +42,9 @@ def live_bytes(layers, tokens, sequence):
         found.append(live.now)
         return loss
 
-    parallelized = parallelize_model(
-        build_model(config, seed=0, dtype=torch.float32),
-        mesh,
-        plan,
-        loss_of,
-        compute_dtype=torch.bfloat16,
-        sequence_parallel=sequence,
-    )
-    pipeline = Pipeline(
-        parallelized.stages,
-        plan,
-        mesh.pp_group,
-        torch.device("cpu"),
-        hidden_size=config.hidden_size,
-        dtype=torch.bfloat16,
-        sequence_parts=parallelized.sequence_parts,
-    )
-    model = ParallelModel(parallelized, pipeline).train()
+    model = parallel_model(config, layout, StagePlan(), loss_of=loss_of, sequence_parallel=sequence)
     ids = torch.randint(0, MODEL["vocab_size"], (1, tokens), generator=torch.Generator().manual_seed(0))
-    with gpu_kernels(), Local() as live:
+    with gpu_kernels(), LocalBytes() as live:
         model(micro_batches=1, input_ids=ids, labels=ids)
     return found[-1]
 
