@@ -20,6 +20,7 @@ from conftest import REPOSITORY
 from crashes import CrashRunner, committed_step, crash_server  # noqa: F401  the fixture
 from disk import SURVIVORS, restore, signature, with_two_names
 from safetensors.torch import load_file
+from test_kill import QUICK, chains  # noqa: F401  the fixture
 from torch.testing import assert_close
 
 from hfscale import latest_checkpoint
@@ -236,6 +237,11 @@ def test_deletions_that_fail_end_no_run(crashes, failing):
     assert "deleting old checkpoints" in outcome.err
     assert verify(latest_checkpoint(cwd / "out")).step == STEPS
     assert crashes.records(cwd) == crashes.records(crashes.folder / "reference")
+
+
+@pytest.mark.timeout(600)
+def test_a_repeatedly_killed_run_equals_an_uninterrupted_one(chains):  # noqa: F811
+    chains("single").run(QUICK["single"])
 
 
 @pytest.mark.faults
