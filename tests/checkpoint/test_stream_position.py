@@ -179,7 +179,12 @@ def noisy_rows(dataset):
 
 
 @pytest.mark.parametrize(
-    ("workers", "prepare", "stop_at"), [(2, noisy_rows, 7), (2, noisy_rows, 20), (2, noisy_rows, 23), (3, batched, 23)]
+    ("workers", "prepare", "stop_at"),
+    [
+        (2, noisy_rows, 20),
+        (3, batched, 23),
+        *(pytest.param(2, noisy_rows, step, marks=pytest.mark.faults) for step in (7, 23)),
+    ],
 )
 def test_with_data_loader_workers_the_stream_is_read_again_exactly(tmp_path, caplog, workers, prepare, stop_at):
     """Also in the second pass and between the two, with functions that draw random numbers in the workers."""

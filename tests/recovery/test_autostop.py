@@ -204,6 +204,7 @@ def test_the_end_of_a_real_run(tmp_path):
     found = wait_until_idle(
         checks, idle_s=240, output_dir=tmp_path / "run", is_running=main_process.is_running, sleep=sleep
     )
+    (tmp_path / "go").touch()  # if the watch has ended too early
     assert (found, fork_server().wait(training, 240)) == ("the training has completed", [0])
     assert looks[:3] == [True] * 3
     assert (tmp_path / "run" / "exported" / "model.safetensors").is_file()

@@ -69,7 +69,7 @@ def waiting(tmp_path):
         rank.kill()  # the launcher of this test leaves it
 
 
-@pytest.mark.parametrize("how", ["kill", "crash", "raise"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("crash", marks=pytest.mark.faults), "raise"])
 def test_a_failed_rank_is_started_again_until_the_command_is_done(tmp_path, how):
     log = tmp_path / "run.jsonl"
     done, launches = supervise(tmp_path, how, "--log", str(log))
@@ -82,12 +82,11 @@ def test_a_failed_rank_is_started_again_until_the_command_is_done(tmp_path, how)
     assert events[1]["rank"] == 0
     if how == "raise":
         assert events[1]["reason"] == "RuntimeError: bad luck"
+    check_times({event["event"]: event for event in events})
 
 
-def test_the_time_of_a_recovery_is_the_sum_of_its_parts(tmp_path):
-    log = tmp_path / "run.jsonl"
-    supervise(tmp_path, "kill", "--log", str(log))
-    events = {event["event"]: event for event in map(json.loads, log.read_text().splitlines())}
+def check_times(events):
+    """The time of a recovery is the sum of its parts."""
     parts = [events["recovered"][name] for name in ("ending", "waiting", "starting", "loading", "first step")]
     (total,) = re.findall(r"^recovered in (\S+) s", events["recovered"]["text"])
     assert sum(parts) == pytest.approx(float(total), abs=0.051)
