@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 from collections import deque
+from functools import cache
 
 import accelerate
 import pytest
@@ -372,15 +373,18 @@ def is_internal(name):
     return name.startswith("_") and not name.startswith("__") and name not in ("_", "_replace")  # of namedtuples
 
 
+@cache
 def defined_names(tree):
     """The names with a leading underscore that a module defines: functions, classes, variables, own attributes."""
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
+            found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
+            found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
-            yield node.attr
+            found.add(node.attr)
+    return found
 
 
 def is_own(value):
@@ -389,7 +393,7 @@ def is_own(value):
 
 def foreign_names(tree, defined_anywhere):
     """Names with a leading underscore that a module uses and hfscale does not define."""
-    here = set(defined_names(tree))
+    here = defined_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("hfscale"):
             parts = [*node.module.split("."), *(alias.name for alias in node.names)]
@@ -431,6 +435,7 @@ def patched(tree):
             yield f"{text}: line {node.lineno}"
 
 
+@cache
 def parsed():
     return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules()}
 
@@ -440,6 +445,7 @@ def package_of(module):
     return module.split(".")[1] if module.count(".") > 1 else ""
 
 
+@cache
 def inventories():
     """What the `__init__.py` of each package says about the internals that the package touches.
 
