@@ -252,6 +252,7 @@ from hfscale.core.alarms import END, raise_alarm
 from hfscale.trainer import alerts
 
 alerts.END_S = float(sys.argv[2])
+alerts.POST_S = 200.0  # longer than the receiver takes
 sender = alerts._Sender(sys.argv[1], run="run")
 raise_alarm(END, "it ends", step=1)
 """

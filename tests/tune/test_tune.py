@@ -165,15 +165,11 @@ class TestChoosing:
         assert runs == ["a", "b"]
 
 
-@pytest.fixture(scope="module")
-def jobs():
-    choices = plan("llama-3.1-8b", gpu=H100, gpus=8, top=1000).choices
-    return [choice.estimate.job for choice in choices[:6]]
-
-
 class TestCorrection:
     @pytest.mark.parametrize(("rate", "link"), [(0.5, 1.0), (0.5, 0.25), (2.0, 1.0)])
-    def test_the_rates_of_a_slower_machine_are_found(self, jobs, rate, link):
+    def test_the_rates_of_a_slower_machine_are_found(self, rate, link):
+        choices = plan("llama-3.1-8b", gpu=H100, gpus=8, top=1000).choices
+        jobs = [choice.estimate.job for choice in choices[:6]]
         slower = replace(
             H100,
             achieved_bf16_tflops=H100.achieved_bf16_tflops * rate,
