@@ -108,7 +108,11 @@ def test_a_synchronous_deepspeed_checkpoint_can_be_resumed(workplace, runs, tmp_
 
 @pytest.mark.parametrize(
     ("source", "target", "ranks"),
-    [("ddp", "zero3", 3), ("zero2", "parallel", 4), ("zero3", "single", 1)],
+    [
+        ("ddp", "zero3", 3),
+        ("zero3", "single", 1),
+        pytest.param("zero2", "parallel", 4, marks=pytest.mark.faults),
+    ],
 )
 def test_a_relaunch_under_another_strategy_has_the_losses_of_the_uninterrupted_run(
     runs, tmp_path, source, target, ranks
