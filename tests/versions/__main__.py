@@ -215,7 +215,9 @@ def set_up(corner: Corner) -> tuple[str, list[str]]:
             subprocess.run([corner.python, "-m", "venv", str(folder)], check=True)
             (folder / "pins.txt").write_text("\n".join(pin for pin in pins if "=" in pin or "<" in pin))
             names = [pin for pin in pins if pin == corner.program or ("=" not in pin and "<" not in pin)]
-            install = [python, "-m", "pip", "install", "-c", str(folder / "pins.txt"), *names, *TEST_PACKAGES]
+            if corner.program is None:  # they would change the versions that pip chooses for a program
+                names += TEST_PACKAGES
+            install = [python, "-m", "pip", "install", "-c", str(folder / "pins.txt"), *names]
             quietly([*install, "-e", f"{REPOSITORY}[recipes]"])
         elif pins:
             quietly([python, "-m", "pip", "install", "--no-deps", "--target", str(folder), *pins])
