@@ -3,7 +3,8 @@
 The program fine-tunes a tiny model of its own data (with LoRA, but for axolotl): without the callback, with it, and
 with it in a run that a SIGTERM stops and the same command resumes. The losses must be equal, and the checkpoint must
 pass `hfscale checkpoints verify` there. `ms-swift` also converts PiSSA in its saves. Then the script of
-`docs/beside_other_programs.md` is started with the command of that page, stopped with a SIGTERM, and started again.
+`docs/beside_other_programs.md` is started with the command of that page: its process is killed and restarted while
+`hfscale watch` shows the run, a SIGTERM stops the command, and the command is started again.
 """
 
 import json
@@ -12,16 +13,22 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from killed_run import TIMEOUT_S, events, kill_and_watch, logged_losses
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "beside_other_programs.md"
 HEADINGS = {"llamafactory": "LLaMA-Factory", "ms-swift": "ms-swift", "axolotl": "axolotl"}
-LONG = 60
+LONG = 800
 """Steps of a run that a signal stops from outside, so that it cannot have ended before."""
+SAVED_LONG = 40
+"""Steps between two checkpoints of such a run."""
+LONG_RUN = "long"
+PAGE_RUN = "long-page"
+"""Output directories of such a run: without the callback, and with the command of the page."""
 STEPS = 6
 SAVED = 2
 STOPPED = 3
@@ -38,6 +45,11 @@ COMMON = {
     "seed": 1,
 }
 """Arguments that both programs take from transformers, and the rank of LoRA."""
+
+
+def common(name: str) -> dict[str, Any]:
+    """Return `COMMON`, or what a long run has in place of it."""
+    return COMMON | ({"max_steps": LONG, "save_steps": SAVED_LONG} if name in (LONG_RUN, PAGE_RUN) else {})
 
 
 def make_inputs(folder: Path) -> None:
@@ -83,7 +95,7 @@ def train_llamafactory(folder: Path, name: str, mode: str, init: str) -> None:
 
 def llamafactory_arguments(folder: Path, name: str) -> dict[str, Any]:
     """Return what LLaMA-Factory is given."""
-    return COMMON | {
+    return common(name) | {
         "stage": "sft",
         "do_train": True,
         "finetuning_type": "lora",
@@ -117,7 +129,7 @@ def train_swift(folder: Path, name: str, mode: str, init: str) -> None:
 
 def swift_arguments(folder: Path, name: str, init: str) -> dict[str, Any]:
     """Return what ms-swift is given."""
-    return COMMON | {
+    return common(name) | {
         "model": folder / "model",
         "model_type": "llama",
         "template": "dummy",
@@ -181,7 +193,8 @@ def train_axolotl(folder: Path, name: str, mode: str, init: str) -> None:
 def axolotl_arguments(folder: Path, name: str) -> dict[str, Any]:
     """Return what axolotl is given."""
     rows = {"path": str(folder / "data" / "rows.json"), "ds_type": "json", "type": "alpaca"}
-    return {key: value for key, value in COMMON.items() if "per_device" not in key and key != "lora_rank"} | {
+    taken = {key: value for key, value in common(name).items() if "per_device" not in key and key != "lora_rank"}
+    return taken | {
         "base_model": str(folder / "model"),
         "model_type": "AutoModelForCausalLM",
         "tokenizer_type": "AutoTokenizer",
@@ -190,7 +203,7 @@ def axolotl_arguments(folder: Path, name: str) -> dict[str, Any]:
         "output_dir": str(folder / name),
         "sequence_len": 64,
         "micro_batch_size": COMMON["per_device_train_batch_size"],
-        "num_epochs": 1,
+        "num_epochs": LONG,  # max_steps is less
         "optimizer": "adamw_torch",
         "lr_scheduler": "constant",
         "tf32": False,  # it needs a GPU
@@ -203,7 +216,7 @@ PROGRAMS = {"llamafactory": train_llamafactory, "ms-swift": train_swift, "axolot
 
 def run(program: str, folder: Path, name: str, mode: str, init: str = "true") -> tuple[int, list[float]]:
     """Train in a new process; return its exit code and the losses of the newest checkpoint."""
-    done = subprocess.run([sys.executable, __file__, program, str(folder), name, mode, init], timeout=600)
+    done = subprocess.run([sys.executable, __file__, program, str(folder), name, mode, init], timeout=TIMEOUT_S)
     newest = max((folder / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
     return done.returncode, [log["loss"] for log in history if "loss" in log]
@@ -219,38 +232,52 @@ def command_of_page(program: str, folder: Path) -> list[str]:
     """Write what the page says, and return its command for one process."""
     import yaml
 
-    longer = {"max_steps": LONG, "save_steps": LONG}
     launcher = [sys.executable, "-m", "hfscale", "run", "--", str(Path(sys.executable).parent / "torchrun")]
     launcher += ["--standalone", "--nproc_per_node", "1"]
     (folder / "my_plugin.py").write_text(script_of_page(program))
     if program == "ms-swift":
-        arguments = swift_arguments(folder, "page", "true") | longer | {"callbacks": "hfscale"}
+        arguments = swift_arguments(folder, PAGE_RUN, "true") | {"callbacks": "hfscale"}
         return [*launcher, "my_plugin.py", *as_flags(arguments)]
     if program == "llamafactory":
-        (folder / "page.yaml").write_text(yaml.safe_dump(llamafactory_arguments(folder, "page") | longer))
+        (folder / "page.yaml").write_text(yaml.safe_dump(llamafactory_arguments(folder, PAGE_RUN)))
         return [*launcher, "my_plugin.py", "page.yaml"]
-    arguments = axolotl_arguments(folder, "page") | longer
-    named = {"plugins": ["my_plugin.HfscalePlugin"], "num_epochs": LONG}
-    (folder / "page.yaml").write_text(yaml.safe_dump(arguments | named))
+    named = {"plugins": ["my_plugin.HfscalePlugin"]}
+    (folder / "page.yaml").write_text(yaml.safe_dump(axolotl_arguments(folder, PAGE_RUN) | named))
     return [*launcher, "-m", "axolotl.cli.train", "page.yaml"]
 
 
 def check_page(program: str, folder: Path) -> None:
-    """Start the script of the page, stop the command with SIGTERM after the first logged step, and start it again."""
+    """Start the command of the page, kill its process, stop the command with SIGTERM, and start it again.
+
+    The process is killed when it has saved a checkpoint. The command starts it again, and `hfscale watch` shows so. At
+    the end the losses and the weights must be those of a run without the callback that nothing has stopped.
+    """
+    code, plain = run(program, folder, LONG_RUN, "plain")
+    assert (code, len(plain)) == (0, LONG), (code, len(plain))
+    expected = dict(enumerate(plain, 1))
     command = command_of_page(program, folder)
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
-    metrics = folder / "page" / "scaling.jsonl"
+    output_dir = folder / PAGE_RUN
+    output_dir.mkdir()
     with subprocess.Popen(command, cwd=folder, env=environ) as training:
-        while training.poll() is None and not (metrics.is_file() and metrics.stat().st_size):
-            time.sleep(0.05)
-        training.send_signal(signal.SIGTERM)
-        code = training.wait(600)
+        try:
+            killed_at, resumed_at = kill_and_watch(training, output_dir, expected, after=SAVED_LONG)
+        except BaseException:
+            training.terminate()  # the command must not stay
+            raise
+        code = training.wait(TIMEOUT_S)
     assert code == 75, code
-    assert subprocess.run(command, cwd=folder, env=environ, timeout=600).returncode == 0
-    events = [json.loads(line) for line in (folder / "page" / "hfscale_timeline.jsonl").read_text().splitlines()]
-    first, second = [event["step"] for event in events if event["event"] == "launch"]
-    assert (first, second > 0) == (0, True), (first, second)
-    print(f"{program}: the page's command was stopped with code 75, and resumed at step {second}")
+    assert subprocess.run(command, cwd=folder, env=environ, timeout=TIMEOUT_S).returncode == 0
+    first, second, third = [event["step"] for event in events(output_dir, "launch")]
+    assert (first, second, third > second) == (0, resumed_at, True), (first, second, third)
+    assert logged_losses(output_dir) == expected
+    name = "model.safetensors" if program == "axolotl" else "adapter_model.safetensors"
+    weights = [(folder / run_name / f"checkpoint-{LONG}" / name).read_bytes() for run_name in (LONG_RUN, PAGE_RUN)]
+    assert weights[0] == weights[1], "the weights are those of another run"
+    print(
+        f"{program}: the page's command was killed after step {killed_at}, resumed at step {second}, was stopped with "
+        f"code 75, and resumed at step {third}"
+    )
 
 
 def check(program: str, folder: Path) -> None:
