@@ -7,6 +7,7 @@ transformers are imported inside the functions, so that the command line can use
 A build of a vendor or of a nightly, such as torch 2.13.0a0+git1234, counts as the release that it precedes.
 """
 
+import functools
 import importlib.metadata
 import sys
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ FEATURES = {
 # ---- What is installed, and what is needed
 
 
+@functools.cache  # reading a package's metadata takes one or two milliseconds, and each training asks for several
 def installed(package: str) -> str | None:
     """Return the version of an installed package, or None if it is not installed.
 
