@@ -40,8 +40,18 @@ def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list
         AssertionError: a process failed; the message contains its traceback.
     """
     import_what_ranks_import()
+    with tempfile.TemporaryDirectory(prefix="hfscale-world-") as name:
+        folder = Path(name)
+        _run_ranks(size, work, jobs, folder)
+        errors = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error-*")))
+        assert not errors, errors
+        done = folder / "results.json"
+        assert done.exists(), "the world did not finish in time"
+        return json.loads(done.read_text(encoding="utf-8"))
+
+
+def _run_ranks(size: int, work: Callable[[Any], Any], jobs: Sequence[Any], folder: Path) -> None:
     port = free_port()
-    folder = Path(tempfile.mkdtemp(prefix="hfscale-world-"))
     context = get_context("fork")
     processes = [
         context.Process(target=_rank_main, args=(rank, size, port, work, jobs, folder), daemon=True)
@@ -55,11 +65,6 @@ def in_world(size: int, work: Callable[[Any], Any], jobs: Sequence[Any]) -> list
         if process.is_alive():
             process.kill()
             process.join()
-    errors = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("error-*")))
-    done = folder / "results.json"
-    assert not errors, errors
-    assert done.exists(), "the world did not finish in time"
-    return json.loads(done.read_text(encoding="utf-8"))
 
 
 def _rank_main(rank: int, size: int, port: int, work: Callable[[Any], Any], jobs: Sequence[Any], folder: Path) -> None:
