@@ -34,8 +34,10 @@ from hfscale.planner.activations import (
     end_activations,
     exchange_bytes,
     held_bytes,
+    kept_and_waiting,
     kept_and_working,
     loss_bytes,
+    new_gradient_bytes,
     transient_bytes,
 )
 from hfscale.planner.frameworks import find_framework
@@ -185,8 +187,9 @@ def _memory(
     _, working = kept_and_working(job, constants)
     working += exchange_bytes(job)
     if layout.pp > 1:
-        working += transient_bytes(job, sum(_local_size(p) * _shards(p) for p in trained))
-    held = held_bytes(job, constants, pp_rank, sum(len(spec.layers) for spec in specs))
+        working += transient_bytes(job)
+        working += new_gradient_bytes(job, sum(_local_size(p) * _shards(p) for p in trained))
+    held = held_bytes(job, pp_rank, sum(len(spec.layers) for spec in specs), kept_and_waiting(job, constants))
     in_flight = plan.in_flight(pp_rank, job.micro_batches)
     has_loss = any(spec.is_last for spec in specs)
     loss = loss_bytes(job, constants) + in_flight * end_activations(job, constants) if has_loss else 0.0

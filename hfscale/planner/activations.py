@@ -144,31 +144,43 @@ def exchange_bytes(job: Job) -> float:
     return job.tokens * routed_bytes(job.shape, regime_of(job)) * (received + sent) / job.layout.tp
 
 
-def transient_bytes(job: Job, parameters: float = 0.0) -> float:
+def transient_bytes(job: Job) -> float:
     """Compute the bytes that a rank of `ParallelTrainer`'s pipelines needs in a backward pass beside activations.
 
     These are the gradients of a unit of FSDP2, a layer or the experts of one, before they are added to the sums of the
-    micro-batches, and the hidden states of a micro-batch and their gradient while they are received.
-
-    Where the passes of inputs and weights are split, FSDP2 adds the gradients of a stage at the next pass of its
-    inputs, until when those of the other stages exist, too; and a pass of the inputs frees no activations, so that the
-    gradients inside an MLP come in addition.
+    micro-batches, and the hidden states of a micro-batch and their gradient while they are received. A pass of the
+    inputs alone frees no activations, so that the gradients inside an MLP come in addition.
 
     Args:
         job (`Job`): the run, which has a pipeline.
-        parameters (`float`): parameters of all stages of the rank, as they are gathered.
     """
     width = 4.0 if job.precision == "fp32" else 2.0
     split = job.layout.tp if job.sequence_parallel else 1
     shape = job.shape
     received = 2 * job.tokens * shape.hidden / split
-    new = unit_parameters(job)
+    new = unit_parameters(job) if job.method == "full" else 0.0
     inside = 0.0
     if job.schedule_name in SPLIT_BACKWARD:
-        new += parameters * (1 - 1 / job.virtual_stages)
         routed = shape.moe_share * shape.top_k * shape.hidden
         inside = job.tokens * (3 * shape.mlp_width + routed) / job.layout.tp
-    return width * (received + inside + (new if job.method == "full" else 0.0))
+    return width * (received + inside + new)
+
+
+def new_gradient_bytes(job: Job, parameters: float, *, at_loss: bool = False) -> float:
+    """Compute the bytes of gradients that FSDP2 has not added to the sums of the micro-batches yet.
+
+    It adds those of a stage in its next pass of the inputs, if the pass of the weights comes after that of the inputs.
+    Until then those of the rank's other stages exist, and at the loss those of all.
+
+    Args:
+        job (`Job`): the run, which has a pipeline.
+        parameters (`float`): parameters of all stages of the rank, as they are gathered.
+        at_loss (`bool`): whether at the loss, instead of in a backward pass.
+    """
+    if job.schedule_name not in SPLIT_BACKWARD or job.method != "full":
+        return 0.0
+    width = 4.0 if job.precision == "fp32" else 2.0
+    return width * parameters * (1.0 if at_loss else 1 - 1 / job.virtual_stages)
 
 
 def waiting_bytes(job: Job) -> float:
@@ -350,31 +362,45 @@ def layers_in_flight(job: Job) -> float:
     return max(most - micro_batches_in_flight(job), min(of_second * job.layer_split[0], most))
 
 
-def held_bytes(job: Job, framework: Framework, rank: int, layers: int, *, at_loss: bool = False) -> float:
+def kept_and_waiting(job: Job, framework: Framework) -> tuple[float, float]:
+    """Compute what one layer and micro-batch keeps in a pipeline of `ParallelTrainer`.
+
+    Args:
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+
+    Returns:
+        `tuple[float, float]`: bytes kept until the backward pass, and those kept in addition between the passes of the
+            inputs and of the weights.
+    """
+    kept, _ = kept_and_working(job, framework)
+    return kept, waiting_bytes(job) if job.schedule_name in SPLIT_BACKWARD else 0.0
+
+
+def held_bytes(job: Job, rank: int, layers: int, of_a_layer: tuple[float, float], *, at_loss: bool = False) -> float:
     """Compute the most bytes that the layers of a pipeline rank keep at a moment of a step of `ParallelTrainer`.
 
     Micro-batches that wait for the gradients of the head keep those of their logits, too.
 
     Args:
         job (`Job`): the run.
-        framework (`Framework`): constants of the training framework.
         rank (`int`): the pipeline rank, from 0.
         layers (`int`): layers of this rank.
+        of_a_layer (`tuple[float, float]`): bytes of one layer and micro-batch, from `kept_and_waiting`.
         at_loss (`bool`): whether at the end of a forward pass, instead of the end of the backward pass after it.
     """
-    kept, _ = kept_and_working(job, framework)
     stages = job.virtual_stages
     moments = held_at_peak(
         job.schedule_name, pp=job.layout.pp, stages_per_rank=stages, micro_batches=job.micro_batches, rank=rank
     )
     if at_loss:
         moments = tuple(held._replace(waiting=max(0, held.waiting - 1)) for held in moments)
-    chunk = layers / stages
     logits = 0.0
     if rank == (0 if job.is_v_shaped else job.layout.pp - 1) and not job.liger:
         width = 4.0 if job.precision == "fp32" else 2.0
         logits = width * job.tokens * job.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
-    return max(held.bytes(chunk * kept, chunk * waiting_bytes(job) + logits) for held in moments)
+    kept, waiting = (layers / stages * of_one for of_one in of_a_layer)
+    return max(held.bytes(kept, waiting + logits) for held in moments)
 
 
 def loss_bytes(job: Job, framework: Framework) -> float:

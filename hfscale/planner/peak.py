@@ -3,7 +3,7 @@
 All byte counts are per rank unless a docstring states otherwise.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hfscale.facts.activations import attention_bytes, layer_kinds
@@ -13,10 +13,12 @@ from hfscale.planner.activations import (
     end_activations,
     exchange_bytes,
     held_bytes,
+    kept_and_waiting,
     kept_and_working,
     layers_in_flight,
     loss_bytes,
     micro_batches_in_flight,
+    new_gradient_bytes,
     regime_of,
     transient_bytes,
 )
@@ -135,43 +137,54 @@ def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
     stage. Those of a micro-batch are added when all of a unit are there. Then FSDP2 reduces the sums unit by unit,
     from a copy (torch 2.13, distributed/pipelining/stage.py, `backward_maybe_with_nosync`).
     """
-    _, working = kept_and_working(job, framework)
-    working += exchange_bytes(job)
-    is_split = job.schedule_name in SPLIT_BACKWARD
-    width = 4.0 if job.precision == "fp32" else 2.0
-    copied = framework.gradient_bytes * unit_parameters(job) if job.method == "full" else 0.0
     assert job.rank_layers is not None
+    _, working = kept_and_working(job, framework)
+    working += exchange_bytes(job) + transient_bytes(job)
+    copied = framework.gradient_bytes * unit_parameters(job) if job.method == "full" else 0.0
     last = 0 if job.is_v_shaped else job.layout.pp - 1
     ends = micro_batches_in_flight(job, last=True) * end_activations(job, framework)
-    for rank, layers in enumerate(job.rank_layers):
+    of_a_layer = kept_and_waiting(job, framework)
+    counts = rank_parameters(job)
+    for rank in _fullest_ranks(job):
+        layers, parameters = job.rank_layers[rank], counts[rank]
         name = {0: "first pipeline rank", last: "last pipeline rank"}.get(rank, "pipeline rank in the middle")
-        parameters = rank_parameters(job, rank)
         buffers = _pipeline_buffers(job, framework, parameters)
         of_ends = ends if rank == last else 0.0
-        held = held_bytes(job, framework, rank, layers) + of_ends
-        in_pass = working + transient_bytes(job, parameters)
-        yield Moment(held + in_pass, 0.0, 0.0, buffers, at="backward pass", rank=name)
+        held = held_bytes(job, rank, layers, of_a_layer) + of_ends
+        new = new_gradient_bytes(job, parameters)
+        yield Moment(held + working, 0.0, 0.0, buffers + new, at="backward pass", rank=name)
         yield Moment(0.0, 0.0, 0.0, buffers + copied, at="reduction of gradients", rank=name)
         if rank == last:
-            held = held_bytes(job, framework, rank, layers, at_loss=True) + of_ends
-            new = width * parameters if is_split and job.method == "full" else 0.0  # see `transient_bytes`
+            held = held_bytes(job, rank, layers, of_a_layer, at_loss=True) + of_ends
+            new = new_gradient_bytes(job, parameters, at_loss=True)
             yield Moment(held, loss_bytes(job, framework), 0.0, buffers + new, rank=name)
 
 
-def rank_parameters(job: Job, rank: int) -> float:
-    """Count the parameters of a pipeline rank of `ParallelTrainer`, as FSDP2 gathers them.
+def _fullest_ranks(job: Job) -> Iterable[int]:
+    """The pipeline ranks but those that hold no more than an earlier one: of ranks between the ends of the pipeline
+    with equally many layers the first one holds most micro-batches, unless the backward pass is split."""
+    assert job.rank_layers is not None
+    if job.schedule_name in SPLIT_BACKWARD:
+        return range(job.layout.pp)
+    last = job.layout.pp - 1
+    first_with = {layers: rank for rank, layers in reversed([*enumerate(job.rank_layers)][1:last])}
+    return sorted({0, last, *first_with.values()})
+
+
+def rank_parameters(job: Job) -> list[float]:
+    """Count the parameters of each pipeline rank of `ParallelTrainer`, as FSDP2 gathers them.
 
     Args:
         job (`Job`): the run, which has a pipeline.
-        rank (`int`): the pipeline rank, from 0.
     """
     assert job.rank_layers is not None
     shape = job.shape
     dense, experts = layer_parameters(job)
-    has_head = rank == (0 if job.is_v_shaped else job.layout.pp - 1)
-    embedding = shape.embedding_parameters if rank == 0 else 0
-    head = shape.vocab * shape.embedding_width if has_head else 0
-    return job.rank_layers[rank] * (dense + experts * copied_share(job)) + (embedding + head) / job.layout.tp
+    of_a_layer = dense + experts * copied_share(job)
+    counts = [layers * of_a_layer for layers in job.rank_layers]
+    counts[0] += shape.embedding_parameters / job.layout.tp
+    counts[0 if job.is_v_shaped else -1] += shape.vocab * shape.embedding_width / job.layout.tp
+    return counts
 
 
 def _pipeline_buffers(job: Job, framework: Framework, parameters: float) -> float:

@@ -21,7 +21,13 @@ from hfscale.facts.hardware import accelerator
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
-from hfscale.planner.activations import held_bytes, kept_and_working, transient_bytes
+from hfscale.planner.activations import (
+    held_bytes,
+    kept_and_waiting,
+    kept_and_working,
+    new_gradient_bytes,
+    transient_bytes,
+)
 from hfscale.planner.emit import emit
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.launchable import why_not
@@ -424,11 +430,12 @@ def test_the_dry_run_of_an_emitted_pipeline_needs_the_planned_memory(tmp_path, s
     states = (found_states.parameters + found_states.gradients + found_states.optimizer) / GIB
     assert states == pytest.approx(max(rank.states for rank in ranks), rel=0.03)
     _, working = kept_and_working(job, find_framework("hf"))
+    of_a_layer = kept_and_waiting(job, find_framework("hf"))
     held = max(
-        held_bytes(job, find_framework("hf"), rank, layers) + transient_bytes(job, rank_parameters(job, rank))
-        for rank, layers in enumerate(job.rank_layers)
+        held_bytes(job, rank, layers, of_a_layer) + new_gradient_bytes(job, parameters)
+        for rank, (layers, parameters) in enumerate(zip(job.rank_layers, rank_parameters(job), strict=True))
     )
-    opening = (held + working) / GIB
+    opening = (held + working + transient_bytes(job)) / GIB
     assert opening == pytest.approx(max(rank.activations for rank in ranks), rel=1e-3)
     assert memory.activations + memory.loss <= max(rank.activations + rank.loss for rank in ranks) * 1.001
 

@@ -22,7 +22,13 @@ from hfscale.facts.support import (
 )
 from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by_cost
 from hfscale.parallel.stages import StagePlan
-from hfscale.planner.activations import held_bytes, kept_and_working, layer_bytes, micro_batches_in_flight
+from hfscale.planner.activations import (
+    held_bytes,
+    kept_and_waiting,
+    kept_and_working,
+    layer_bytes,
+    micro_batches_in_flight,
+)
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.memory import local_parameters, memory_of
@@ -91,8 +97,8 @@ class TestMemory:
         seven (recipes/tp_pp/llama-3.1-405b-full.yaml)."""
         run = job(shape=find_model("llama-3.1-405b"), tp=8, pp=16, dp_shard=8, global_batch=512)
         assert run.rank_layers[:2] == (7, 8)
-        kept, _ = kept_and_working(run, find_framework("hf"))
-        held = [held_bytes(run, find_framework("hf"), rank, layers) for rank, layers in enumerate(run.rank_layers)]
+        kept, waiting = kept_and_waiting(run, find_framework("hf"))
+        held = [held_bytes(run, rank, layers, (kept, waiting)) for rank, layers in enumerate(run.rank_layers)]
         assert max(held) == held[1] == 15 * 8 * kept
         assert micro_batches_in_flight(run) == 16
 
