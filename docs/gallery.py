@@ -1,7 +1,7 @@
 """Makes the reports of docs/gallery from runs of its own: python docs/gallery.py.
 
-It takes about ten minutes on two cores. The runs are small, on a CPU with two processes: each report is that of a real
-run, and its speed is of no interest.
+It takes ten to twenty minutes on two cores. The runs are small, on a CPU with two processes: each report is that of a
+real run, and its speed is of no interest.
 """
 
 import json
