@@ -149,7 +149,8 @@ def transient_bytes(job: Job) -> float:
 
     These are the gradients of a unit of FSDP2, a layer or the experts of one, before they are added to the sums of the
     micro-batches, and the hidden states of a micro-batch and their gradient while they are received. A pass of the
-    inputs alone frees no activations, so that the gradients inside an MLP come in addition.
+    inputs alone frees no activations, so that the gradients inside an MLP come in addition: three of its width, and
+    those of what experts return (counted with torch 2.13 for three families, tests/planner/test_planner_pipeline.py).
 
     Args:
         job (`Job`): the run, which has a pipeline.

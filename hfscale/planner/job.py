@@ -26,7 +26,8 @@ def planner_schedule(name: str) -> Schedule:
         name (`str`): a name in `hfscale.facts.schedules.SCHEDULES`.
     """
     schedules: tuple[Schedule, ...] = get_args(Schedule)
-    return next((one for one in schedules if PLANNER_SCHEDULES[one] == name), "1f1b")
+    with_one_stage = "1F1B" if name == "Interleaved1F1B" else name
+    return next(one for one in schedules if PLANNER_SCHEDULES[one] == with_one_stage)
 
 
 @dataclass(frozen=True, kw_only=True)

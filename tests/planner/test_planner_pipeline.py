@@ -2,15 +2,20 @@
 proposes."""
 
 import random
+from dataclasses import replace
 from typing import get_args
 
 import pytest
+import torch
 from planner_jobs import job
-from transformers import AutoModelForCausalLM, LlamaConfig
+from torch.distributed.pipelining._backward import stage_backward_input  # no public name
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
+from benchmarks.activations import LiveBytes, gpu_kernels
 from hfscale import plan
 from hfscale.errors import LayoutError
 from hfscale.facts.families import FAMILIES
+from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name, stage_layers
 from hfscale.facts.support import (
@@ -28,6 +33,8 @@ from hfscale.planner.activations import (
     kept_and_working,
     layer_bytes,
     micro_batches_in_flight,
+    transient_bytes,
+    waiting_bytes,
 )
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.frameworks import find_framework
@@ -184,3 +191,49 @@ class TestSearch:
     def test_too_few_micro_batches_are_reported(self):
         _, found = self.pipelines(global_batch=8)
         assert any("16 pipeline stages: give --global-batch" in r.reason for r in found.rejected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
+def test_what_the_pass_of_the_inputs_keeps_and_needs_is_what_torch_counts(family):
+    """Of one layer in bf16: the gradients that wait for the pass of the weights, and those that exist for a moment."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 1, **heads}
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
+    config = AutoConfig.for_model(
+        family,
+        **sizes,
+        **({"head_dim": 32} if family != "llama" else {}),
+        **(experts if family == "qwen3_moe" else {}),
+    )
+    run = job(
+        shape=ModelShape.from_config(config.to_dict()),
+        pp=2,
+        schedule="zbv",
+        virtual_stages=2,
+        seq_len=256,
+        precision="bf16",
+        zero=3,
+        dp_shard=1,
+    )
+    with gpu_kernels():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        layer = model.model.layers[0]
+        hidden = torch.randn(1, 256, 256, dtype=torch.bfloat16, requires_grad=True)
+        positions = torch.arange(256)[None]
+        rotary = model.model.rotary_emb(hidden, positions)
+        with LiveBytes() as live:
+            output = layer(hidden, position_embeddings=rotary, position_ids=positions, attention_mask=None)
+            gradient = torch.ones_like(output)
+            live.peak = 0
+            _, groups = stage_backward_input([output], [gradient], [hidden], layer.parameters())
+            moment = live.peak - live.now
+    waiting = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for group in groups
+        for several in group["grads"]
+        for one in several
+        if one is not None
+    }
+    assert waiting_bytes(run) == sum(waiting.values())
+    one_stage = replace(run, schedule="1f1b", virtual_stages=1)
+    assert transient_bytes(run) - transient_bytes(one_stage) == pytest.approx(moment, rel=0.03)
