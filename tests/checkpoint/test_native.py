@@ -82,9 +82,8 @@ class TestResume:
     @pytest.mark.parametrize(
         "layout",
         [
-            pytest.param(
-                Layout(fsdp=2), marks=pytest.mark.faults
-            ),  # the test of accumulated gradients has this layout
+            # The test of accumulated gradients has this layout, too.
+            pytest.param(Layout(fsdp=2), marks=pytest.mark.faults),
             Layout(rep=2),
             Layout(tp=2),
             pytest.param(Layout(tp=2, ep=2), marks=pytest.mark.faults),

@@ -127,10 +127,9 @@ def chains(crash_server, tmp_path):  # noqa: F811
 
 @pytest.mark.world(2)
 @pytest.mark.recipes
-@pytest.mark.parametrize(
-    "strategy", ["ddp", "fsdp2"]
-)  # one process: in test_crash_points.py, which has the same server
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_repeatedly_killed_runs(chains, strategy):
+    """On one process: in test_crash_points.py, which has the same server."""
     chains(strategy).run(QUICK[strategy])
 
 
