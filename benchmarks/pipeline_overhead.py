@@ -66,8 +66,9 @@ def _in_several_launches(stages: int, ep: int) -> dict[str, Any]:
     results = [
         launch_benchmark("benchmarks.pipeline_overhead", str(ep), processes=stages * ep) for _ in range(LAUNCHES)
     ]
-    medians = {name: statistics.median(result[name] for result in results) for name in results[0].keys() - {_RATIOS}}
-    return {_RATIOS: [ratio for result in results for ratio in result[_RATIOS]], **dict(sorted(medians.items()))}
+    ratios = [ratio for result in results for ratio in result[_RATIOS]]
+    medians = {name: statistics.median(one[name] for one in results) for name in results[0] if name != _RATIOS}
+    return {_RATIOS: ratios, **medians}
 
 
 def tiny_config(ep: int) -> Any:
