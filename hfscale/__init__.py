@@ -39,8 +39,11 @@ def __getattr__(name: str) -> Any:
         return import_module("hfscale.errors")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hfscale' has no attribute {name!r}")
-    feature = "ScalingCallback" if name.endswith("Callback") or name == "use_compact_progress" else name
-    if feature in ("ScalingCallback", "ParallelTrainer"):  # the modules cannot be imported without what they need
+    feature = (
+        "ScalingCallback" if name.endswith("Callback") or name == "use_compact_progress" else name
+    )
+    # The modules cannot be imported without what they need
+    if feature in ("ScalingCallback", "ParallelTrainer"):
         import_module("hfscale.core.versions").require_for_import(feature)
     return getattr(import_module(_HOME_OF[name]), name)
 
@@ -50,7 +53,8 @@ def _report_uncaught_error() -> None:
     import_module("hfscale.core.rank_link").report_uncaught_error()
 
 
-if "HFSCALE_RUN_MEMORY" in os.environ:  # `run_memory.FOLDER_VARIABLE`: `hfscale run` has started this process
+# `run_memory.FOLDER_VARIABLE`: `hfscale run` has started this process
+if "HFSCALE_RUN_MEMORY" in os.environ:
     atexit.register(_report_uncaught_error)
 
 

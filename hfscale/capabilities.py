@@ -28,7 +28,9 @@ def capabilities(commands: Any) -> dict[str, Any]:
         "commands": _commands(commands),
         "exit_codes": EXIT_CODES,
         "python": list(hfscale.__all__),
-        "shipped": [{"name": one.name, "kind": one.kind, "summary": one.summary} for one in list_configs()],
+        "shipped": [
+            {"name": one.name, "kind": one.kind, "summary": one.summary} for one in list_configs()
+        ],
         "metric_prefixes": list(METRIC_PREFIXES),
     }
 
@@ -40,7 +42,9 @@ def _commands(group: Any, prefix: str = "") -> list[dict[str, Any]]:
             found += _commands(command, f"{prefix}{name} ")
             continue
         context = typer.Context(command, info_name=name)
-        parameters = [_parameter(one, context) for one in command.get_params(context) if one.name != "help"]
+        parameters = [
+            _parameter(one, context) for one in command.get_params(context) if one.name != "help"
+        ]
         found.append(
             {
                 "name": f"{prefix}{name}",
@@ -55,7 +59,11 @@ def _commands(group: Any, prefix: str = "") -> list[dict[str, Any]]:
 def _parameter(parameter: Any, context: typer.Context) -> dict[str, Any]:
     is_option = parameter.param_type_name == "option"
     usage, text = parameter.get_help_record(context) or (parameter.name, "")
-    default = parameter.default if isinstance(parameter.default, str | int | float | bool | None) else None
+    default = (
+        parameter.default
+        if isinstance(parameter.default, str | int | float | bool | None)
+        else None
+    )
     return {
         "usage": usage,
         "options": [*parameter.opts, *parameter.secondary_opts] if is_option else [],

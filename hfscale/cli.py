@@ -85,7 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_line(f"hfscale: error: {error}")
         return error.exit_code
     except _ERROR_OF_USAGE as error:
-        print_line(f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)")
+        print_line(
+            f"hfscale: error: {_usage_message(error)} (see hfscale {_help_path(arguments)}--help)"
+        )
         return 2
     except ImportError:
         missing = what_is_missing("ScalingCallback")
@@ -148,7 +150,11 @@ class _Command(TyperCommand):
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             is_argument = parameter.param_type_name == "argument"
-            group = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or "Options"
+            group = (
+                "Arguments"
+                if is_argument
+                else getattr(parameter, "rich_help_panel", None) or "Options"
+            )
             if record is not None:
                 groups.setdefault(group, []).append(record)
         for group, records in groups.items():
@@ -177,10 +183,18 @@ def _print_capabilities(context: typer.Context, requested: bool) -> None:
 
 def _global_options(
     version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        False,
+        "--version",
+        is_eager=True,
+        callback=_print_version,
+        help="Print the version and exit.",
     ),
     as_json: bool = typer.Option(
-        False, _ALL, is_eager=True, callback=_print_capabilities, help="List what hfscale can do as JSON."
+        False,
+        _ALL,
+        is_eager=True,
+        callback=_print_capabilities,
+        help="List what hfscale can do as JSON.",
     ),
 ) -> None:
     """Read the options that are given before the command."""

@@ -71,7 +71,11 @@ class ScalingCallback(AdapterCallback):
 
 def _forward(event: str) -> Any:
     def handle(
-        self: ScalingCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self: ScalingCallback,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         if event == "on_train_begin":
             self._begin_run()  # handlers are found once per training, as events are frequent

@@ -66,7 +66,9 @@ class SaveCadence(ResetOnCopy):
         minutes = (time.monotonic() - self._saved_at) / 60
         overdue = self.every_minutes is not None and minutes >= self.every_minutes
         # Ranks read different clocks, but must save at the same step.
-        agreed = self._agreement.step(lambda: float(overdue)) if self.every_minutes is not None else 0.0
+        agreed = (
+            self._agreement.step(lambda: float(overdue)) if self.every_minutes is not None else 0.0
+        )
         steps_are_due = state.global_step - self._saved_step >= self._steps(args, state)
         self.is_steps_of_user = steps_are_due and self.every_steps is not None
         return bool(agreed) or steps_are_due
@@ -74,5 +76,6 @@ class SaveCadence(ResetOnCopy):
     def _steps(self, args: TrainingArguments, state: TrainerState) -> int:
         if self.every_steps is not None:
             return self.every_steps
-        by_steps = args.save_strategy == "steps" and state.save_steps > 0  # that of `args` may be a share of all steps
+        # That of `args` may be a share of all steps
+        by_steps = args.save_strategy == "steps" and state.save_steps > 0
         return state.save_steps if by_steps else DEFAULT_EVERY_STEPS

@@ -14,7 +14,12 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hfscale.checkpoint.cadence import DEFAULT_EVERY_MINUTES, SaveCadence
 from hfscale.checkpoint.identity import check_identity, check_words
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
-from hfscale.checkpoint.loading import check_resumed, discard_conversions, finish_merged_load, finish_universal_load
+from hfscale.checkpoint.loading import (
+    check_resumed,
+    discard_conversions,
+    finish_merged_load,
+    finish_universal_load,
+)
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.memory_snapshots import MemorySnapshots
@@ -55,7 +60,8 @@ from hfscale.trainer.strategy import check_adapters
 
 logger = get_logger(__name__)
 
-_CHECK_WRITER_EVERY_S = 1.0  # how soon all ranks learn that a save in the background has ended or failed
+# How soon all ranks learn that a save in the background has ended or failed
+_CHECK_WRITER_EVERY_S = 1.0
 _STATE_NAME, _TEMPORARY = "checkpoints", "temporary"  # in `trainer_state.json`
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
@@ -152,7 +158,9 @@ class SpotCheckpointCallback(AdapterCallback):
         resume_with_other: Sequence[str] = (),
     ) -> None:
         if memory_interval_steps is not None and memory_interval_steps < 1:
-            raise ParameterError("memory_interval_steps", memory_interval_steps, "it must be 1 or greater")
+            raise ParameterError(
+                "memory_interval_steps", memory_interval_steps, "it must be 1 or greater"
+            )
         if on_preemption not in ("exit", "return"):
             raise ParameterError("on_preemption", on_preemption, "use exit or return")
         self.resume_with_other = check_words(resume_with_other)
@@ -168,7 +176,8 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _begin_run(self) -> None:
         self._output_dir = Path()
-        self._run_dir = Path()  # in a hyperparameter search, the folder of the trial in the output directory
+        # In a hyperparameter search, the folder of the trial in the output directory
+        self._run_dir = Path()
         self._limit: int | None = None
         self._running_step: int | None = None
         self._failure: str | None = None  # why the training raised
@@ -193,7 +202,8 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
         switch_off_jit_checkpoint(TrainerAdapter.current().trainer)
-        finish_renames(output_folder(args))  # so that plain `resume_from_checkpoint=True` finds them too
+        # So that plain `resume_from_checkpoint=True` finds them too
+        finish_renames(output_folder(args))
         if self.remote is not None and not _is_from_scratch(args):
             self.remote.fetch(output_folder(args))
 
@@ -204,7 +214,8 @@ class SpotCheckpointCallback(AdapterCallback):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
                 adapter.announce_saves()
-        if "datasets" in sys.modules:  # Trainer works without it; a stream of it exists only where it is imported
+        # Trainer works without it; a stream of it exists only where it is imported
+        if "datasets" in sys.modules:
             from hfscale.checkpoint.stream_position import track_stream
 
             track_stream(adapter)
@@ -239,8 +250,11 @@ class SpotCheckpointCallback(AdapterCallback):
         self._take_over_saving(adapter)
         self._saves = args.save_strategy != "no" or adapter.callback_saves
         if not self._saves:
-            logger.info("save_strategy is 'no': nothing will be saved, and a lost machine loses the run")
-        with TRAINING.agreed("start: output directory"):  # no rank may begin to write what another is about to archive
+            logger.info(
+                "save_strategy is 'no': nothing will be saved, and a lost machine loses the run"
+            )
+        # No rank may begin to write what another is about to archive
+        with TRAINING.agreed("start: output directory"):
             if args.should_save:
                 self._prepare_output_dir(args, state)
         atexit.register(self._at_exit)
@@ -248,7 +262,9 @@ class SpotCheckpointCallback(AdapterCallback):
         self._begin_counting(adapter, state)
         self.preemption.begin(adapter, kwargs.get("train_dataloader"), saves=self._saves)
         assert self._saving is not None
-        self.memory.begin(adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader"))
+        self.memory.begin(
+            adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader")
+        )
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
 
     def _refuse_to_discard(self, adapter: TrainerAdapter, state: TrainerState) -> None:
@@ -267,7 +283,9 @@ class SpotCheckpointCallback(AdapterCallback):
         if _is_from_scratch(args):
             return
         if resumed_from() is None:
-            START.on_rank_0("start: checkpoints that cannot be read", lambda: refuse_to_replace_unread(run_dir))
+            START.on_rank_0(
+                "start: checkpoints that cannot be read", lambda: refuse_to_replace_unread(run_dir)
+            )
         is_trial = run_dir != output_folder(args)  # of a search, which always starts from scratch
         if self.remote is not None and not is_trial:
             self.remote.refuse_to_discard(run_dir, state.global_step)
@@ -284,7 +302,10 @@ class SpotCheckpointCallback(AdapterCallback):
         self._output_dir = output_folder(args)
         self._limit = args.save_total_limit
         self._saving = TrainerSaving(
-            adapter, asynchronous=self.asynchronous, begin=self._begin_save, committed=self._committed
+            adapter,
+            asynchronous=self.asynchronous,
+            begin=self._begin_save,
+            committed=self._committed,
         )
         adapter.before_last_log(self._wait)
         adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
@@ -306,16 +327,27 @@ class SpotCheckpointCallback(AdapterCallback):
                 archived[-1].name,
             )
         elif archived:
-            logger.info("archived checkpoints of later steps than step %d: %s", state.global_step, archived[-1])
+            logger.info(
+                "archived checkpoints of later steps than step %d: %s",
+                state.global_step,
+                archived[-1],
+            )
         self._temporary = _temporary_steps(state)
-        self._rotate(state.best_model_checkpoint)  # a launch that was killed may not have reached it
-        committed = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
-        self.last_committed = committed[-1].name if committed else None  # older than a snapshot in host memory
+        # A launch that was killed may not have reached it
+        self._rotate(state.best_model_checkpoint)
+        committed = [
+            path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()
+        ]
+        # Older than a snapshot in host memory
+        self.last_committed = committed[-1].name if committed else None
         self._set_status("running", state.global_step)
         if self.remote is not None:
-            trial = self._run_dir.relative_to(self._output_dir).as_posix()  # "." outside of a search
+            # "." outside of a search
+            trial = self._run_dir.relative_to(self._output_dir).as_posix()
             limit = self._positive_limit
-            self.remote.begin(self._run_dir, state, limit=limit, committed=self.last_committed, below=trial)
+            self.remote.begin(
+                self._run_dir, state, limit=limit, committed=self.last_committed, below=trial
+            )
 
     def _begin_counting(self, adapter: TrainerAdapter, state: TrainerState) -> None:
         """Start the cadence and the measurements."""
@@ -346,7 +378,9 @@ class SpotCheckpointCallback(AdapterCallback):
         if self._saves:
             self._watch_writer()
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._idle_since = time.monotonic()
 
     def on_prediction_step(
@@ -362,11 +396,15 @@ class SpotCheckpointCallback(AdapterCallback):
         self._evaluated_step = state.global_step
         self.preemption.at_evaluation_end(state, control)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.cadence.saved(state)
         self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
         # On one process a check at each step costs nothing.
-        self._watch = StepAgreement("save", _CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0)
+        self._watch = StepAgreement(
+            "save", _CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0
+        )
         self.preemption.at_save(state, control)
 
     def on_epoch_end(
@@ -418,9 +456,13 @@ class SpotCheckpointCallback(AdapterCallback):
             self._wait()
         elif worst == 2.0:
             self._wait()
-            raise CheckpointError("a checkpoint could not be written on another rank, whose error names the reason")
+            raise CheckpointError(
+                "a checkpoint could not be written on another rank, whose error names the reason"
+            )
 
-    def request_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def request_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl
+    ) -> None:
         """Ask for a save if one is due or the run stops. It is called at the end of a step, after all others.
 
         Args:
@@ -432,11 +474,14 @@ class SpotCheckpointCallback(AdapterCallback):
         if self._saves:
             due = self.cadence.is_due(args, state)
             if args.save_strategy == "no" and state.global_step >= state.max_steps:
-                due = requested_by_others = True  # as Trainer saves the last step under its strategy `steps`
+                # As Trainer saves the last step under its strategy `steps`
+                due = requested_by_others = True
             requested_by_others = requested_by_others or (due and self.cadence.is_steps_of_user)
             control.should_save = due or control.should_save
         self.preemption.at_step_end(state, control)
-        self._own_step = state.global_step if control.should_save and not requested_by_others else None
+        self._own_step = (
+            state.global_step if control.should_save and not requested_by_others else None
+        )
 
     def _begin_save(self, state: TrainerState, args: TrainingArguments) -> None:
         """Note in the state whether the checkpoint that is about to be written is temporary."""
@@ -444,7 +489,11 @@ class SpotCheckpointCallback(AdapterCallback):
         self._own_step = None  # a second save of this step is one that others have asked for
         if args.save_strategy == "best" and self._evaluated_step == state.global_step:
             is_temporary = False  # after an evaluation, Trainer saves the best ones only
-        steps = {step for step in _temporary_steps(state) if (self._run_dir / f"checkpoint-{step}").exists()}
+        steps = {
+            step
+            for step in _temporary_steps(state)
+            if (self._run_dir / f"checkpoint-{step}").exists()
+        }
         steps = steps | {state.global_step} if is_temporary else steps - {state.global_step}
         self._temporary = saved_state(state, _STATE_NAME)[_TEMPORARY] = sorted(steps)
 
@@ -486,12 +535,16 @@ class SpotCheckpointCallback(AdapterCallback):
             delete_newest(self._run_dir, temporary=self._temporary, best=best)
             if self._limit == 1 and best is not None:
                 keep_only(self._run_dir, best)
-        left = [path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()]
+        left = [
+            path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()
+        ]
         if self.last_committed is not None and left and left[-1].name != self.last_committed:
             self.last_committed = left[-1].name
             self._set_status("completed", state.global_step)
 
-    def _committed(self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float) -> None:
+    def _committed(
+        self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float
+    ) -> None:
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
@@ -523,7 +576,13 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _write_status(self, status: str, step: int, reason: str | None = None) -> None:
         with best_effort("writing the status file", self._output_dir):
-            write_status(self._output_dir, status, step=step, checkpoint=self._committed_path(), reason=reason)
+            write_status(
+                self._output_dir,
+                status,
+                step=step,
+                checkpoint=self._committed_path(),
+                reason=reason,
+            )
 
     def _committed_path(self) -> str | None:
         """Return the path of the last committed checkpoint in the output directory."""
@@ -550,7 +609,11 @@ class SpotCheckpointCallback(AdapterCallback):
             return
         if self._failure is None:
             error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-            reason = f"{type(error).__name__}: {error}" if error is not None else "the process ended before the run"
+            reason = (
+                f"{type(error).__name__}: {error}"
+                if error is not None
+                else "the process ended before the run"
+            )
             self._failure = " ".join(reason.split())
         reported = read_status(self._output_dir)
         if reported is None or reported.get("status") == "running":
@@ -576,7 +639,9 @@ class _AfterOthers(TrainerCallback):
     ) -> None:
         self._spot.request_save(args, state, control)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._spot.finish_save(state)
 
 

@@ -18,16 +18,28 @@ from hfscale.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     from hfscale.checkpoint.manifest import Manifest
 
-RunOrCheckpoint = Annotated[Path, typer.Argument(metavar="PATH", help="A run's output directory or one checkpoint.")]
+RunOrCheckpoint = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A run's output directory or one checkpoint.")
+]
 Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="A checkpoint, or a run's output directory (its newest good checkpoint).")
+    Path,
+    typer.Argument(
+        metavar="SRC",
+        help="A checkpoint, or a run's output directory (its newest good checkpoint).",
+    ),
 ]
 Target = Annotated[Path, typer.Argument(metavar="DST", help="A new folder.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Compare only the lengths of files, do not read them.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Compare only the lengths of files, do not read them.")
+]
 GlobalBatch = Annotated[
     int | None,
-    typer.Option("--global-batch-size", min=1, help="Sequences per optimizer step; needed if SRC has no manifest."),
+    typer.Option(
+        "--global-batch-size",
+        min=1,
+        help="Sequences per optimizer step; needed if SRC has no manifest.",
+    ),
 ]
 
 _STATE_STYLES = {"good": "green", "incomplete": "yellow", "corrupt": "red", "superseded": "dim"}
@@ -64,11 +76,19 @@ def convert(
     target: Target,
     to: Annotated[
         str,
-        typer.Option("--to", metavar="STRATEGY", help="single, ddp, fsdp2, zero1, zero2, zero3, parallel or native."),
+        typer.Option(
+            "--to",
+            metavar="STRATEGY",
+            help="single, ddp, fsdp2, zero1, zero2, zero3, parallel or native.",
+        ),
     ],
     world_size: Annotated[
         int | None,
-        typer.Option("--world-size", min=1, help="Processes that will resume; by default as many as wrote SRC."),
+        typer.Option(
+            "--world-size",
+            min=1,
+            help="Processes that will resume; by default as many as wrote SRC.",
+        ),
     ] = None,
     global_batch_size: GlobalBatch = None,
     as_json: Json = False,
@@ -81,7 +101,9 @@ def convert(
     source, manifest = _open(source, global_batch_size)
     ranks = world_size or (1 if to == "single" else manifest.world_size)
     if (to == "single") != (ranks == 1) and to in ("single", "ddp"):
-        raise UsageError(f"--to is {to} with --world-size {ranks}: use 'single' for one process, 'ddp' for several")
+        raise UsageError(
+            f"--to is {to} with --world-size {ranks}: use 'single' for one process, 'ddp' for several"
+        )
     _check_new(target)
     with writing(target, "make room or give another folder"):
         converted = convert(source, target, manifest=manifest, strategy=to, world_size=ranks)
@@ -99,14 +121,19 @@ def convert(
     print(f"{target}: step {converted.step}, {to} on {ranks} processes, {_size(summary['bytes'])}")
     print(f"resume from it with --resume_from_checkpoint {target}")
     if to.startswith("zero"):
-        print('outside the recipes, DeepSpeed\'s config must contain "checkpoint": {"load_universal": true}')
+        print(
+            'outside the recipes, DeepSpeed\'s config must contain "checkpoint": {"load_universal": true}'
+        )
 
 
 def export(
     checkpoint: Source,
     target: Target,
     model: Annotated[
-        Path | None, typer.Option("--model", help="A folder with the config and tokenizer; by default those of SRC.")
+        Path | None,
+        typer.Option(
+            "--model", help="A folder with the config and tokenizer; by default those of SRC."
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option("--dtype", help="auto (from the config), float32, bfloat16 or float16.")
@@ -123,11 +150,17 @@ def export(
     if dtype not in ("auto", *DTYPES):
         raise UsageError(f"--dtype is {dtype}: use one of auto, {', '.join(DTYPES)}")
     shard_bytes = _bytes(max_shard_size)
-    checkpoint, manifest = _open(checkpoint, global_batch_size or 1)  # the weights do not depend on it
+    # The weights do not depend on it
+    checkpoint, manifest = _open(checkpoint, global_batch_size or 1)
     _check_new(target)
     with writing(target, "make room or give another folder"):
         files = export(
-            checkpoint, target, strategy=manifest.strategy, model=model, dtype=dtype, max_shard_bytes=shard_bytes
+            checkpoint,
+            target,
+            strategy=manifest.strategy,
+            model=model,
+            dtype=dtype,
+            max_shard_bytes=shard_bytes,
         )
     if as_json:
         print(json.dumps({"path": str(target), "step": manifest.step, "files": files}))
@@ -142,7 +175,9 @@ def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"
     if not is_checkpoint(source):
         newest = newest_resumable(source, exchanges=OneProcess()).path
         if newest is None:
-            raise CheckpointError(f"{source} has no good checkpoint: run hfscale checkpoints list {source}")
+            raise CheckpointError(
+                f"{source} has no good checkpoint: run hfscale checkpoints list {source}"
+            )
         source = newest
     if (source / MANIFEST_NAME).is_file():
         return source, verify(source)
@@ -167,12 +202,31 @@ def _show(found: list[CheckpointInfo], path: Path, as_json: bool) -> None:
 
     from hfscale.core.terminal import make_console, make_table
 
-    columns = ("checkpoint", "state", "step", "strategy", "processes", "global batch", "size", "age", "best")
+    columns = (
+        "checkpoint",
+        "state",
+        "step",
+        "strategy",
+        "processes",
+        "global batch",
+        "size",
+        "age",
+        "best",
+    )
     table = make_table(*columns, right=("step", "processes", "global batch", "size"))
     for info in found:
         state = Text(info.state, style=_STATE_STYLES[info.state])
-        known = [_or_dash(v) for v in (info.step, info.strategy, info.world_size, info.global_batch_size)]
-        table.add_row(info.name, state, *known, _size(info.bytes), _age(info.age_s), "best" if info.best else "")
+        known = [
+            _or_dash(v) for v in (info.step, info.strategy, info.world_size, info.global_batch_size)
+        ]
+        table.add_row(
+            info.name,
+            state,
+            *known,
+            _size(info.bytes),
+            _age(info.age_s),
+            "best" if info.best else "",
+        )
     console = make_console()
     console.print(table)
     for info in found:

@@ -17,7 +17,11 @@ import numpy as np
 import safetensors.torch
 import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
@@ -80,7 +84,8 @@ class ModelState:
         if not is_peft_model(model):
             return state_dict
         adapters = tuple(model.peft_config)
-        if adapters not in self._names_of_adapters:  # PEFT may ask the hub for the config of the base model
+        # PEFT may ask the hub for the config of the base model
+        if adapters not in self._names_of_adapters:
             self._names_of_adapters[adapters] = _names_of_adapters(model, state_dict)
         kept = self._names_of_adapters[adapters]
         return {name: tensor for name, tensor in state_dict.items() if name in kept}
@@ -96,14 +101,18 @@ def _names_of_adapters(model: Any, state_dict: Mapping[str, Any]) -> set[str]:
 
     written: set[int] = set()
     for adapter in model.peft_config:
-        tensors = get_peft_model_state_dict(model, state_dict=dict(state_dict), adapter_name=adapter)
+        tensors = get_peft_model_state_dict(
+            model, state_dict=dict(state_dict), adapter_name=adapter
+        )
         written |= {id(tensor) for tensor in tensors.values()}
     if not written <= {id(tensor) for tensor in state_dict.values()}:
         return set(state_dict)
     return {name for name, tensor in state_dict.items() if id(tensor) in written}
 
 
-def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], processing: dict[str, bytes]) -> None:
+def write_model(
+    trainer: Trainer, folder: Path, state_dict: dict[str, Any], processing: dict[str, bytes]
+) -> None:
     """Write copied weights as `Trainer._save` does.
 
     Args:
@@ -118,7 +127,9 @@ def write_model(trainer: Trainer, folder: Path, state_dict: dict[str, Any], proc
     elif isinstance(unwrapped, PreTrainedModel) or is_peft_model(unwrapped):
         unwrapped.save_pretrained(str(folder), state_dict=state_dict)
     else:
-        safetensors.torch.save_file(state_dict, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
+        safetensors.torch.save_file(
+            state_dict, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"}
+        )
     write_files(folder, processing)
     torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
 
@@ -183,7 +194,11 @@ def model_files(trainer: Trainer) -> dict[str, bytes]:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def frozen_state(trainer: Trainer) -> TrainerState:
@@ -249,7 +264,9 @@ def outer_state_name(name: str) -> str:
     return f"{name}_outer_{distributed.rank()}.safetensors"
 
 
-def take_tensors(sources: Mapping[str, Callable[[], dict[str, torch.Tensor]]]) -> Callable[[Path], None]:
+def take_tensors(
+    sources: Mapping[str, Callable[[], dict[str, torch.Tensor]]],
+) -> Callable[[Path], None]:
     """Copy tensors of this rank, and return the function that writes them into the folder of a checkpoint.
 
     Args:
@@ -277,8 +294,10 @@ def parameter_names(trainer: Trainer) -> ParameterNames | None:
         the optimizer steps tensors that are no parameters of the model, which is logged.
     """
     if is_distributed_by_transformers(trainer):
-        return None  # each rank has some of the parameters; `ParallelTrainer` writes all of this itself
-    if trainer.optimizer is None or trainer.is_deepspeed_enabled:  # DeepSpeed's files name them, its groups do not
+        # Each rank has some of the parameters; `ParallelTrainer` writes all of this itself
+        return None
+    # DeepSpeed's files name them, its groups do not
+    if trainer.optimizer is None or trainer.is_deepspeed_enabled:
         return None
     try:
         return ParameterNames.of(model_of(trainer), trainer.optimizer.param_groups)
@@ -365,7 +384,9 @@ class FsdpStateCopy:
 
         def write(folder: Path) -> None:
             for key, name in _FSDP_PARTS.items():
-                save_shards({key: copied[key]}, folder / f"{name}_0", SAVING, ranks_per_node=ranks_per_node)
+                save_shards(
+                    {key: copied[key]}, folder / f"{name}_0", SAVING, ranks_per_node=ranks_per_node
+                )
 
         return write
 
@@ -384,7 +405,10 @@ class FsdpStateCopy:
             weights = get_model_state_dict(model, options=options)
         optimizer = self._trainer.optimizer
         assert optimizer is not None  # there is one in a training
-        return {"model": weights, "optimizer": get_optimizer_state_dict(model, optimizer, options=options)}
+        return {
+            "model": weights,
+            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+        }
 
 
 # --- DeepSpeed ------------------------------------------------------------------------------------------------------
@@ -397,7 +421,11 @@ def can_defer(trainer: Trainer) -> bool:
         trainer (`Trainer`): prepared for training under DeepSpeed.
     """
     engine = getattr(trainer.model_wrapped, "checkpoint_engine", None)
-    return engine is not None and not engine.is_decoupled() and type(engine).__name__ == "TorchCheckpointEngine"
+    return (
+        engine is not None
+        and not engine.is_decoupled()
+        and type(engine).__name__ == "TorchCheckpointEngine"
+    )
 
 
 class DeferredWrites:
@@ -432,9 +460,12 @@ class DeferredWrites:
             state_dict (`Any`): the content, with live tensors.
             path (`str`): the path of the file.
         """
-        wanted = self._host_copy.bytes_to_allocate([*(given for given, _ in self._given), state_dict])
+        wanted = self._host_copy.bytes_to_allocate(
+            [*(given for given, _ in self._given), state_dict]
+        )
         if fits_in_host_memory(wanted, copies=processes_on_this_host()):
-            self._given.append((state_dict, os.path.realpath(path)))  # it may lead through a link that is removed
+            # It may lead through a link that is removed
+            self._given.append((state_dict, os.path.realpath(path)))
         else:
             self._original.save(state_dict, path)
 
@@ -448,7 +479,9 @@ class DeferredWrites:
         finally:
             self._deepspeed.checkpoint_engine = self._original
             copied = self._host_copy.take([state_dict for state_dict, _ in self._given])
-            self._given = [(copy, path) for copy, (_, path) in zip(copied, self._given, strict=True)]
+            self._given = [
+                (copy, path) for copy, (_, path) in zip(copied, self._given, strict=True)
+            ]
 
     def write(self, folder: Path) -> None:
         """Write the copies, by the original engine, to the paths that DeepSpeed gave.

@@ -41,7 +41,9 @@ _SMALL_FILE = re.compile(r"scheduler\.pt|[^.].*\.(json|jsonl|txt|jinja|model|md)
 _RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
 _RNG_FILE_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 _FORMAT_FILES = (PARALLEL_NAME, PARAMETERS_NAME)
-_NOT_COPIED = re.compile(rf".*\.safetensors\.index\.json|hfscale_manifest\.json|{CONVERSION_NAME}|training_args\.bin")
+_NOT_COPIED = re.compile(
+    rf".*\.safetensors\.index\.json|hfscale_manifest\.json|{CONVERSION_NAME}|training_args\.bin"
+)
 
 
 def can_read(manifest: Manifest, *, strategy: str, world_size: int) -> bool:
@@ -61,7 +63,13 @@ def can_read(manifest: Manifest, *, strategy: str, world_size: int) -> bool:
 
 
 def convert(
-    source: Path, target: Path, *, manifest: Manifest, strategy: str, world_size: int, link: bool = False
+    source: Path,
+    target: Path,
+    *,
+    manifest: Manifest,
+    strategy: str,
+    world_size: int,
+    link: bool = False,
 ) -> Manifest:
     """Write `target`, a checkpoint that `strategy` reads on `world_size` ranks, from the checkpoint `source`.
 
@@ -92,12 +100,24 @@ def convert(
         else:
             view = read_view(source, manifest.strategy)
             _write_view(
-                view, source, unfinished, step=manifest.step, strategy=strategy, world_size=world_size, link=link
+                view,
+                source,
+                unfinished,
+                step=manifest.step,
+                strategy=strategy,
+                world_size=world_size,
+                link=link,
             )
-        same_states = layout_of(strategy) == "parallel" and layout_of(manifest.strategy) != "parallel"
+        same_states = (
+            layout_of(strategy) == "parallel" and layout_of(manifest.strategy) != "parallel"
+        )
         write_rng_states(source, unfinished, world_size=world_size, same_on_all_ranks=same_states)
         # For a source that was itself converted, the training that wrote it first is kept.
-        written_by = {"strategy": manifest.strategy, "world_size": manifest.world_size, **(read_origin(source) or {})}
+        written_by = {
+            "strategy": manifest.strategy,
+            "world_size": manifest.world_size,
+            **(read_origin(source) or {}),
+        }
         (unfinished / CONVERSION_NAME).write_text(json.dumps(written_by) + "\n", encoding="utf-8")
         converted = store.commit(
             unfinished,
@@ -124,17 +144,28 @@ def _same_files(manifest: Manifest, source: Path, strategy: str) -> bool:
 
 
 def _is_rewritten(name: str) -> bool:
-    return bool(_RNG_FILE.fullmatch(name) or _NOT_COPIED.fullmatch(name)) and not name.endswith(".index.json")
+    return bool(_RNG_FILE.fullmatch(name) or _NOT_COPIED.fullmatch(name)) and not name.endswith(
+        ".index.json"
+    )
 
 
 def _write_view(
-    view: CheckpointView, source: Path, folder: Path, *, step: int, strategy: str, world_size: int, link: bool
+    view: CheckpointView,
+    source: Path,
+    folder: Path,
+    *,
+    step: int,
+    strategy: str,
+    world_size: int,
+    link: bool,
 ) -> None:
     check_states(view)
     check_target(view, strategy)
     view = _with_empty_group(view)
     write_view(view, folder, strategy, step=step, world_size=world_size)
-    names = [path.name for path in sorted(source.iterdir()) if path.is_file() and not path.is_symlink()]
+    names = [
+        path.name for path in sorted(source.iterdir()) if path.is_file() and not path.is_symlink()
+    ]
     names = [name for name in names if _SMALL_FILE.fullmatch(name) and name not in _FORMAT_FILES]
     _copy(source, folder, [name for name in names if not _NOT_COPIED.fullmatch(name)], link=link)
     if not (folder / "scheduler.pt").is_file():
@@ -143,10 +174,16 @@ def _write_view(
             "own files and cannot be converted; let the Trainer create the schedule (--lr_scheduler_type)"
         )
     non_empty = sum(bool(group.names) for group in view.groups)
-    _fit_schedule(folder / "scheduler.pt", non_empty if strategy.startswith("zero") else len(view.groups))
+    _fit_schedule(
+        folder / "scheduler.pt", non_empty if strategy.startswith("zero") else len(view.groups)
+    )
     if (source / "scaler.pt").is_file():
-        logger.info("the loss scale of fp16 is not converted: it restarts at its default and adapts again")
-    parameters = ParameterNames(groups=[group.names for group in view.groups], aliases=dict(view.aliases))
+        logger.info(
+            "the loss scale of fp16 is not converted: it restarts at its default and adapts again"
+        )
+    parameters = ParameterNames(
+        groups=[group.names for group in view.groups], aliases=dict(view.aliases)
+    )
     (folder / PARAMETERS_NAME).write_text(parameters.to_json(), encoding="utf-8")
 
 
@@ -156,7 +193,10 @@ def _fit_schedule(path: Path, groups: int) -> None:
     known = len(state.get("base_lrs", ()))
     if known in (0, groups) or len(set(state["base_lrs"])) > 1:
         return
-    fitted = {k: v[:1] * groups if isinstance(v, list) and len(v) == known else v for k, v in state.items()}
+    fitted = {
+        k: v[:1] * groups if isinstance(v, list) and len(v) == known else v
+        for k, v in state.items()
+    }
     path.unlink()  # it may be a hard link to the source's file
     torch.save(fitted, path)
 
@@ -172,7 +212,9 @@ def _with_empty_group(view: CheckpointView) -> CheckpointView:
     if any(saved_name(name) == name for name in view.groups[0].names):
         return view  # there are no adapters
     empty = ParameterGroup(options=view.groups[0].options | {"weight_decay": 0.0}, names=[])
-    return CheckpointView(weights=view.weights, groups=[*view.groups, empty], state=view.state, aliases=view.aliases)
+    return CheckpointView(
+        weights=view.weights, groups=[*view.groups, empty], state=view.state, aliases=view.aliases
+    )
 
 
 def _copy(source: Path, folder: Path, names: Iterable[str], *, link: bool) -> None:
@@ -223,8 +265,12 @@ def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manife
     try:
         step = int(read_json(checkpoint / "trainer_state.json")["global_step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint} is not a checkpoint of a Trainer: trainer_state.json: {error}") from None
-    world_size = sum(bool(_RNG_FILE_OF_RANK.fullmatch(path.name)) for path in checkpoint.iterdir()) or 1
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint of a Trainer: trainer_state.json: {error}"
+        ) from None
+    world_size = (
+        sum(bool(_RNG_FILE_OF_RANK.fullmatch(path.name)) for path in checkpoint.iterdir()) or 1
+    )
     if (checkpoint / MODEL_FOLDER).is_dir():
         strategy = "fsdp2"
     elif (checkpoint / FOLDER).is_dir() and (checkpoint / PARALLEL_NAME).is_file():
@@ -243,7 +289,13 @@ def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manife
             f"{checkpoint} has no manifest, and plain Trainer does not store the global batch size: give "
             "--global-batch-size"
         )
-    return Manifest(step=step, strategy=strategy, world_size=world_size, global_batch_size=global_batch_size, files={})
+    return Manifest(
+        step=step,
+        strategy=strategy,
+        world_size=world_size,
+        global_batch_size=global_batch_size,
+        files={},
+    )
 
 
 __all__ = [

@@ -21,7 +21,9 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 """The default of `save_pretrained` up to transformers 4: small enough for every file system and for the Hub."""
 # The files of the tokenizer, the processor and the generation config, and not those of the training.
 _MODEL_FILE = re.compile(r"[^.].*\.(json|txt|jinja|model|md)")
-_TRAINING_FILE = re.compile(r"trainer_state\.json|hfscale_.*\.json|.*\.index\.json|all_results\.json|.*_results\.json")
+_TRAINING_FILE = re.compile(
+    r"trainer_state\.json|hfscale_.*\.json|.*\.index\.json|all_results\.json|.*_results\.json"
+)
 
 
 def export(
@@ -84,7 +86,9 @@ def _weights(checkpoint: Path, strategy: str) -> tuple[dict[str, TensorRef], dic
     aliases = dict(view.aliases)
     if (checkpoint / PARAMETERS_NAME).is_file():
         aliases |= read_parameter_names(checkpoint).aliases
-    return dict(view.weights), {alias: name for alias, name in aliases.items() if name in view.weights}
+    return dict(view.weights), {
+        alias: name for alias, name in aliases.items() if name in view.weights
+    }
 
 
 def _with_published_names(weights: dict[str, TensorRef], folder: Path) -> dict[str, TensorRef]:
@@ -92,14 +96,19 @@ def _with_published_names(weights: dict[str, TensorRef], folder: Path) -> dict[s
     try:
         model = model_of_config(folder)
     except CheckpointError:
-        return weights  # transformers cannot build the model, so it has no other names for its weights
+        # transformers cannot build the model, so it has no other names for its weights
+        return weights
     return split(weights, model)
 
 
 def _copy_model_files(folder: Path, target: Path) -> None:
     for path in sorted(folder.iterdir()):
         is_regular = path.is_file() and not path.is_symlink()
-        if is_regular and _MODEL_FILE.fullmatch(path.name) and not _TRAINING_FILE.fullmatch(path.name):
+        if (
+            is_regular
+            and _MODEL_FILE.fullmatch(path.name)
+            and not _TRAINING_FILE.fullmatch(path.name)
+        ):
             shutil.copyfile(path, target / path.name)
 
 
@@ -110,5 +119,7 @@ def _dtype(config: Path, requested: str) -> torch.dtype | None:
         return DTYPES.get(str(fields.get("dtype", fields.get("torch_dtype"))))
     if config.name == "config.json":
         fields.pop("torch_dtype", None)
-        config.write_text(json.dumps(fields | {"dtype": requested}, indent=2) + "\n", encoding="utf-8")
+        config.write_text(
+            json.dumps(fields | {"dtype": requested}, indent=2) + "\n", encoding="utf-8"
+        )
     return DTYPES[requested]

@@ -41,7 +41,9 @@ class HostCopy:
         """
         by_kind = _sort(_storages(tree))
         others = sum(t.numel() * t.element_size() for t in _tensors(tree) if not _is_plain(t))
-        return others + sum(self._memory[kind].bytes_to_allocate(_sizes(keys)) for kind, keys in by_kind.items())
+        return others + sum(
+            self._memory[kind].bytes_to_allocate(_sizes(keys)) for kind, keys in by_kind.items()
+        )
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
@@ -140,7 +142,9 @@ class _Memory:
         for size in sizes:
             while first < len(blocks) and blocks[first].left < smallest:
                 first += 1
-            fitting = (blocks[index] for index in range(first, len(blocks)) if size <= blocks[index].left)
+            fitting = (
+                blocks[index] for index in range(first, len(blocks)) if size <= blocks[index].left
+            )
             block = next(fitting, None)
             if block is None:
                 block = _Block(_block_bytes(size, to_place) if self._is_pinned else size)
@@ -257,11 +261,17 @@ def _copy_tensor(tensor: torch.Tensor, copies: Mapping[StorageKey, torch.Tensor]
         # A DTensor too: `from_local` would move the copy to the mesh's device.
         names, context = tensor.__tensor_flatten__()
         parts = {name: getattr(tensor, name) for name in names}
-        copied_parts = {n: _copy_tensor(p, copies) if isinstance(p, torch.Tensor) else p for n, p in parts.items()}
-        copied: torch.Tensor = tensor.__tensor_unflatten__(copied_parts, context, tensor.size(), tensor.stride())
+        copied_parts = {
+            n: _copy_tensor(p, copies) if isinstance(p, torch.Tensor) else p
+            for n, p in parts.items()
+        }
+        copied: torch.Tensor = tensor.__tensor_unflatten__(
+            copied_parts, context, tensor.size(), tensor.stride()
+        )
         return copied
     if not _is_plain(tensor):
-        return tensor.detach().to("cpu", copy=True)  # a subclass with data of its own implements its own copy
+        # A subclass with data of its own implements its own copy
+        return tensor.detach().to("cpu", copy=True)
     host = copies[_key(tensor)]
     return torch.empty(0, dtype=tensor.dtype).set_(
         host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride()
@@ -290,7 +300,8 @@ def _transfer(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 def _copy_in_threads(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    left = iter(pieces)  # shared by the threads: a task per piece would take longer than copying a small piece
+    # Shared by the threads: a task per piece would take longer than copying a small piece
+    left = iter(pieces)
 
     def copy_some() -> None:
         for target, source in left:

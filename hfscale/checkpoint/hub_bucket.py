@@ -31,12 +31,16 @@ class HubBucket:
     def __init__(self, url: str) -> None:
         parts = url.removeprefix("hf://").split("/")
         if len(parts) < 3 or parts[0] != "buckets" or not all(parts):
-            raise ParameterError("remote", url, "give a folder of a bucket: hf://buckets/USER/BUCKET/run")
+            raise ParameterError(
+                "remote", url, "give a folder of a bucket: hf://buckets/USER/BUCKET/run"
+            )
         require(FEATURE)
         from huggingface_hub import HfApi, constants, get_token
 
         if constants.HF_HUB_OFFLINE:
-            raise ParameterError("remote", url, "HF_HUB_OFFLINE is set, so the hub cannot be reached: unset it")
+            raise ParameterError(
+                "remote", url, "HF_HUB_OFFLINE is set, so the hub cannot be reached: unset it"
+            )
         if get_token() is None:
             rule = "there is no token of the hub: set HF_TOKEN, or log in with `hf auth login`"
             raise ParameterError("remote", url, rule)
@@ -131,7 +135,11 @@ class HubBucket:
     def rm(self, path: str, *, recursive: bool) -> None:
         """Delete all files below a folder; `recursive` must be True."""
         assert recursive
-        self._batch(delete=[entry.path for entry in self._entries(path, recursive=True) if entry.type == "file"])
+        self._batch(
+            delete=[
+                entry.path for entry in self._entries(path, recursive=True) if entry.type == "file"
+            ]
+        )
 
     def mv(self, source: str, target: str) -> None:
         """Give a file another path; the hub copies it.
@@ -155,7 +163,9 @@ class HubBucket:
 
         folder = folder.strip("/")
         try:
-            found = list(self._api.list_bucket_tree(self.bucket, folder or None, recursive=recursive))
+            found = list(
+                self._api.list_bucket_tree(self.bucket, folder or None, recursive=recursive)
+            )
         except EntryNotFoundError:
             found = []
         below = [entry for entry in found if not folder or entry.path.startswith(f"{folder}/")]
@@ -175,7 +185,11 @@ class HubBucket:
 def _without_progress_bars() -> Iterator[None]:
     """Turn the bars of huggingface_hub off, which would appear between the lines of a training's log."""
     from huggingface_hub import constants
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or are_progress_bars_disabled():
         yield

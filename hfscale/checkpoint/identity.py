@@ -42,7 +42,15 @@ _SIZES = (
 )
 _SAMPLED_TOKENS = 64
 _HASH = "content_hash"
-_SAMPLED_COLUMNS = ("input_ids", "prompt_ids", "prompt_input_ids", "text", "messages", "prompt", "conversations")
+_SAMPLED_COLUMNS = (
+    "input_ids",
+    "prompt_ids",
+    "prompt_input_ids",
+    "text",
+    "messages",
+    "prompt",
+    "conversations",
+)
 """Columns of a dataset in the order in which one is looked for: none of them holds a path."""
 
 
@@ -71,7 +79,9 @@ def check_words(resume_with_other: Iterable[str]) -> frozenset[str]:
     Raises:
         ParameterError: one of them is not known.
     """
-    words = resume_with_other.split() if isinstance(resume_with_other, str) else list(resume_with_other)
+    words = (
+        resume_with_other.split() if isinstance(resume_with_other, str) else list(resume_with_other)
+    )
     for word in words:
         if word not in ASPECTS:
             raise ParameterError("resume_with_other", word, f"use some of {', '.join(ASPECTS)}")
@@ -97,7 +107,8 @@ def check_identity(trainer: Trainer, checkpoint: str | None, allowed: Iterable[s
         if checkpoint is not None:
             _check(trainer, Path(checkpoint), frozenset(allowed))
 
-    START.on_rank_0("identity", check)  # also where this rank has no checkpoint: another one may have one
+    # Also where this rank has no checkpoint: another one may have one
+    START.on_rank_0("identity", check)
 
 
 def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
@@ -132,7 +143,10 @@ def differences(before: Identity, now: Identity) -> dict[str, str]:
         old, new = before.get(aspect, {}), now.get(aspect, {})
         changed = [name for name in old if name in new and old[name] != new[name]]
         if changed:
-            details = ["content" if name == _HASH else f"{name} {old[name]} -> {new[name]}" for name in changed]
+            details = [
+                "content" if name == _HASH else f"{name} {old[name]} -> {new[name]}"
+                for name in changed
+            ]
             found[aspect] = f"another {aspect} ({', '.join(details)})"
     return found
 
@@ -161,17 +175,25 @@ def _model_properties(trainer: Trainer) -> dict[str, str | int]:
     sizes = {name: getattr(text, name, None) for name in _SIZES}
     if sizes["num_key_value_heads"] is None:
         del sizes["num_key_value_heads"]
-    return {"model_type": config.model_type} | {name: size for name, size in sizes.items() if type(size) is int}
+    return {"model_type": config.model_type} | {
+        name: size for name, size in sizes.items() if type(size) is int
+    }
 
 
 def _adapter_properties(trainer: Trainer) -> dict[str, str | int]:
     """Return the kind of a model's adapters; of LoRA also the rank."""
     model: Any = unwrap_compiled(model_of(trainer))
     # transformers' own `add_adapter` sets the attribute too, on a model of its own.
-    configs = list(model.peft_config.values()) if is_peft_model(model) or vars(model).get("peft_config") else []
+    configs = (
+        list(model.peft_config.values())
+        if is_peft_model(model) or vars(model).get("peft_config")
+        else []
+    )
     if not configs:
         return {"type": "none"}
-    found: dict[str, str | int] = {"type": "+".join(sorted({str(config.peft_type.value) for config in configs}))}
+    found: dict[str, str | int] = {
+        "type": "+".join(sorted({str(config.peft_type.value) for config in configs}))
+    }
     rank = getattr(configs[0], "r", None)
     return found | {"r": rank} if type(rank) is int else found
 
@@ -181,7 +203,9 @@ def _tokenizer_properties(tokenizer: Any) -> dict[str, str | int]:
     size = getattr(tokenizer, "vocab_size", None)
     if type(size) is not int or size < 1 or not hasattr(tokenizer, "convert_ids_to_tokens"):
         return {}
-    sampled = sorted({number * (size - 1) // _SAMPLED_TOKENS for number in range(_SAMPLED_TOKENS + 1)})
+    sampled = sorted(
+        {number * (size - 1) // _SAMPLED_TOKENS for number in range(_SAMPLED_TOKENS + 1)}
+    )
     return {"vocab_size": size, _HASH: _hash(tokenizer.convert_ids_to_tokens(sampled))}
 
 
@@ -214,7 +238,10 @@ def _sampled_rows(dataset: Any) -> list[Any]:
     if column is None:
         return []
     table = dataset.with_format("arrow", columns=[column])
-    return [table[row].column(column).to_pylist() for row in sorted({0, len(dataset) // 2, len(dataset) - 1})]
+    return [
+        table[row].column(column).to_pylist()
+        for row in sorted({0, len(dataset) // 2, len(dataset) - 1})
+    ]
 
 
 def _hash(content: Any) -> str:

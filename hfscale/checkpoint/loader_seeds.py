@@ -25,11 +25,17 @@ def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
         train_dataloader (`DataLoader`): its training data.
     """
     state = adapter.trainer.state
-    started = saved_state(state, "eval_loaders") if adapter.trainer.args.dataloader_persistent_workers else {}
-    before = set(started)  # names of the loaders whose workers earlier launches of the run have started
+    started = (
+        saved_state(state, "eval_loaders")
+        if adapter.trainer.args.dataloader_persistent_workers
+        else {}
+    )
+    # Names of the loaders whose workers earlier launches of the run have started
+    before = set(started)
 
     def at_evaluation(loader: Any) -> None:
-        kept = getattr(adapter.trainer, "_eval_dataloaders", {})  # Trainer sets it when it keeps the first one
+        # Trainer sets it when it keeps the first one
+        kept = getattr(adapter.trainer, "_eval_dataloaders", {})
         name = next((name for name, other in kept.items() if other is loader), None)
         if name is None or not _keeps_workers(loader):
             return

@@ -70,7 +70,8 @@ def readable_checkpoint(
     manifest = read_manifest(checkpoint)
     reader = strategy or requested_strategy(args)
     if strategy is None and reader == "parallel":
-        reader = "native"  # a Trainer, and not `ParallelTrainer`, runs the tensor parallelism of a launcher's config
+        # A Trainer, and not `ParallelTrainer`, runs the tensor parallelism of a launcher's config
+        reader = "native"
     if not can_read(manifest, strategy=reader, world_size=args.world_size):
         if reader not in STRATEGIES or manifest.strategy not in STRATEGIES:
             raise LayoutError(
@@ -79,12 +80,15 @@ def readable_checkpoint(
             )
         target = _conversion_folder(output_folder(args), source, reader, args.world_size)
         if not _is_converted(target):
-            START.on_rank_0("convert", lambda: _convert(source, target, manifest, reader, args.world_size))
+            START.on_rank_0(
+                "convert", lambda: _convert(source, target, manifest, reader, args.world_size)
+            )
         patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
         leads_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
         with START.agreed("convert on each node"):
             if leads_node and not wait_until_visible(target / MANIFEST_NAME, patience_s):
-                _convert(source, target, manifest, reader, args.world_size)  # a node with a disk of its own
+                # A node with a disk of its own
+                _convert(source, target, manifest, reader, args.world_size)
         checkpoint = str(target)
     if reader.startswith("zero") and (Path(checkpoint) / UNIVERSAL_LATEST).is_file():
         _load_universal(args)
@@ -103,7 +107,9 @@ def _is_converted(target: Path) -> bool:
     Each rank verifies a share of the files; rank 0 verifies them all where it alone sees them.
     """
     sees = (target / MANIFEST_NAME).is_file()
-    on_rank_0, everywhere = START.combine("earlier conversion", sees, lambda found: [found[0], all(found)])
+    on_rank_0, everywhere = START.combine(
+        "earlier conversion", sees, lambda found: [found[0], all(found)]
+    )
     if not on_rank_0:
         return False
     if everywhere:
@@ -129,7 +135,9 @@ def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, rank
     try:
         convert(source, target, manifest=manifest, strategy=strategy, world_size=ranks, link=True)
     except CheckpointError as error:
-        raise LayoutError(f"{error}; launch with the config that the run started with, {_START_OVER}") from None
+        raise LayoutError(
+            f"{error}; launch with the config that the run started with, {_START_OVER}"
+        ) from None
     logger.info(
         "%s was written under %s by %d processes and has been converted for %s on %d: %.1f s",
         source.name,
@@ -176,14 +184,20 @@ def finish_universal_load(trainer: "Trainer") -> None:
     if not (trainer.is_deepspeed_enabled and engine.load_universal_checkpoint()):
         return
     optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    on_device = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].detach().to(parameter.device if on_device else "cpu", copy=True)
+            state["step"] = (
+                state["step"].detach().to(parameter.device if on_device else "cpu", copy=True)
+            )
     try:
         engine._config.load_universal_checkpoint = False
     except AttributeError:
-        raise HfScaleError("DeepSpeed no longer keeps load_universal_checkpoint in its config") from None
+        raise HfScaleError(
+            "DeepSpeed no longer keeps load_universal_checkpoint in its config"
+        ) from None
 
 
 def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
@@ -209,7 +223,9 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
     stored = read_weights(Path(checkpoint), "model")
     names = load_merged(model, stored) if stored is not None else []
     if names:
-        logger.info("loaded %d merged weights that Trainer leaves out, such as %s", len(names), names[0])
+        logger.info(
+            "loaded %d merged weights that Trainer leaves out, such as %s", len(names), names[0]
+        )
 
 
 def check_resumed(trainer: "Trainer") -> None:

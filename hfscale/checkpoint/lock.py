@@ -26,7 +26,8 @@ their lease ends, 90 s by default, and then for a grace period of the same lengt
 _POLL_S = 1.0
 _NOT_SUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
-_FLOCK = struct.Struct("@hhqqi4x")  # `struct flock` of fcntl(2): type, whence, start, length, process
+# `struct flock` of fcntl(2): type, whence, start, length, process
+_FLOCK = struct.Struct("@hhqqi4x")
 _held: dict[Path, int] = {}
 """Lock files that this process holds, with their open descriptors."""
 
@@ -57,7 +58,10 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
             holder = os.pread(descriptor, 1024, 0)
             os.close(descriptor)
             if error.errno in _NOT_SUPPORTED:
-                logger.warning("%s cannot be locked on this file system: do not start a second run in it", output_dir)
+                logger.warning(
+                    "%s cannot be locked on this file system: do not start a second run in it",
+                    output_dir,
+                )
                 return
             if error.errno not in _LOCKED_BY_ANOTHER:
                 raise
@@ -74,7 +78,11 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
             descriptor = _open(path)
     since = datetime.now(UTC).isoformat(timespec="seconds")
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(), 0)
+    os.pwrite(
+        descriptor,
+        json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode(),
+        0,
+    )
     _held[path] = descriptor
 
 
@@ -86,7 +94,9 @@ def _lock(descriptor: int) -> None:
     """
     if hasattr(fcntl, "F_OFD_SETLK"):
         try:
-            fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            fcntl.fcntl(
+                descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            )
             return
         except OSError as error:
             if error.errno != errno.EINVAL:  # the file system does not know such locks
@@ -164,7 +174,9 @@ def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -
                 flush_parents(Path(output_dir))
                 lock_output_dir(output_dir)
             except OSError as failure:
-                raise StorageError(f"{output_dir} cannot be locked: {failure.strerror}; make it writable") from failure
+                raise StorageError(
+                    f"{output_dir} cannot be locked: {failure.strerror}; make it writable"
+                ) from failure
 
 
 def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:

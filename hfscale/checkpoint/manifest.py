@@ -105,7 +105,8 @@ class Manifest:
     def to_json(self) -> str:
         """Return the manifest as indented JSON."""
         fields = asdict(self)
-        for name in ("layout", "identity"):  # earlier versions of hfscale read manifests without them
+        # Earlier versions of hfscale read manifests without them
+        for name in ("layout", "identity"):
             if fields[name] is None:
                 del fields[name]
         return json.dumps(fields, indent=1) + "\n"
@@ -127,10 +128,14 @@ def read_manifest(checkpoint: str | os.PathLike[str]) -> Manifest:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     try:
         if fields["format"] != FORMAT:
-            raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {fields['format']}, this version of hfscale reads {FORMAT}"
+            )
         files = {name: FileRecord(**record) for name, record in fields.pop("files").items()}
         known = {field.name for field in dataclass_fields(Manifest)}
-        manifest = Manifest(files=files, **{name: value for name, value in fields.items() if name in known})
+        manifest = Manifest(
+            files=files, **{name: value for name, value in fields.items() if name in known}
+        )
         _check_identity(manifest.identity)
     except (TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is not a manifest: {type(error).__name__} {error}") from None
@@ -144,7 +149,9 @@ def _check_identity(identity: object) -> None:
     """Raise a TypeError unless it is None or maps names to mappings."""
     if identity is None:
         return
-    if not isinstance(identity, dict) or not all(isinstance(properties, dict) for properties in identity.values()):
+    if not isinstance(identity, dict) or not all(
+        isinstance(properties, dict) for properties in identity.values()
+    ):
         raise TypeError("identity is not a mapping of mappings")
 
 
@@ -156,23 +163,34 @@ def _check_types(path: Path, manifest: Manifest) -> None:
         "global_batch_size": manifest.global_batch_size,
     }
     if manifest.layout is not None and not isinstance(manifest.layout, dict):
-        raise CheckpointError(f"{path} is not a manifest: layout is {manifest.layout!r}, and not an object")
+        raise CheckpointError(
+            f"{path} is not a manifest: layout is {manifest.layout!r}, and not an object"
+        )
     counts |= {f"layout of {axis}": size for axis, size in (manifest.layout or {}).items()}
     counts |= {f"bytes of {name}": record.bytes for name, record in manifest.files.items()}
     for what, value in counts.items():
         if type(value) is not int or value < 0:
-            raise CheckpointError(f"{path} is not a manifest: {what} is {value!r}, and not a number from 0")
-    texts = {"strategy": manifest.strategy, **{f"hash of {n}": r.xxh3_128 for n, r in manifest.files.items()}}
+            raise CheckpointError(
+                f"{path} is not a manifest: {what} is {value!r}, and not a number from 0"
+            )
+    texts = {
+        "strategy": manifest.strategy,
+        **{f"hash of {n}": r.xxh3_128 for n, r in manifest.files.items()},
+    }
     for what, text in texts.items():
         if not isinstance(text, str) or not _PLAIN.fullmatch(text):
-            raise CheckpointError(f"{path} is not a manifest: {what} is {text!r}, and not a plain word")
+            raise CheckpointError(
+                f"{path} is not a manifest: {what} is {text!r}, and not a plain word"
+            )
 
 
 def _check_file_name(manifest_path: Path, name: str) -> None:
     """Reject a path that leads out of the checkpoint: the manifest may come from an untrusted source."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or "\\" in name or ".." in parts or MANIFEST_NAME in parts:
-        raise CheckpointError(f"{manifest_path} names '{name}', which is not a plain path inside the checkpoint")
+        raise CheckpointError(
+            f"{manifest_path} names '{name}', which is not a plain path inside the checkpoint"
+        )
 
 
 def checkpoint_files(checkpoint: Path) -> list[str]:

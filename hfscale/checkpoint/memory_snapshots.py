@@ -48,8 +48,10 @@ SLOTS = 2
 On several nodes a node's part and its replica are at most one snapshot, and the complete one from which a launch has
 resumed is deleted before the second snapshot after it is taken.
 """
-_FIRST_AFTER_STEPS = 3  # the first steps are slower than the others, and the step time must be known
-_MAX_FIRST_INTERVAL = 10  # the first snapshot also allocates its buffers, so its time says little about the next
+# The first steps are slower than the others, and the step time must be known
+_FIRST_AFTER_STEPS = 3
+# The first snapshot also allocates its buffers, so its time says little about the next
+_MAX_FIRST_INTERVAL = 10
 _REMEMBERED_STEPS = 50
 _COPY_POLL_S = 0.005
 _FIRST_PAUSE_STEPS, _MAX_PAUSE_STEPS = 16, 1024  # until snapshots that did not fit are tried again
@@ -138,7 +140,10 @@ class MemorySnapshots(ResetOnCopy):
             trust_again(self._folder)
         adapter.before_last_log(self._finish)
         if why_not is not None and not may_pass:
-            logger.warning("no snapshots in host memory: %s; after a failure the run resumes from the disk", why_not)
+            logger.warning(
+                "no snapshots in host memory: %s; after a failure the run resumes from the disk",
+                why_not,
+            )
             return
         self._interval = self._forced_interval()
         self._next_step = state.global_step + (self._interval or _FIRST_AFTER_STEPS)
@@ -239,7 +244,9 @@ class MemorySnapshots(ResetOnCopy):
         steps.append(time.monotonic() - self._step_began_at)
         if state.global_step == self._started_from + 1:
             if _leads_node():
-                with best_effort("recording imports for the standby process", self._link.memory.folder):
+                with best_effort(
+                    "recording imports for the standby process", self._link.memory.folder
+                ):
                     self._link.memory.write_imports()
             recovery = self._link.stepped(state.global_step)
             if recovery is not None and state.is_world_process_zero:
@@ -358,19 +365,26 @@ def _first_reason(ranks: list[dict[str, Any]]) -> tuple[str | None, bool]:
     Raises:
         UsageError: an option differs between the ranks: they would take snapshots at different steps.
     """
-    reason: str | None = next((rank["why_not"] for rank in ranks if rank["why_not"] is not None), None)
+    reason: str | None = next(
+        (rank["why_not"] for rank in ranks if rank["why_not"] is not None), None
+    )
     if reason is not None:
         return reason, False
     for option, value in ranks[0]["options"].items():
         for number, rank in enumerate(ranks):
             if rank["options"][option] != value:
-                values = f"{_shown(value)} on rank 0, {_shown(rank['options'][option])} on rank {number}"
+                values = (
+                    f"{_shown(value)} on rank 0, {_shown(rank['options'][option])} on rank {number}"
+                )
                 raise UsageError(f"{option} differs: {values}; give the same on all nodes")
     wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
     free = min(rank["free"] for rank in ranks)
     if wanted <= SHARE_OF_FREE_MEMORY * free:
         return None, True
-    return f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free", True
+    return (
+        f"{SLOTS} of them need {wanted / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free",
+        True,
+    )
 
 
 def _shown(value: object) -> str:

@@ -112,8 +112,12 @@ class NativeState:
         layout = native_layout(trainer.model)
         assert layout is not None  # the model of this Trainer is natively distributed
         groups = _groups(trainer)
-        names = ParameterNames(groups=[group.names for group in groups], aliases=aliases_of(model_of(trainer)))
-        metadata = ParallelMetadata(layout=layout.to_dict(), groups=[group.options for group in groups])
+        names = ParameterNames(
+            groups=[group.names for group in groups], aliases=aliases_of(model_of(trainer))
+        )
+        metadata = ParallelMetadata(
+            layout=layout.to_dict(), groups=[group.options for group in groups]
+        )
         files = {
             PARAMETERS_NAME: names.to_json().encode(),
             PARALLEL_NAME: metadata.to_json().encode(),
@@ -128,7 +132,9 @@ class NativeState:
         assert self._trainer.lr_scheduler is not None  # Trainer makes it before the first save
         numbers = [group.number for group in groups]
         return _with_entries(
-            self._trainer.lr_scheduler.state_dict(), len(_optimizer(self._trainer).param_groups), numbers
+            self._trainer.lr_scheduler.state_dict(),
+            len(_optimizer(self._trainer).param_groups),
+            numbers,
         )
 
 
@@ -148,7 +154,11 @@ def _with_entries(state: dict[str, Any], length: int, numbers: list[int]) -> dic
     """
 
     def fitted(value: Any) -> Any:
-        return [value[number] for number in numbers] if isinstance(value, list) and len(value) == length else value
+        return (
+            [value[number] for number in numbers]
+            if isinstance(value, list) and len(value) == length
+            else value
+        )
 
     return {key: fitted(value) for key, value in state.items()}
 
@@ -183,9 +193,15 @@ def _weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     model = model_of(trainer)
     named = dict(_named_parameters(trainer))
     if is_peft_model(model):
-        return {_stored_name(name): parameter.data for name, parameter in named.items() if parameter.requires_grad}
+        return {
+            _stored_name(name): parameter.data
+            for name, parameter in named.items()
+            if parameter.requires_grad
+        }
     persistent = model.state_dict().keys()
-    buffers = {canonical_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
+    buffers = {
+        canonical_name(name): buffer for name, buffer in model.named_buffers() if name in persistent
+    }
     return {name: parameter.data for name, parameter in named.items()} | buffers
 
 
@@ -196,7 +212,9 @@ def _optimized(trainer: Trainer) -> list[tuple[str, nn.Parameter]]:
         CheckpointError: the optimizer steps a tensor that is no parameter of the model.
     """
     names = {id(parameter): name for name, parameter in _named_parameters(trainer)}
-    parameters = [parameter for group in _optimizer(trainer).param_groups for parameter in group["params"]]
+    parameters = [
+        parameter for group in _optimizer(trainer).param_groups for parameter in group["params"]
+    ]
     if any(id(parameter) not in names for parameter in parameters):
         raise CheckpointError(
             f"{type(_optimizer(trainer)).__name__} steps tensors that are no parameters of the model: their state "
@@ -211,7 +229,9 @@ def _check_state(name: str, parameter: torch.Tensor, key: str, state: torch.Tens
     Raises:
         CheckpointError: it is neither, so that another layout could not be given its part.
     """
-    is_like_parameter = state.shape == parameter.shape and isinstance(state, DTensor) == isinstance(parameter, DTensor)
+    is_like_parameter = state.shape == parameter.shape and isinstance(state, DTensor) == isinstance(
+        parameter, DTensor
+    )
     if state.ndim > 0 and not is_like_parameter:
         raise CheckpointError(
             f"the optimizer's {key} of '{name}' has the shape {list(state.shape)} and the parameter "
@@ -230,18 +250,26 @@ def _groups(trainer: Trainer) -> list[_Group]:
     members = [[next(optimized)[0] for _ in group["params"]] for group in own]
     options = [{key: value for key, value in group.items() if key != "params"} for group in own]
     with_decay, without_decay = trained_names(model_of(trainer)).groups
-    parts: list[list[int]] = [[], []]  # numbers of the optimizer's groups that are parts of one of Trainer's
+    # Numbers of the optimizer's groups that are parts of one of Trainer's
+    parts: list[list[int]] = [[], []]
     for number, names in enumerate(members):
         if set(names) <= set(with_decay):
             parts[0].append(number)
         elif set(names) <= set(without_decay):
             parts[1].append(number)
     is_divided = sum(map(len, parts)) == len(own)
-    if not is_divided or any(options[number] != options[part[0]] for part in parts for number in part):
-        return [_Group(names=members[number], options=options[number], number=number) for number in range(len(own))]
+    if not is_divided or any(
+        options[number] != options[part[0]] for part in parts for number in part
+    ):
+        return [
+            _Group(names=members[number], options=options[number], number=number)
+            for number in range(len(own))
+        ]
     known = {name for names in members for name in names}
     groups = []
-    for names, part, decay in zip((with_decay, without_decay), parts, (trainer.args.weight_decay, 0.0), strict=True):
+    for names, part, decay in zip(
+        (with_decay, without_decay), parts, (trainer.args.weight_decay, 0.0), strict=True
+    ):
         first = options[part[0]] if part else options[0] | {"weight_decay": decay}
         found = [name for name in names if name in known]
         groups.append(_Group(names=found, options=first, number=part[0] if part else 0))
@@ -318,7 +346,9 @@ class NativeLoading:
             return
         with tempfile.TemporaryDirectory() as copies:
             world_size = self._trainer.args.world_size
-            copy_first_rng_state(folder, Path(copies) / rng_name(self._trainer), world_size=world_size)
+            copy_first_rng_state(
+                folder, Path(copies) / rng_name(self._trainer), world_size=world_size
+            )
             self._load_rng_of_rank(copies)
 
     def load_best_model(self) -> None:
@@ -340,7 +370,9 @@ class NativeLoading:
         """
         if checkpoint not in self._readable:
             has_manifest = (Path(checkpoint) / MANIFEST_NAME).is_file()
-            is_readable = has_manifest and layout_of(read_manifest(checkpoint).strategy) == layout_of("native")
+            is_readable = has_manifest and layout_of(
+                read_manifest(checkpoint).strategy
+            ) == layout_of("native")
             readable: str | None = checkpoint
             if not is_readable:
                 readable = readable_checkpoint(self._trainer.args, checkpoint, strategy="native")
@@ -365,7 +397,8 @@ def _read(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: a tensor is missing, has another shape, or cannot be read.
     """
-    entries = read_dcp_metadata(checkpoint / FOLDER)  # nothing is unpickled before it has been checked
+    # Nothing is unpickled before it has been checked
+    entries = read_dcp_metadata(checkpoint / FOLDER)
     packed = read_parallel_metadata(checkpoint).packed
     wanted: dict[str, Pieces] = {}
     for name, tensor in tensors.items():
@@ -381,11 +414,17 @@ def _read(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     except PROGRAM_ERRORS:
         raise
     except Exception as error:  # a broken archive raises exceptions of any type
-        raise CheckpointError(f"{checkpoint / FOLDER} cannot be read: {str(error).splitlines()[0][:200]}") from error
+        raise CheckpointError(
+            f"{checkpoint / FOLDER} cannot be read: {str(error).splitlines()[0][:200]}"
+        ) from error
 
 
 def _pieces_to_read(
-    checkpoint: Path, entries: Mapping[str, Entry], packed: Mapping[str, int], name: str, tensor: torch.Tensor
+    checkpoint: Path,
+    entries: Mapping[str, Entry],
+    packed: Mapping[str, int],
+    name: str,
+    tensor: torch.Tensor,
 ) -> dict[str, Pieces]:
     """Return what this rank reads of a tensor, by name: `ParallelTrainer` stores a packed matrix in parts.
 
@@ -400,7 +439,9 @@ def _pieces_to_read(
     own = name.partition(".")[2]
     dim = packed.get(own, packed.get(own.rpartition(".")[0]))
     if not parts or dim is None:
-        raise CheckpointError(f"{checkpoint} does not hold this model: it has no '{own}'; resume with the model of it")
+        raise CheckpointError(
+            f"{checkpoint} does not hold this model: it has no '{own}'; resume with the model of it"
+        )
     found = {}
     start = 0
     for number in range(len(parts)):
@@ -408,7 +449,9 @@ def _pieces_to_read(
         shape = list(tensor.shape)
         shape[dim] //= len(parts)
         if part not in entries:
-            raise CheckpointError(f"{checkpoint}: {len(parts)} parts of '{own}' are stored, and part {number} is not")
+            raise CheckpointError(
+                f"{checkpoint}: {len(parts)} parts of '{own}' are stored, and part {number} is not"
+            )
         _check_entry(checkpoint, part, entries[part], torch.Size(shape))
         found[part] = whole.narrow(dim, start, shape[dim])
         start += shape[dim]
@@ -423,7 +466,11 @@ def _check_entry(checkpoint: Path, name: str, entry: Entry, shape: torch.Size) -
     """
     own = name.partition(".")[2]
     if entry.shape is not None and entry.shape != tuple(shape):
-        is_of_experts = len(shape) > 2 and len(entry.shape) == len(shape) and entry.shape[1:] == tuple(shape)[1:]
+        is_of_experts = (
+            len(shape) > 2
+            and len(entry.shape) == len(shape)
+            and entry.shape[1:] == tuple(shape)[1:]
+        )
         experts = f" ({entry.shape[0]} experts instead of {shape[0]})" if is_of_experts else ""
         raise CheckpointError(
             f"{checkpoint} does not hold this model: '{own}' has the shape {list(entry.shape)} there and "
@@ -432,7 +479,9 @@ def _check_entry(checkpoint: Path, name: str, entry: Entry, shape: torch.Size) -
         )
     stored = sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks)
     if entry.shape is None or stored != shape.numel():
-        raise CheckpointError(f"{checkpoint}: {stored} of the {shape.numel()} elements of '{own}' are stored")
+        raise CheckpointError(
+            f"{checkpoint}: {stored} of the {shape.numel()} elements of '{own}' are stored"
+        )
 
 
 def _load_optimizer(trainer: Trainer, checkpoint: Path) -> None:
@@ -445,7 +494,9 @@ def _load_optimizer(trainer: Trainer, checkpoint: Path) -> None:
         own, _, key = rest.rpartition(".")
         if kind == "optimizer":
             keys.setdefault(own, set()).add(key.partition(PART)[0])
-    is_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    is_on_device = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
     wanted: dict[str, torch.Tensor] = {}
     for full_name, parameter in _optimized(trainer):
         own = _stored_name(full_name)
@@ -453,7 +504,9 @@ def _load_optimizer(trainer: Trainer, checkpoint: Path) -> None:
         for key in sorted(keys.get(own, ())):
             entry = entries.get(f"optimizer.{own}.{key}")
             if entry is not None and entry.shape == ():
-                state[key] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+                state[key] = torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device if is_on_device else "cpu"
+                )
             else:
                 state[key] = torch.zeros_like(parameter.data)
             wanted[f"optimizer.{own}.{key}"] = state[key]

@@ -42,7 +42,9 @@ _MAX_VALUE_BYTES = 2**30
 """Longest value of a distributed checkpoint that is not a tensor, such as the position in the data."""
 _MAX_LATEST_BYTES = 4096
 _MAX_PATH = 4096
-_DTYPES = {name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
+_DTYPES = {
+    name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)
+}
 
 
 class _ForbiddenNameError(Exception):
@@ -156,13 +158,20 @@ def load_archive(path: Path, allowed: Iterable[tuple[type, str]] = ()) -> Any:
     try:
         with path.open("rb") as file:
             check_archive(file)
-        with torch.serialization.safe_globals(list(allowed)) if allowed else contextlib.nullcontext():
+        with (
+            torch.serialization.safe_globals(list(allowed)) if allowed else contextlib.nullcontext()
+        ):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}") from None
     except Exception as error:  # a broken archive raises exceptions of any type
-        first = next((line for line in str(error).splitlines() if "Unsupported" in line), str(error).split("\n")[0])
-        raise CheckpointError(f"{path} cannot be read without unpickling it: {first.strip()[:300]}") from None
+        first = next(
+            (line for line in str(error).splitlines() if "Unsupported" in line),
+            str(error).split("\n")[0],
+        )
+        raise CheckpointError(
+            f"{path} cannot be read without unpickling it: {first.strip()[:300]}"
+        ) from None
 
 
 # ---- The metadata of a torch distributed checkpoint
@@ -284,7 +293,9 @@ def read_dcp_metadata(folder: Path) -> dict[str, Entry]:
             f"{folder} is not a complete distributed checkpoint: it has no {METADATA_NAME}"
         ) from None
     except _ForbiddenNameError as error:
-        raise CheckpointError(f"{path} is refused: it would load '{error}', which no checkpoint needs") from None
+        raise CheckpointError(
+            f"{path} is refused: it would load '{error}', which no checkpoint needs"
+        ) from None
     except HostileFileError as error:
         raise CheckpointError(f"{path} is refused: {error}") from None
     except Exception as error:  # a broken pickle raises exceptions of any type
@@ -301,7 +312,9 @@ def _entries(found: Any) -> dict[str, Entry]:
     stored: dict[str, list[tuple[tuple[int, ...], Any]]] = {}
     for index, info in found.storage_data.items():
         offset = getattr(index, "offset", None)
-        stored.setdefault(_text(index.fqn), []).append((_size(offset) if offset is not None else (), info))
+        stored.setdefault(_text(index.fqn), []).append(
+            (_size(offset) if offset is not None else (), info)
+        )
     entries = {}
     for key, entry in found.state_dict_metadata.items():
         name = _text(key)
@@ -315,7 +328,9 @@ def _entries(found: Any) -> dict[str, Entry]:
             raise ValueError(f"'{name}' has {len(sizes)} pieces, of which {len(chunks)} are stored")
         if not isinstance(entry.properties.dtype, torch.dtype):
             raise ValueError(f"'{name}' has no dtype")
-        entries[name] = Entry(shape=_size(entry.size), dtype=entry.properties.dtype, chunks=tuple(chunks))
+        entries[name] = Entry(
+            shape=_size(entry.size), dtype=entry.properties.dtype, chunks=tuple(chunks)
+        )
     return entries
 
 
@@ -350,19 +365,40 @@ _CHECKPOINT_NAMES = {
     "collections": ("OrderedDict", "defaultdict"),
     **dict.fromkeys(
         ("builtins", "__builtin__"),
-        ("set", "frozenset", "slice", "complex", "bytearray", "list", "dict", "tuple", "int", "float", "bool"),
+        (
+            "set",
+            "frozenset",
+            "slice",
+            "complex",
+            "bytearray",
+            "list",
+            "dict",
+            "tuple",
+            "int",
+            "float",
+            "bool",
+        ),
     ),  # protocol 2 writes the second name
     "_codecs": ("encode",),  # how older protocols write bytes
     "numpy": ("dtype", "ndarray"),
     "numpy.dtypes": ("UInt32DType", "Int64DType", "Float64DType", "BoolDType"),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
-    "torch": ("Size", "device", "Tensor", "strided", "preserve_format", "contiguous_format", *_DTYPES),
+    "torch": (
+        "Size",
+        "device",
+        "Tensor",
+        "strided",
+        "preserve_format",
+        "contiguous_format",
+        *_DTYPES,
+    ),
     "torch._utils": (
         "_rebuild_tensor_v2",
         "_rebuild_parameter",
         "_rebuild_parameter_with_state",
-        "_rebuild_wrapper_subclass",  # allocates nothing; the classes that it may make are listed here too
+        # Allocates nothing; the classes that it may make are listed here too
+        "_rebuild_wrapper_subclass",
     ),
     # Tensors and parameters with attributes, as ZeRO-3 has them; torch's own list for `weights_only` has both names.
     "torch._tensor": ("_rebuild_from_type_v2",),
@@ -423,7 +459,9 @@ def check_pickles(checkpoint: Path, names: Iterable[str] | None = None) -> None:
         if path.name.endswith(METADATA_NAME) and path.name != METADATA_NAME:
             what = f"torch unpickles it where it cannot read {METADATA_NAME}, and no training writes it"
             raise CheckpointError(f"{path} is refused: {what}; do not use this checkpoint")
-        if path.name in _NEVER_LOADED or not (path.suffix in _SUFFIXES or path.name == METADATA_NAME):
+        if path.name in _NEVER_LOADED or not (
+            path.suffix in _SUFFIXES or path.name == METADATA_NAME
+        ):
             continue
         if path.name == METADATA_NAME:
             _check_distributed(path.parent)
@@ -446,7 +484,9 @@ def _check_archive(path: Path, start: int = 0, length: int | None = None) -> Non
             file.seek(start)
             stored: IO[bytes] = file if length is None else io.BytesIO(file.read(length))
             members = check_archive(stored)
-            pickled = next(member for member in members if member.filename.partition("/")[2] == PICKLE_MEMBER)
+            pickled = next(
+                member for member in members if member.filename.partition("/")[2] == PICKLE_MEMBER
+            )
             with zipfile.ZipFile(stored) as archive:
                 _RestrictedUnpickler(archive.read(pickled), _inert_placeholder, _Inert).load()
     except _ForbiddenNameError as error:
@@ -458,7 +498,9 @@ def _check_archive(path: Path, start: int = 0, length: int | None = None) -> Non
         raise CheckpointError(f"{path} is refused: {error}; do not use this checkpoint") from None
     except Exception as error:  # a broken pickle raises exceptions of any type
         reason = f"{type(error).__name__} {error}"
-        raise CheckpointError(f"{path} cannot be read as a {path.suffix or path.name} file: {reason}") from None
+        raise CheckpointError(
+            f"{path} cannot be read as a {path.suffix or path.name} file: {reason}"
+        ) from None
 
 
 def _check_distributed(folder: Path) -> None:

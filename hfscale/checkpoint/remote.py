@@ -63,7 +63,9 @@ class RemoteStore:
         MissingDependencyError: the package for this protocol is not installed.
     """
 
-    def __init__(self, url: str, *, attempts: int = _ATTEMPTS, first_pause_s: float = _FIRST_PAUSE_S) -> None:
+    def __init__(
+        self, url: str, *, attempts: int = _ATTEMPTS, first_pause_s: float = _FIRST_PAUSE_S
+    ) -> None:
         self.url = url.rstrip("/")
         self._attempts = attempts
         self._first_pause_s = first_pause_s
@@ -136,11 +138,14 @@ class RemoteStore:
         for file in manifest.files:
             self._retry("read", partial(self._get, name, file, temporary))
         verify(temporary)
-        for moved in archive(output_dir, after_step=step - 1):  # of this step or later, and none of them good
+        # Of this step or later, and none of them good
+        for moved in archive(output_dir, after_step=step - 1):
             logger.info("archived in favour of the checkpoint from %s: %s", self.url, moved)
         return temporary.rename(output_dir / name)
 
-    def rotate(self, *, limit: int | None, keep: str | None = None, temporary: Collection[int] = ()) -> list[int]:
+    def rotate(
+        self, *, limit: int | None, keep: str | None = None, temporary: Collection[int] = ()
+    ) -> list[int]:
         """Delete the oldest checkpoints beyond `limit`, as `store.rotate` does locally.
 
         Args:
@@ -225,7 +230,9 @@ class RemoteStore:
                 raise
             except Exception as error:
                 if attempt == self._attempts - 1:
-                    raise StorageError(f"{self.url} could not be {what}: {redacted_message(error)}") from None
+                    raise StorageError(
+                        f"{self.url} could not be {what}: {redacted_message(error)}"
+                    ) from None
                 time.sleep(self._first_pause_s * 2**attempt)
         raise AssertionError("unreachable")
 
@@ -240,7 +247,9 @@ def _open(url: str) -> tuple[Any, str]:
     protocol, separator, rest = url.partition("://")
     if not separator or not rest:
         raise ParameterError(
-            "remote", url, "give a URL like s3://bucket/run, hf://buckets/USER/BUCKET/run or file:///path"
+            "remote",
+            url,
+            "give a URL like s3://bucket/run, hf://buckets/USER/BUCKET/run or file:///path",
         )
     if "@" in rest.split("/", 1)[0] or "?" in rest:
         rule = (
@@ -258,7 +267,9 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError:
         if protocol in _FEATURES:
             require(_FEATURES[protocol])
-        raise MissingDependencyError(f"remote {url}: install the fsspec package for {protocol}://") from None
+        raise MissingDependencyError(
+            f"remote {url}: install the fsspec package for {protocol}://"
+        ) from None
     except ValueError:
         rule = f"fsspec does not know the protocol {protocol}://: use s3, gs, hf, file or memory"
         raise ParameterError("remote", url, rule) from None
@@ -268,7 +279,11 @@ def _open(url: str) -> tuple[Any, str]:
 def redacted_message(error: Exception) -> str:
     """Return the error in one line of at most 400 characters, without credentials that a store's error may quote."""
     text = " ".join(str(error).split())
-    shown = text if isinstance(error, StorageError | CheckpointError) else f"{type(error).__name__}: {text}"
+    shown = (
+        text
+        if isinstance(error, StorageError | CheckpointError)
+        else f"{type(error).__name__}: {text}"
+    )
     return redact(shown)[:400]
 
 
@@ -299,7 +314,9 @@ class Uploader:
         self.last_upload_s = 0.0
         """Seconds that the last copy took; 0 before the first."""
 
-    def offer(self, checkpoint: Path, best: str | None = None, temporary: Collection[int] = ()) -> None:
+    def offer(
+        self, checkpoint: Path, best: str | None = None, temporary: Collection[int] = ()
+    ) -> None:
         """Queue `checkpoint` for copying. It replaces one that is still waiting, because only the newest is needed.
 
         Args:
@@ -367,8 +384,14 @@ class Uploader:
                 self.store.rotate(limit=self.limit, keep=best, temporary=temporary)
         except Exception as error:
             if isinstance(error, PROGRAM_ERRORS):
-                logger.warning("%s was not copied because of a defect", checkpoint.name, exc_info=True)
-            count_failure(COPYING, self.store.url, StorageError(f"{checkpoint.name}: {redacted_message(error)}"))
+                logger.warning(
+                    "%s was not copied because of a defect", checkpoint.name, exc_info=True
+                )
+            count_failure(
+                COPYING,
+                self.store.url,
+                StorageError(f"{checkpoint.name}: {redacted_message(error)}"),
+            )
         finally:
             self._unlink(checkpoint)
 
@@ -391,7 +414,9 @@ def _link(checkpoint: Path, links: Path) -> Path:
     return target
 
 
-def fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None, exchanges: Exchanges) -> Path | None:
+def fetch_newer(
+    store: RemoteStore, output_dir: Path, local: Path | None, exchanges: Exchanges
+) -> Path | None:
     """Fetch the newest complete checkpoint of the store if it is newer than the local one, and return its local path.
 
     Every rank must call it. Rank 0 downloads first, then the first rank of each other node whose `output_dir` does not
@@ -414,7 +439,9 @@ def fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None, exchan
         CheckpointError: a rank does not see what was fetched; raised on every rank.
     """
     try:
-        step = exchanges.on_rank_0("fetch a newer checkpoint", lambda: _fetch_newer(store, output_dir, local))
+        step = exchanges.on_rank_0(
+            "fetch a newer checkpoint", lambda: _fetch_newer(store, output_dir, local)
+        )
         if step is None:
             return None
         fetched = output_dir / f"checkpoint-{step}"
@@ -457,7 +484,9 @@ def _fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None) -> in
         logger.info("fetched %s from %s", fetched.name, store.url)
         return step
     if steps and local is None:
-        raise CheckpointError(f"{store.url} has checkpoints, and none of them is complete and unchanged")
+        raise CheckpointError(
+            f"{store.url} has checkpoints, and none of them is complete and unchanged"
+        )
     return None
 
 

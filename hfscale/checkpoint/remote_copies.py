@@ -32,7 +32,8 @@ class RemoteCopies(ResetOnCopy):
 
     def __init__(self, url: str) -> None:
         self.store = RemoteStore(url)
-        self._newest: dict[Path, int] = {}  # by output directory, the step of what `fetch` has found
+        # By output directory, the step of what `fetch` has found
+        self._newest: dict[Path, int] = {}
         self._has_trained = False
         self._begin_run()
 
@@ -90,7 +91,13 @@ class RemoteCopies(ResetOnCopy):
             return 0  # `begin` reports it
 
     def begin(
-        self, run_dir: Path, state: TrainerState, *, limit: int | None, committed: str | None, below: str
+        self,
+        run_dir: Path,
+        state: TrainerState,
+        *,
+        limit: int | None,
+        committed: str | None,
+        below: str,
     ) -> None:
         """Archive what the store has of later steps, and offer it the checkpoint that the run starts from.
 
@@ -120,7 +127,8 @@ class RemoteCopies(ResetOnCopy):
             is_there = state.global_step in store.committed_steps()
         except StorageError as error:
             logger.warning(
-                "%s; training continues, and its checkpoints will be copied there when that is possible", error
+                "%s; training continues, and its checkpoints will be copied there when that is possible",
+                error,
             )
             return
         if committed is not None and is_there:

@@ -53,7 +53,9 @@ def why_not_resumable(checkpoint: Path, exchanges: Exchanges) -> str | None:
                 check_complete(checkpoint)
         except CheckpointError as error:
             problem = str(error)
-    problem = exchanges.combine("problems", problem, lambda found: next((text for text in found if text), None))
+    problem = exchanges.combine(
+        "problems", problem, lambda found: next((text for text in found if text), None)
+    )
     if problem is None and not has_manifest:
         logger.warning(
             "%s has no %s, as plain Trainer leaves it: all its files are there, but without hashes a changed byte is "
@@ -82,7 +84,9 @@ def check_pickles_on_all_ranks(checkpoint: Path, exchanges: Exchanges) -> None:
         if exchanges.rank == 0:
             check_links(checkpoint)
             known = recorded.files if recorded is not None else {}
-            check_pickles(checkpoint, [name for name in checkpoint_files(checkpoint) if name not in known])
+            check_pickles(
+                checkpoint, [name for name in checkpoint_files(checkpoint) if name not in known]
+            )
         if recorded is not None:
             check_pickles(checkpoint, recorded.share(exchanges.rank, exchanges.world_size))
 
@@ -127,7 +131,9 @@ def check_visible(path: Path, exchanges: Exchanges) -> None:
     """
     is_there = exchanges.on_rank_0("is there", path.is_file)
     sees = not is_there or wait_until_visible(path)
-    without = exchanges.combine("visible", sees, lambda ranks: [rank for rank, sees in enumerate(ranks) if not sees])
+    without = exchanges.combine(
+        "visible", sees, lambda ranks: [rank for rank, sees in enumerate(ranks) if not sees]
+    )
     if without:
         raise CheckpointError(
             f"rank {without[-1]} does not see {path.parent}, which rank 0 has read: put output_dir on storage that "
@@ -158,9 +164,16 @@ def check_complete(checkpoint: Path) -> None:
         folder = tag_folder(checkpoint)
         for kind in ("model", "optim"):
             if not any(folder.glob(f"*_{kind}_states.pt")):
-                raise CheckpointError(f"{checkpoint} is incomplete: {folder.name} has no *_{kind}_states.pt")
+                raise CheckpointError(
+                    f"{checkpoint} is incomplete: {folder.name} has no *_{kind}_states.pt"
+                )
     elif (checkpoint / MODEL_FOLDER).is_dir():
-        _check_has(checkpoint, f"optimizer_0/{METADATA_NAME}", f"{MODEL_FOLDER}/{METADATA_NAME}", _SCHEDULER)
+        _check_has(
+            checkpoint,
+            f"optimizer_0/{METADATA_NAME}",
+            f"{MODEL_FOLDER}/{METADATA_NAME}",
+            _SCHEDULER,
+        )
     else:
         _check_has(checkpoint, "optimizer.pt", _SCHEDULER)
         if not any(_has_weights(checkpoint, stem) for stem in _WEIGHTS):
@@ -201,10 +214,14 @@ def _has_weights(checkpoint: Path, stem: str) -> bool:
 def _check_length(path: Path) -> None:
     """Check that a file ends where its format says: a zip archive has its table at the end, DCP lists its pieces."""
     if path.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path.parent} is incomplete: {path.name} is not a complete file of torch.save")
+        raise CheckpointError(
+            f"{path.parent} is incomplete: {path.name} is not a complete file of torch.save"
+        )
     if path.name == METADATA_NAME:
         for entry in read_dcp_metadata(path.parent).values():
             for chunk in entry.chunks:
                 piece = path.parent / chunk.file
                 if not piece.is_file() or piece.stat().st_size < chunk.start + chunk.length:
-                    raise CheckpointError(f"{path.parent} is incomplete: {chunk.file} is missing or too short")
+                    raise CheckpointError(
+                        f"{path.parent} is incomplete: {chunk.file} is missing or too short"
+                    )

@@ -180,7 +180,8 @@ def _finish_renames(output_dir: Path) -> None:
         if (folder / UNFINISHED).is_dir():
             from hfscale.checkpoint.writer import finish_renames
 
-            with best_effort("renaming complete checkpoints", folder):  # the folder may be read-only
+            # The folder may be read-only
+            with best_effort("renaming complete checkpoints", folder):
                 finish_renames(folder)
 
 

@@ -23,7 +23,9 @@ _SINGLE_FILE = "rng_state.pth"
 _RANK_FILE = "rng_state_{}.pth"
 
 
-def write_rng_states(source: Path, folder: Path, *, world_size: int, same_on_all_ranks: bool = False) -> None:
+def write_rng_states(
+    source: Path, folder: Path, *, world_size: int, same_on_all_ranks: bool = False
+) -> None:
     """Write into `folder` the RNG states for `world_size` ranks, from those of the checkpoint `source`.
 
     Ranks that existed keep their states. The state of a new rank is derived from rank 0's state and its own number, so
@@ -73,7 +75,10 @@ def copy_rng_state(source: Path, target: Path, *, rank: int, world_size: int) ->
         return
     known = state["cuda"]
     own = known[rank % len(known)] if isinstance(known, list) else known
-    torch.save(state | {"numpy": _numpy_state(source, state), "cuda": _of_gpus(own, known, world_size)}, target)
+    torch.save(
+        state | {"numpy": _numpy_state(source, state), "cuda": _of_gpus(own, known, world_size)},
+        target,
+    )
 
 
 def copy_first_rng_state(checkpoint: Path, target: Path, *, world_size: int) -> None:
@@ -118,7 +123,8 @@ def derived_rng_state(first: Path, rank: int, *, world_size: int) -> dict[str, A
         "cpu": torch.Generator().manual_seed(seed).get_state(),
     }
     if "cuda" in known:
-        own = torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8).clone()  # seed and offset, eight bytes each
+        # Seed and offset, eight bytes each
+        own = torch.tensor([seed, 0], dtype=torch.int64).view(torch.uint8).clone()
         state["cuda"] = _of_gpus(own, known["cuda"], world_size)
     return state
 
@@ -136,7 +142,9 @@ def _numpy_state(path: Path, state: dict[str, Any]) -> tuple[Any, ...]:
         name, keys, *others = state["numpy"]
         return (name, np.frombuffer(keys.state[-1], dtype=np.uint32), *others)
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} has no state of NumPy's generator: {type(error).__name__}: {error}") from None
+        raise CheckpointError(
+            f"{path} has no state of NumPy's generator: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _of_gpus(own: torch.Tensor, known: Any, world_size: int) -> torch.Tensor | list[torch.Tensor]:

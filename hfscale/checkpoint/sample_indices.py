@@ -21,7 +21,9 @@ class StepSamples:
         accumulation (`int`): micro-batches of a step.
     """
 
-    def __init__(self, batches: dict[int, list[Any]], steps_per_pass: int, accumulation: int) -> None:
+    def __init__(
+        self, batches: dict[int, list[Any]], steps_per_pass: int, accumulation: int
+    ) -> None:
         self._batches = batches
         self._steps_per_pass = steps_per_pass
         self._accumulation = accumulation
@@ -37,7 +39,11 @@ class StepSamples:
         for number in [number for number in batches if number < first]:
             del batches[number]
         # A data loader reads ahead, so there are later batches too.
-        step = [batches[number] for number in range(first, first + self._accumulation) if number in batches]
+        step = [
+            batches[number]
+            for number in range(first, first + self._accumulation)
+            if number in batches
+        ]
         return [index for batch in step for index in batch]
 
 
@@ -57,9 +63,11 @@ def record_samples(adapter: TrainerAdapter, train_dataloader: Any) -> StepSample
         return None
     if args.ignore_data_skip and adapter.trainer.state.global_step:
         return None
-    loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)  # without Accelerate's part
+    # Without Accelerate's part
+    loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)
     sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None or isinstance(loader.dataset, IterableDataset):  # whose batch sampler yields no indices
+    # Whose batch sampler yields no indices
+    if sampler is None or isinstance(loader.dataset, IterableDataset):
         return None
     kind = type(sampler)
     batches = dict[int, list[Any]]()
@@ -77,4 +85,6 @@ def record_samples(adapter: TrainerAdapter, train_dataloader: Any) -> StepSample
         return None
     adapter.at_training_end(lambda: setattr(sampler, "__class__", kind))
     accumulation = args.gradient_accumulation_steps
-    return StepSamples(batches, max(1, math.ceil(len(train_dataloader) / accumulation)), accumulation)
+    return StepSamples(
+        batches, max(1, math.ceil(len(train_dataloader) / accumulation)), accumulation
+    )

@@ -44,7 +44,12 @@ from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.identity import identity_of
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.native import NativeState
-from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, open_to_subclass, unfinished_folder
+from hfscale.checkpoint.writer import (
+    CheckpointJob,
+    CheckpointWriter,
+    open_to_subclass,
+    unfinished_folder,
+)
 from hfscale.core import distributed
 from hfscale.core.activity import activity
 from hfscale.core.collectives import SAVING, TRAINING
@@ -127,7 +132,9 @@ class TrainerSaving:
         self._model = ModelState(trainer)
         self._fsdp = FsdpStateCopy(trainer) if self._strategy == "fsdp2" else None
         self._native = NativeState(trainer) if self._strategy == "native" else None
-        self._sharded: SelfSharded | None = trainer if is_parallel_trainer(trainer) else self._native
+        self._sharded: SelfSharded | None = (
+            trainer if is_parallel_trainer(trainer) else self._native
+        )
         self._deferred: DeferredWrites | None = None
         self.synchronous_because = None if asynchronous else "asynchronous is False"
         """Why training waits for each save; None if it does not."""
@@ -147,13 +154,19 @@ class TrainerSaving:
             if self.synchronous_because is None and self._strategy.startswith("zero"):
                 self._deferred = DeferredWrites(trainer, self._host_copy)
         trainer_writes = self.synchronous_because is not None or self._deferred is not None
-        self._processing_files = {} if trainer_writes or self._sharded is not None else processing_files(trainer)
+        self._processing_files = (
+            {} if trainer_writes or self._sharded is not None else processing_files(trainer)
+        )
 
     def _agree_with_other_ranks(self) -> None:
         """Wait for each save on all ranks if one must, and expect readers if one has any: callbacks may differ."""
         reasons = TRAINING.gather("start: saving", [self.synchronous_because, self.has_readers])
         if self.synchronous_because is None:
-            others = [f"{reason} (on rank {rank})" for rank, (reason, _) in enumerate(reasons) if reason is not None]
+            others = [
+                f"{reason} (on rank {rank})"
+                for rank, (reason, _) in enumerate(reasons)
+                if reason is not None
+            ]
             self.synchronous_because = others[0] if others else None
         self.has_readers = any(has_readers for _, has_readers in reasons)
 
@@ -201,7 +214,11 @@ class TrainerSaving:
         """Return why `save_optional` cannot save the complete state of this Trainer; None if it can."""
         if not self._is_complete:
             return "save_only_model leaves out the optimizer"
-        return f"{type(self._trainer).__name__} has its own {self._own_methods[0]}" if self._own_methods else None
+        return (
+            f"{type(self._trainer).__name__} has its own {self._own_methods[0]}"
+            if self._own_methods
+            else None
+        )
 
     def expected_bytes(self) -> int:
         """Return about how many bytes this rank writes: weights, and 12 bytes for each trained one in mixed precision.
@@ -212,7 +229,9 @@ class TrainerSaving:
         is_local = is_parallel_trainer(self._trainer)
         total = 0
         for parameter in model_of(self._trainer).parameters():
-            part = parameter.to_local() if is_local and isinstance(parameter, DTensor) else parameter
+            part = (
+                parameter.to_local() if is_local and isinstance(parameter, DTensor) else parameter
+            )
             size = getattr(parameter, "ds_numel", part.numel())
             total += size * (parameter.element_size() + 12 * parameter.requires_grad)
         return total if is_local else total // distributed.world_size()
@@ -238,7 +257,9 @@ class TrainerSaving:
         parts: dict[str, Any] = {"run_dir": run_dir, "is_optional": True, "on_commit": committed}
         if on_each_node:
             parts |= {"commits": self._trainer.args.local_process_index == 0, "is_shared": False}
-        if self._native is not None or (self._deferred is None and self.synchronous_because is None):
+        if self._native is not None or (
+            self._deferred is None and self.synchronous_because is None
+        ):
             with self._saved_on_each_node() if on_each_node else nullcontext():
                 job = self._job_of_copy(self._trainer.model, begun, is_optional=True)
         else:
@@ -261,8 +282,14 @@ class TrainerSaving:
 
     def _check_memory(self) -> None:
         """Change to saves for which training waits if a copy does not fit into host memory. All ranks must call it."""
-        if self.synchronous_because is None and self._deferred is None and not self._fits_in_memory():
-            self.synchronous_because = "a copy of its state does not fit into the host's free memory"
+        if (
+            self.synchronous_because is None
+            and self._deferred is None
+            and not self._fits_in_memory()
+        ):
+            self.synchronous_because = (
+                "a copy of its state does not fit into the host's free memory"
+            )
             logger.warning("training waits for each save: %s", self.synchronous_because)
 
     # --- in the background ------------------------------------------------------------------------------------------
@@ -282,17 +309,26 @@ class TrainerSaving:
                 trainer.store_flos()
                 if not is_optional:
                     _note_best(trainer, run_dir)
-            write, write_collectively = self._capture(processes_on_this_host() if is_optional else None)
-        except Exception as error:  # the other ranks must learn of it instead of waiting for this one
+            write, write_collectively = self._capture(
+                processes_on_this_host() if is_optional else None
+            )
+        except (
+            Exception
+        ) as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
-        return self._job(run_dir, begun, write=write, write_collectively=write_collectively, error=failed)
+        return self._job(
+            run_dir, begun, write=write, write_collectively=write_collectively, error=failed
+        )
 
     def _run_own_methods(self, model: Any, run_dir: Path) -> None:
         """Call the subclass's `_save_checkpoint` without what is written in the background.
 
         What its own methods write is written now, and so is `trainer_state.json`.
         """
-        with self._writing_to_unfinished(run_dir), self._adapter.methods_skipped(self._deferred_methods):
+        with (
+            self._writing_to_unfinished(run_dir),
+            self._adapter.methods_skipped(self._deferred_methods),
+        ):
             self._original(model, None)
         _note_best(self._trainer, run_dir)
         if self.commits:
@@ -309,7 +345,9 @@ class TrainerSaving:
     def _writes_own_model(self) -> bool:
         return any(name in _MODEL_METHODS for name in self._own_methods)
 
-    def _capture(self, ranks_per_node: int | None) -> tuple[Callable[[Path], None], Callable[[Path], None] | None]:
+    def _capture(
+        self, ranks_per_node: int | None
+    ) -> tuple[Callable[[Path], None], Callable[[Path], None] | None]:
         """Copy what the next step changes.
 
         Args:
@@ -329,7 +367,8 @@ class TrainerSaving:
         live = self._live_state()
         write_collectively = self._fsdp.take(ranks_per_node) if self._fsdp is not None else None
         write_saved_tensors = take_tensors(self._adapter.saved_tensors) if full else None
-        is_copied = self.synchronous_because is None  # otherwise it does not change until it has been written
+        # Otherwise it does not change until it has been written
+        is_copied = self.synchronous_because is None
         copied = self._host_copy.take(live) if is_copied else live
         if _SHARDS in copied:
             write_collectively = partial(_write_shards, copied[_SHARDS], ranks_per_node)
@@ -378,9 +417,13 @@ class TrainerSaving:
             return True
         with TRAINING.agreed("save: size"):
             live = self._live_state()
-            wanted = self._host_copy.bytes_to_allocate(live) + (self._fsdp.bytes() if self._fsdp is not None else 0)
+            wanted = self._host_copy.bytes_to_allocate(live) + (
+                self._fsdp.bytes() if self._fsdp is not None else 0
+            )
             each_rank_copies = self._fsdp is not None or _SHARDS in live
-            fits = fits_in_host_memory(wanted, copies=processes_on_this_host() if each_rank_copies else 1)
+            fits = fits_in_host_memory(
+                wanted, copies=processes_on_this_host() if each_rank_copies else 1
+            )
         self._has_fitted = TRAINING.maximum("save: memory", [float(not fits)])[0] == 0
         return self._has_fitted
 
@@ -411,7 +454,9 @@ class TrainerSaving:
                 _name_best(folder / TRAINER_STATE_NAME, trainer.state.best_model_checkpoint)
                 complete_checkpoint(trainer, folder, parameter_names(trainer))
             write_tensors = take_tensors(self._adapter.saved_tensors) if self._is_complete else None
-        except Exception as error:  # the other ranks must learn of it instead of waiting for this one
+        except (
+            Exception
+        ) as error:  # the other ranks must learn of it instead of waiting for this one
             failed = error
         writes: list[Callable[[Path], object]] = []
         if self._deferred is not None:
@@ -432,13 +477,17 @@ class TrainerSaving:
         They may read what they have written beside it, as ms-swift does with the first weights of PiSSA.
         """
         step = self._trainer.state.global_step
-        own = {"save_model" if name == "_save" else name for name in self._own_methods} - {"_save_checkpoint"}
+        own = {"save_model" if name == "_save" else name for name in self._own_methods} - {
+            "_save_checkpoint"
+        }
         folder = str(unfinished_folder(run_dir, step))
         with ExitStack() as stack:
             if self._own_methods:
                 stack.enter_context(open_to_subclass(run_dir, step, is_holder=self.commits))
                 stack.enter_context(
-                    self._adapter.folder_shown_as(sorted(own), folder, str(run_dir / Path(folder).name))
+                    self._adapter.folder_shown_as(
+                        sorted(own), folder, str(run_dir / Path(folder).name)
+                    )
                 )
             stack.enter_context(self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)))
             yield
@@ -458,7 +507,9 @@ class TrainerSaving:
             identity=self._identity,
             commits=args.should_save,
             is_shared=not args.save_on_each_node,
-            on_commit=lambda manifest: self._committed(target, manifest, best, time.monotonic() - begun),
+            on_commit=lambda manifest: self._committed(
+                target, manifest, best, time.monotonic() - begun
+            ),
             started_at=begun,
             **parts,
         )
@@ -497,14 +548,18 @@ def why_synchronous(trainer: Trainer, strategy: str) -> str | None:
         return f"{name}._save_checkpoint may read the files after Trainer has written them"
     if is_peft_model(trainer.model) and strategy != "native":
         model: Any = trainer.model
-        other_adapters = {str(config.peft_type.value) for config in model.peft_config.values()} - {"LORA"}
+        other_adapters = {str(config.peft_type.value) for config in model.peft_config.values()} - {
+            "LORA"
+        }
         if other_adapters:
             return f"adapters of type {min(other_adapters)} are made when they are written"
     readers = [name for name in map(_reader_of_saves, trainer.callback_handler.callbacks) if name]
     return f"{readers[0]}.on_save may read the checkpoint" if readers else None
 
 
-def _write_shards(copied: dict[str, dict[str, Any]], ranks_per_node: int | None, folder: Path) -> None:
+def _write_shards(
+    copied: dict[str, dict[str, Any]], ranks_per_node: int | None, folder: Path
+) -> None:
     """Write the shards as torch's distributed checkpoints; every rank must call it."""
     for name, tensors in copied.items():
         save_shards(tensors, folder / name, SAVING, ranks_per_node=ranks_per_node)
@@ -536,7 +591,9 @@ def _ends_with_trainers(kind: type) -> bool:
             return False
         last = function.body[-1]
         call = last.value if isinstance(last, ast.Expr | ast.Return) else None
-        if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(")._save_checkpoint"):
+        if not isinstance(call, ast.Call) or not ast.unparse(call.func).endswith(
+            ")._save_checkpoint"
+        ):
             return False
     return True
 
@@ -553,7 +610,11 @@ def _reader_of_saves(callback: TrainerCallback) -> str | None:
     if kind.on_save is TrainerCallback.on_save or kind.on_save.__module__.startswith("hfscale."):
         return None
     logs_model = os.environ.get("WANDB_LOG_MODEL", "").lower() == "checkpoint"
-    if kind.__module__.startswith("transformers.") and kind.__name__ in _ON_SAVE_READS_NOTHING and not logs_model:
+    if (
+        kind.__module__.startswith("transformers.")
+        and kind.__name__ in _ON_SAVE_READS_NOTHING
+        and not logs_model
+    ):
         return None
     return kind.__name__
 
@@ -578,4 +639,6 @@ def _name_best(trainer_state: Path, best: str | None) -> None:
     fields = json.loads(trainer_state.read_text(encoding="utf-8"))
     if fields["best_model_checkpoint"] != best:
         fields["best_model_checkpoint"] = best
-        trainer_state.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        trainer_state.write_text(
+            json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+        )

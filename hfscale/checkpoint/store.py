@@ -15,7 +15,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hfscale.checkpoint.manifest import FileRecord, Identity, Manifest, checkpoint_files, read_manifest, record_files
+from hfscale.checkpoint.manifest import (
+    FileRecord,
+    Identity,
+    Manifest,
+    checkpoint_files,
+    read_manifest,
+    record_files,
+)
 from hfscale.checkpoint.untrusted import check_links, check_no_link, read_json
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import flush, flush_folders, write_atomically
@@ -142,7 +149,9 @@ def verify(checkpoint: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1
             raise CheckpointError(f"{checkpoint} is corrupt: {name} is missing")
         length = path.stat().st_size
         if length != expected.bytes:
-            raise CheckpointError(f"{checkpoint} is corrupt: {name} has {length} bytes, not {expected.bytes}")
+            raise CheckpointError(
+                f"{checkpoint} is corrupt: {name} has {length} bytes, not {expected.bytes}"
+            )
         if FileRecord.of(path) != expected:
             raise CheckpointError(f"{checkpoint} is corrupt: the content of {name} has changed")
     return manifest
@@ -179,7 +188,9 @@ def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
     folder = Path(output_dir)
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()]
+    found = [
+        path for path in folder.iterdir() if CHECKPOINT_NAME.fullmatch(path.name) and path.is_dir()
+    ]
     return sorted((path for path in found if not is_link_to_unfinished(path)), key=checkpoint_step)
 
 
@@ -215,7 +226,9 @@ def checkpoint_step(checkpoint: Path) -> int:
 # ---- Archiving and deleting
 
 
-def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int | None = None) -> list[Path]:
+def archive(
+    output_dir: str | os.PathLike[str], *, after_step: int, limit: int | None = None
+) -> list[Path]:
     """Rename the checkpoints of later steps than `after_step` to `checkpoint-N.superseded`.
 
     A run that starts at `after_step` will write those steps again. If the old checkpoints stayed, the next relaunch
@@ -232,7 +245,8 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int |
         `list[Path]`: the new paths, in ascending order of N.
     """
     moved: list[Path] = []
-    for checkpoint in reversed(list_checkpoints(output_dir)):  # a crash must not leave the newest, which would be used
+    # A crash must not leave the newest, which would be used
+    for checkpoint in reversed(list_checkpoints(output_dir)):
         if checkpoint_step(checkpoint) > after_step:
             target = checkpoint.with_name(f"{checkpoint.name}{SUPERSEDED}")
             if target.exists():
@@ -250,7 +264,11 @@ def archive(output_dir: str | os.PathLike[str], *, after_step: int, limit: int |
 
 def list_archives(output_dir: str | os.PathLike[str]) -> list[Path]:
     """List every folder `checkpoint-N.superseded` of `output_dir`, in ascending order of N."""
-    found = [path for path in Path(output_dir).glob(f"checkpoint-*{SUPERSEDED}") if _ARCHIVE_NAME.fullmatch(path.name)]
+    found = [
+        path
+        for path in Path(output_dir).glob(f"checkpoint-*{SUPERSEDED}")
+        if _ARCHIVE_NAME.fullmatch(path.name)
+    ]
     return sorted(found, key=lambda path: checkpoint_step(path.with_suffix("")))
 
 
@@ -276,9 +294,16 @@ def rotate(
         `list[Path]`: the former paths of the deleted checkpoints.
     """
     checkpoints = {checkpoint_step(path): path for path in list_checkpoints(output_dir)}
-    best = next((step for step, path in checkpoints.items() if keep and path.resolve() == keep.resolve()), None)
-    incomplete = [step for step, path in checkpoints.items() if not (path / MANIFEST_NAME).is_file()]
-    steps = excess_steps(list(checkpoints), limit=limit, best=best, temporary=temporary, incomplete=incomplete)
+    best = next(
+        (step for step, path in checkpoints.items() if keep and path.resolve() == keep.resolve()),
+        None,
+    )
+    incomplete = [
+        step for step, path in checkpoints.items() if not (path / MANIFEST_NAME).is_file()
+    ]
+    steps = excess_steps(
+        list(checkpoints), limit=limit, best=best, temporary=temporary, incomplete=incomplete
+    )
     for step in steps:
         _try_to_delete(checkpoints[step])
     return [checkpoints[step] for step in steps if not checkpoints[step].exists()]
@@ -313,7 +338,9 @@ def excess_steps(
     if limit is None:
         return obsolete
     counted = [step for step in steps if step <= newest and (step not in temporary or step == best)]
-    kept = {step for step in counted if step == best} | set([step for step in counted if step in complete][-1:])
+    kept = {step for step in counted if step == best} | set(
+        [step for step in counted if step in complete][-1:]
+    )
     deletable = sorted(set(counted) - kept, key=lambda step: (step in complete, step))
     return sorted(obsolete + deletable[: max(len(counted) - limit, 0)])
 
@@ -331,7 +358,9 @@ def keep_only(output_dir: str | os.PathLike[str], checkpoint: Path) -> None:
                 _try_to_delete(other)
 
 
-def delete_newest(output_dir: str | os.PathLike[str], *, temporary: Collection[int], best: Path | None) -> None:
+def delete_newest(
+    output_dir: str | os.PathLike[str], *, temporary: Collection[int], best: Path | None
+) -> None:
     """Delete the newest checkpoint at the end of a run if it is temporary, not the best and not the only one.
 
     Args:
@@ -419,14 +448,20 @@ def inspect(path: Path, *, read_files: bool = True, archives: bool = False) -> l
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether the folder is one checkpoint, and not an output directory with several."""
-    return (path / MANIFEST_NAME).is_file() or ((path / "trainer_state.json").is_file() and not list_checkpoints(path))
+    return (path / MANIFEST_NAME).is_file() or (
+        (path / "trainer_state.json").is_file() and not list_checkpoints(path)
+    )
 
 
 def _best_name(checkpoints: list[Path]) -> str | None:
     for checkpoint in reversed(checkpoints):
         try:
             state = read_json(checkpoint / "trainer_state.json")
-            return Path(state["best_model_checkpoint"]).name if state.get("best_model_checkpoint") else None
+            return (
+                Path(state["best_model_checkpoint"]).name
+                if state.get("best_model_checkpoint")
+                else None
+            )
         except (OSError, ValueError, TypeError, AttributeError):
             continue
     return None
@@ -456,7 +491,8 @@ def _inspect(checkpoint: Path, best: str | None, read_files: bool) -> Checkpoint
 def _state_of(checkpoint: Path, read_files: bool) -> tuple[Manifest | None, str, str | None]:
     if _ARCHIVE_NAME.fullmatch(checkpoint.name):
         reason = (
-            f"archived by a launch that started at an earlier step; to use it again, remove {SUPERSEDED} from its name"
+            "archived by a launch that started at an earlier step; "
+            f"to use it again, remove {SUPERSEDED} from its name"
         )
         return _manifest_or_none(checkpoint), ARCHIVED, reason
     if not (checkpoint / MANIFEST_NAME).is_file():
@@ -486,13 +522,17 @@ def _compare_lengths(checkpoint: Path, manifest: Manifest) -> None:
         path = checkpoint / name
         length = path.stat().st_size if path.is_file() else None
         if length != record.bytes:
-            raise CheckpointError(f"{name} " + ("is missing" if length is None else f"has {length} bytes"))
+            raise CheckpointError(
+                f"{name} " + ("is missing" if length is None else f"has {length} bytes")
+            )
 
 
 # ---- The status of the run
 
 
-def write_status(output_dir: Path, status: str, *, step: int, checkpoint: str | None, reason: str | None) -> None:
+def write_status(
+    output_dir: Path, status: str, *, step: int, checkpoint: str | None, reason: str | None
+) -> None:
     """Write `hfscale_status.json`, from which schedulers and people see the state of a run.
 
     Call it on one process per run.

@@ -69,7 +69,8 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         self.remembered = 0
         """For how many of the last samples the position is remembered."""
         self._start: dict[str, Any] | None = None
-        self._before: dict[int, Callable[[], None]] = {}  # what is called before a sample is read, by its number
+        # What is called before a sample is read, by its number
+        self._before: dict[int, Callable[[], None]] = {}
         self._first_epoch = 0
         self._begin_pass()
 
@@ -129,17 +130,29 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         # A function that maps batches draws for all samples of a batch when the first one is read. If that is the next
         # one, the dataset maps the batch before it once more: then it begins a sample earlier.
         last = [draw for draw in self._draws if draw.number <= samples + 1][-1:]
-        drop = int(any(draw.number == samples + 1 for draw in last) and samples - 1 in self._positions)
+        drop = int(
+            any(draw.number == samples + 1 for draw in last) and samples - 1 in self._positions
+        )
         ahead = [draw for draw in self._draws if draw.number > samples + 1 and not draw.continues]
-        states = [*((samples + 1, draw.before) for draw in last), *((draw.number, draw.before) for draw in ahead)]
+        states = [
+            *((samples + 1, draw.before) for draw in last),
+            *((draw.number, draw.before) for draw in ahead),
+        ]
         try:
             state = json.loads(json.dumps(self._positions[samples - drop][0]))
         except TypeError:
             return None
-        return {"state": state, "next": after[1], "drop": drop, "read": self._count, "random": states}
+        return {
+            "state": state,
+            "next": after[1],
+            "drop": drop,
+            "read": self._count,
+            "random": states,
+        }
 
     def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is not None:  # a worker reads ahead by itself, and its position is not used
+        # A worker reads ahead by itself, and its position is not used
+        if get_worker_info() is not None:
             yield from super().__iter__()
             return
         start, self._start = self._start, None
@@ -233,7 +246,10 @@ def _set_random_states(states: dict[str, Any]) -> None:
 def _digest(sample: Any) -> str:
     """Return a hash by which a sample is recognised."""
     columns = sample.items() if isinstance(sample, dict) else enumerate([sample])
-    heads = [(name, value[:_COMPARED] if hasattr(value, "__getitem__") else value) for name, value in columns]
+    heads = [
+        (name, value[:_COMPARED] if hasattr(value, "__getitem__") else value)
+        for name, value in columns
+    ]
     return xxhash.xxh3_64_hexdigest(repr(heads).encode())
 
 
@@ -254,10 +270,12 @@ class StreamPosition(TrainerCallback):
         self._pass = 0  # of this training
         self._samples = self._steps = 0  # of this pass, taken before `_at_step`
         self._at_step = 0
-        self._begun_with = 0  # samples of the pass that another launch has taken; -1: the position is not known
+        # Samples of the pass that another launch has taken; -1: the position is not known
+        self._begun_with = 0
         self._resumed: str | None = None  # the checkpoint, until the first step
         self._must_load_rng_state = False
-        self._seed_state: dict[str, Any] = {}  # the random states with which the pass that workers read began
+        # The random states with which the pass that workers read began
+        self._seed_state: dict[str, Any] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -278,7 +296,8 @@ class StreamPosition(TrainerCallback):
         is_known = bool(position) and position.get("workers", 0) == workers
         dataset = kwargs["train_dataloader"].dataset
         if isinstance(dataset, datasets.IterableDataset) and dataset is not self.stream:
-            is_known = False  # Accelerate has given each process a part of the files (`dispatch_batches` false)
+            # Accelerate has given each process a part of the files (`dispatch_batches` false)
+            is_known = False
         resumed = None if args.ignore_data_skip else resumed_from()
         if resumed is None:
             return
@@ -294,11 +313,15 @@ class StreamPosition(TrainerCallback):
         self._begun_with = int(TRAINING.maximum("start: stream", [float(known_samples)])[0])
         if self._begun_with < 0:
             seen = state.global_step * batch
-            logger.info("the position in the stream is not known: the %d sequences already seen are read again", seen)
+            logger.info(
+                "the position in the stream is not known: the %d sequences already seen are read again",
+                seen,
+            )
             return
         self._resumed = resumed
         self._must_load_rng_state = True
-        self._adapter.set_argument("ignore_data_skip", True)  # in the first pass: Trainer would drop batches
+        # In the first pass: Trainer would drop batches
+        self._adapter.set_argument("ignore_data_skip", True)
         if workers:
             self._adapter.drop_batches(self._begun_with // batch * args.gradient_accumulation_steps)
         if is_known:
@@ -323,7 +346,8 @@ class StreamPosition(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._pass += 1
-        if self._resumed is not None and self._begun_with == 0:  # the loader draws its seed when a pass begins
+        # The loader draws its seed when a pass begins
+        if self._resumed is not None and self._begun_with == 0:
             self._adapter.load_rng_state(self._resumed)
         if self._resumed is None:
             self._samples = self._steps = 0
@@ -339,7 +363,8 @@ class StreamPosition(TrainerCallback):
         if self._resumed is None:
             return
         if self._begun_with > 0:
-            self._load_rng_state()  # unless the stream has called it; ranks that read nothing have no stream
+            # Unless the stream has called it; ranks that read nothing have no stream
+            self._load_rng_state()
         self._adapter.restore_argument("ignore_data_skip")
         self._resumed = None
 
@@ -351,14 +376,26 @@ class StreamPosition(TrainerCallback):
         if state.epoch is not None:  # Trainer counts from 0 where nothing is skipped
             state.epoch += self._first_pass + self._steps / state.max_steps
         saved = saved_state(state, "stream")
-        position = self._position_of_workers() if args.dataloader_num_workers else self.stream.position_after(samples)
+        position = (
+            self._position_of_workers()
+            if args.dataloader_num_workers
+            else self.stream.position_after(samples)
+        )
         saved.clear()
         if position is None:
             return
         if position["state"] is None:  # the next pass is to begin
-            saved |= {"pass": self._first_pass + self._pass + 1, "samples": 0, "steps": 0} | position
+            saved |= {
+                "pass": self._first_pass + self._pass + 1,
+                "samples": 0,
+                "steps": 0,
+            } | position
         else:
-            saved |= {"pass": self._first_pass + self._pass, "samples": samples, "steps": self._steps + steps}
+            saved |= {
+                "pass": self._first_pass + self._pass,
+                "samples": samples,
+                "steps": self._steps + steps,
+            }
             saved |= position
 
     def _position_of_workers(self) -> dict[str, Any]:

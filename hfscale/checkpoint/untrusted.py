@@ -108,7 +108,8 @@ def check_archive(file: IO[bytes]) -> list[zipfile.ZipInfo]:
         zipfile.BadZipFile: it is no archive.
     """
     file.seek(0)
-    if file.read(4) != b"PK\x03\x04":  # torch takes everything else for its format of before 2020, a bare pickle
+    # torch takes everything else for its format of before 2020, a bare pickle
+    if file.read(4) != b"PK\x03\x04":
         raise zipfile.BadZipFile("it does not begin as an archive of torch.save")
     start, count = _directory(file)
     with zipfile.ZipFile(file) as archive:
@@ -121,13 +122,19 @@ def check_archive(file: IO[bytes]) -> list[zipfile.ZipInfo]:
         raise HostileFileError("two of its members have the same name")
     for member, name in zip(members, names, strict=True):
         if not _MEMBER.fullmatch(name) or "\0" in member.orig_filename:
-            raise HostileFileError(f"it has a member '{member.filename[:80]}', which torch.save does not write")
+            raise HostileFileError(
+                f"it has a member '{member.filename[:80]}', which torch.save does not write"
+            )
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             raise HostileFileError(f"its member '{member.filename[:80]}' is compressed")
-        if member.extra and (member.extra[:2] != _ZIP64 or len(member.extra) != 4 + member.extra[2]):
+        if member.extra and (
+            member.extra[:2] != _ZIP64 or len(member.extra) != 4 + member.extra[2]
+        ):
             raise HostileFileError(f"its member '{member.filename[:80]}' has more than one size")
         if member.flag_bits & 1 or member.header_offset + member.file_size > start:
-            raise HostileFileError(f"its member '{member.filename[:80]}' is encrypted or outside of the file")
+            raise HostileFileError(
+                f"its member '{member.filename[:80]}' is encrypted or outside of the file"
+            )
     if PICKLE_MEMBER not in names:
         raise HostileFileError(f"it has no {PICKLE_MEMBER}")
     return members
@@ -147,7 +154,9 @@ def _directory(file: IO[bytes]) -> tuple[int, int]:
         end -= _LOCATOR_SIZE + _END64_SIZE
         if end < 0 or struct.unpack("<4sLQL", locator)[2] != end:
             raise HostileFileError("its zip64 record is not where it belongs")
-        signature, length, *_, count, size, start = struct.unpack("<4sQ2H2L4Q", _read(file, end, _END64_SIZE))
+        signature, length, *_, count, size, start = struct.unpack(
+            "<4sQ2H2L4Q", _read(file, end, _END64_SIZE)
+        )
         if signature != _END64 or length != _END64_SIZE - 12:
             raise HostileFileError("its zip64 record is not where it belongs")
     if start + size != end:
@@ -188,7 +197,9 @@ def _simple_opcodes() -> re.Pattern[bytes]:
     for opcode in opcodes:
         length = opcode.arg.n if opcode.arg is not None else 0
         if length not in _LENGTHS and opcode.name not in ("PUT", "LONG_BINPUT", "STOP"):
-            codes.setdefault(_argument_pattern(opcode), []).append(re.escape(opcode.code.encode("latin-1")))
+            codes.setdefault(_argument_pattern(opcode), []).append(
+                re.escape(opcode.code.encode("latin-1"))
+            )
     kinds = [b"[" + b"".join(code) + b"]" + argument for argument, code in codes.items()]
     return re.compile(b"(?:" + b"|".join(kinds) + b")*+", re.DOTALL)
 

@@ -177,7 +177,9 @@ class CheckpointWriter:
     @property
     def remaining_s(self) -> float:
         """Seconds until the save in flight is committed if it takes as long as the last one; 0 if there is none."""
-        return max(self._started_at + self._last_s - time.monotonic(), 0.0) if self.in_flight else 0.0
+        return (
+            max(self._started_at + self._last_s - time.monotonic(), 0.0) if self.in_flight else 0.0
+        )
 
     @property
     def has_failed(self) -> bool:
@@ -199,7 +201,10 @@ class CheckpointWriter:
         _last_writers[job.run_dir.resolve()] = self
         # A daemon thread: the callers that know how long they may wait do so before the process ends.
         self._thread = threading.Thread(
-            target=self._run_in_thread, args=(job, current_gpu()), name="hfscale-checkpoint", daemon=True
+            target=self._run_in_thread,
+            args=(job, current_gpu()),
+            name="hfscale-checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -217,7 +222,8 @@ class CheckpointWriter:
     def _begin(self, job: CheckpointJob) -> None:
         self.wait()
         for other in _last_writers.values():
-            if other.in_flight:  # of a training that an exception ended: it exchanges on the same channel
+            # Of a training that an exception ended: it exchanges on the same channel
+            if other.in_flight:
                 other.wait_without_raising()
         _exchange("save: state is copied", job, job.error)
 
@@ -327,7 +333,9 @@ def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[N
         raise
     finally:
         # Another rank may still be writing through the link.
-        TRAINING.combine_outcomes("save: link is not used any more", None, lambda _: None, error=failed)
+        TRAINING.combine_outcomes(
+            "save: link is not used any more", None, lambda _: None, error=failed
+        )
         _open_to_subclass.discard(run_dir.resolve())
         if is_holder:
             target.unlink()
@@ -335,7 +343,8 @@ def open_to_subclass(run_dir: Path, step: int, *, is_holder: bool) -> Iterator[N
 
 def _replaced(folder: Path) -> Path:
     """Return where the earlier save of a step is until the one in the unfinished `folder` has replaced it."""
-    return folder.with_name(f"{_REPLACED}{folder.name}")  # Trainer's own rotation takes `checkpoint-*`
+    # Trainer's own rotation takes `checkpoint-*`
+    return folder.with_name(f"{_REPLACED}{folder.name}")
 
 
 def finish_renames(run_dir: Path) -> list[Path]:
@@ -363,7 +372,11 @@ def finish_renames(run_dir: Path) -> list[Path]:
     for folder in left:
         name = folder.name.removeprefix(_REPLACED)
         target = run_dir / name
-        if CHECKPOINT_NAME.fullmatch(name) and (folder / MANIFEST_NAME).is_file() and not target.exists():
+        if (
+            CHECKPOINT_NAME.fullmatch(name)
+            and (folder / MANIFEST_NAME).is_file()
+            and not target.exists()
+        ):
             with suppress(FileNotFoundError):  # another rank has renamed it already
                 folder.rename(target)
                 renamed.append(target)
@@ -412,7 +425,10 @@ def _write_and_commit(job: CheckpointJob) -> None:
 
 
 def _exchange(
-    name: str, job: CheckpointJob, problem: Exception | None, files: Mapping[str, FileRecord] | None = None
+    name: str,
+    job: CheckpointJob,
+    problem: Exception | None,
+    files: Mapping[str, FileRecord] | None = None,
 ) -> dict[str, FileRecord]:
     """Stop all ranks if one has a problem; return the file records of all ranks on rank 0, and no others elsewhere.
 
@@ -434,7 +450,9 @@ def _exchange(
     def first_failure(rows: list[Any]) -> Any:
         for _, of_rank in rows:
             records.update({name: FileRecord(**record) for name, record in of_rank.items()})
-        failed = [number for number, (outcome, _) in enumerate(rows) if outcome["problem"] is not None]
+        failed = [
+            number for number, (outcome, _) in enumerate(rows) if outcome["problem"] is not None
+        ]
         failed.sort(key=lambda number: rows[number][0]["is_of_another_rank"])
         defects = [number for number in failed if rows[number][0]["fix"] is None]
         return next(([number, rows[number][0]] for number in [*defects, *failed]), None)
@@ -520,7 +538,8 @@ def _commit(job: CheckpointJob, records: dict[str, FileRecord]) -> None:
     )
     flush_folders(job.folder)
     write_atomically(job.folder / MANIFEST_NAME, manifest.to_json())
-    if job.target.exists():  # the same step is saved twice, for example by save_steps and at the end of an epoch
+    # The same step is saved twice, for example by save_steps and at the end of an epoch
+    if job.target.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         job.target.rename(replaced)
     job.folder.rename(job.target)

@@ -44,7 +44,9 @@ _settlers: dict[int, Callable[[float], None]] = {}
 _listened = 0
 
 
-def listen(listener: Callable[[Alarm], None], settle: Callable[[float], None] | None = None) -> Callable[[], None]:
+def listen(
+    listener: Callable[[Alarm], None], settle: Callable[[float], None] | None = None
+) -> Callable[[], None]:
     """Pass every later alarm of this process to a listener, in the thread that raises it.
 
     Args:
@@ -106,4 +108,9 @@ def raise_end(status: str, step: int, reason: str | None) -> None:
     """
     levels: dict[str, Level] = {"completed": "note", "failed": "error"}
     why = f": {reason}" if reason else ""
-    raise_alarm(END, f"the run is {status} at step {step}{why}", step=step, level=levels.get(status, "warning"))
+    raise_alarm(
+        END,
+        f"the run is {status} at step {step}{why}",
+        step=step,
+        level=levels.get(status, "warning"),
+    )

@@ -24,7 +24,9 @@ _warned: dict[tuple[str, str], tuple[float, int]] = {}
 
 
 @contextmanager
-def best_effort(work: str, where: object, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+def best_effort(
+    work: str, where: object, errors: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[None]:
     """Count and log an error of the code inside, and continue after it.
 
     Args:
@@ -55,7 +57,13 @@ def count_failure(work: str, where: object, error: Exception) -> None:
     if is_due:
         more = f", and {since} more since the last warning" if since else ""
         text = redact(" ".join(str(error).split()))[:400]
-        logger.warning("%s failed at %s: %s%s; continuing without it", work, where, text or type(error).__name__, more)
+        logger.warning(
+            "%s failed at %s: %s%s; continuing without it",
+            work,
+            where,
+            text or type(error).__name__,
+            more,
+        )
 
 
 def take_counts() -> dict[str, int]:

@@ -83,7 +83,9 @@ def remove_abandoned_locks(environ: Mapping[str, str]) -> None:
         # Another run may have removed the file meanwhile and have taken the lock itself.
         if _is_abandoned(path) and _identity(path) == identity:
             path.unlink(missing_ok=True)
-            logger.warning("removed %s: the process that held it while it loaded an extension has ended", path)
+            logger.warning(
+                "removed %s: the process that held it while it loaded an extension has ended", path
+            )
 
 
 def lock_finding(path: str, host: str) -> Finding:

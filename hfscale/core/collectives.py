@@ -81,7 +81,8 @@ class Channel(Exchanges):
 
     def _connect(self) -> Tree:
         """Return the tree; it is created at the first call after the default group."""
-        if self._tree is None or self._world is not dist.group.WORLD:  # the old default group was destroyed
+        # The old default group was destroyed
+        if self._tree is None or self._world is not dist.group.WORLD:
             self._world, self._pending = dist.group.WORLD, None
             self._tree = Tree.over_all_ranks(self.timeout)
         return self._tree
@@ -140,7 +141,12 @@ class Channel(Exchanges):
         return table
 
     def combine_numbers(
-        self, name: str, numbers: Sequence[float], function: Callable[[torch.Tensor], Any], *, shared: int = 0
+        self,
+        name: str,
+        numbers: Sequence[float],
+        function: Callable[[torch.Tensor], Any],
+        *,
+        shared: int = 0,
     ) -> tuple[torch.Tensor, Any]:
         """Return the first numbers of each rank, and `function(table)`, which is called on rank 0 only, on every rank.
 
@@ -228,7 +234,12 @@ class Channel(Exchanges):
         wait_for_arrivals(name, lambda: store.check(keys), missing, _ARRIVAL_POLL_S, timeout_s)
 
     def combine_outcomes(
-        self, name: str, outcome: Any, function: Callable[[list[Any]], Any], *, error: Exception | None
+        self,
+        name: str,
+        outcome: Any,
+        function: Callable[[list[Any]], Any],
+        *,
+        error: Exception | None,
     ) -> Any:
         """Combine the outcomes of what every rank has just done, where it may have failed on some, as `combine` does.
 
@@ -247,7 +258,12 @@ class Channel(Exchanges):
         return self.combine(name, outcome, function)
 
     def distribute(
-        self, name: str, value: Any, function: Callable[[list[Any]], list[Any]], *, error: Exception | None = None
+        self,
+        name: str,
+        value: Any,
+        function: Callable[[list[Any]], list[Any]],
+        *,
+        error: Exception | None = None,
     ) -> Any:
         """Return this rank's item of `function(values of all ranks)`, which is called on rank 0 only.
 
@@ -285,7 +301,8 @@ class Channel(Exchanges):
         store = self._store() if is_distributed() else None
         if store is None:
             return
-        if self._arrived is not None and rank() == 0:  # all ranks have left the exchange that it was for
+        # All ranks have left the exchange that it was for
+        if self._arrived is not None and rank() == 0:
             store.delete_key(self._arrived)
         self._arrived = key = f"arrived/{self._entered}"
         store.add(key, 1)
@@ -371,13 +388,18 @@ class Channel(Exchanges):
         store.set(keys[rank()], name)
         until = time.monotonic() + timeout_s
         while not store.check(keys) and time.monotonic() < until:
-            time.sleep(0.001)  # `store.wait` would block the other threads of this process that use the store
+            # `store.wait` would block the other threads of this process that use the store
+            time.sleep(0.001)
         names = [store.get(key).decode() if store.check([key]) else None for key in keys]
         absent = [number for number, other in enumerate(names) if other is None]
         if absent:
-            raise RuntimeError(f"{exchange}: rank {rank()} is in {name!r}, ranks {absent} in none after {timeout_s} s")
+            raise RuntimeError(
+                f"{exchange}: rank {rank()} is in {name!r}, ranks {absent} in none after {timeout_s} s"
+            )
         if set(names) != {name}:
-            raise RuntimeError(f"{exchange}: the ranks are in different exchanges: {dict(enumerate(names))}")
+            raise RuntimeError(
+                f"{exchange}: the ranks are in different exchanges: {dict(enumerate(names))}"
+            )
 
 
 class Replicas:

@@ -23,7 +23,10 @@ _DEEPSPEED_FILE = re.compile(r"^( *deepspeed_config_file: *)(\S+)", re.MULTILINE
 
 Name = Annotated[
     str,
-    typer.Argument(metavar="NAME", help="A config as `list` prints it, or its file name with or without extension."),
+    typer.Argument(
+        metavar="NAME",
+        help="A config as `list` prints it, or its file name with or without extension.",
+    ),
 ]
 
 
@@ -31,7 +34,10 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="One JSON array."
     """List the shipped configs."""
     configs = list_configs()
     if as_json:
-        rows = [{"name": config.name, "kind": config.kind, "summary": config.summary} for config in configs]
+        rows = [
+            {"name": config.name, "kind": config.kind, "summary": config.summary}
+            for config in configs
+        ]
         print(json.dumps(rows))
         return
     width = max(len(config.name) for config in configs)
@@ -39,16 +45,24 @@ def list_(as_json: Annotated[bool, typer.Option("--json", help="One JSON array."
         print(f"{config.name:{width}}  {config.summary}")
 
 
-def show(name: Name, as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> None:
+def show(
+    name: Name, as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False
+) -> None:
     """Print a config."""
     config = _find(name)
     text = config.path.read_text(encoding="utf-8")
-    print(json.dumps({"name": config.name, "kind": config.kind, "text": text}) if as_json else text.rstrip("\n"))
+    print(
+        json.dumps({"name": config.name, "kind": config.kind, "text": text})
+        if as_json
+        else text.rstrip("\n")
+    )
 
 
 def copy(
     name: Name,
-    dest: Annotated[Path, typer.Argument(metavar="[DEST]", help="A folder, or the path of a new file.")] = Path(),
+    dest: Annotated[
+        Path, typer.Argument(metavar="[DEST]", help="A folder, or the path of a new file.")
+    ] = Path(),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
 ) -> None:
     """Copy a config to your own project, with the DeepSpeed JSON file that it refers to, in a folder ds_configs.
@@ -57,7 +71,9 @@ def copy(
     launch/slurm, is copied into a folder launch of DEST, with the other folders that its files use.
     """
     if launch_files := find_launch_files(name):
-        _copy_launch_files({dest / config.name: config.path for config in launch_files}, force=force)
+        _copy_launch_files(
+            {dest / config.name: config.path for config in launch_files}, force=force
+        )
         return
     config = _find(name)
     target = dest / config.path.name if dest.is_dir() else dest
@@ -65,7 +81,9 @@ def copy(
     if config.kind == "accelerate":
         copies |= _with_deepspeed_files(copies[target], target)
     for copied, text in copies.items():
-        is_same = copied.is_file() and copied != target and copied.read_text(encoding="utf-8") == text
+        is_same = (
+            copied.is_file() and copied != target and copied.read_text(encoding="utf-8") == text
+        )
         if copied.exists() and not force and not is_same:
             raise UsageError(f"{copied} exists: give another DEST, or --force to overwrite it")
     for copied, text in copies.items():
@@ -83,7 +101,10 @@ def _find(name: str) -> ShippedConfig:
     config = find_config(name)
     others = others_named(config, name)
     if others:
-        print(f"hfscale: {name} is {config.name}; of the same name: {', '.join(others)}", file=sys.stderr)
+        print(
+            f"hfscale: {name} is {config.name}; of the same name: {', '.join(others)}",
+            file=sys.stderr,
+        )
     return config
 
 

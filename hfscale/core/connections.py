@@ -98,7 +98,8 @@ class Connection:
         try:
             proof = self._receive(_PROOF_BYTES, until)
         except ConnectionError:
-            if not is_server:  # a server sends its proof whatever the client knows: this one has just ended
+            # A server sends its proof whatever the client knows: this one has just ended
+            if not is_server:
                 raise
             raise WrongTokenError("it has refused the token") from None
         if not hmac.compare_digest(proof, hmac.digest(token, roles[1] + other + own, "sha256")):
@@ -127,13 +128,16 @@ class Connection:
         content = memoryview(payload).cast("B")
         try:
             for part in (memoryview(_LENGTHS.pack(len(text), len(content)) + text), content):
-                for start in range(0, len(part), _CHUNK_BYTES):  # the time-out of a socket is that of one call
+                # The time-out of a socket is that of one call
+                for start in range(0, len(part), _CHUNK_BYTES):
                     self._send(part[start : start + _CHUNK_BYTES])
         except OSError:
             self.close()
             raise
 
-    def receive(self, max_payload_bytes: int = 0, *, patient: bool = False) -> tuple[dict[str, Any], bytearray]:
+    def receive(
+        self, max_payload_bytes: int = 0, *, patient: bool = False
+    ) -> tuple[dict[str, Any], bytearray]:
         """Receive a message.
 
         Args:
@@ -219,7 +223,11 @@ class Acceptor:
     """
 
     def __init__(
-        self, listener: socket.socket, token: bytes, serve: Callable[[Connection], None], **limits: int
+        self,
+        listener: socket.socket,
+        token: bytes,
+        serve: Callable[[Connection], None],
+        **limits: int,
     ) -> None:
         self._listener = listener
         self._token = token
@@ -227,7 +235,9 @@ class Acceptor:
         self._limits = limits
         self._lock = threading.Lock()
         self._unproven: list[socket.socket] = []  # the oldest first
-        self._max_unproven = max(1, min(_MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._max_unproven = max(
+            1, min(_MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        )
 
     def run(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Accept connections until the listener is shut down, or until `is_over()`.
@@ -267,7 +277,8 @@ class Acceptor:
 
     def _make_room(self, error: Exception) -> None:
         """Close the oldest connection without a proof if files or threads are used up, and wait a moment."""
-        if isinstance(error, OSError) and error.errno not in _IN_SHORT_SUPPLY:  # the other end was faster
+        # The other end was faster
+        if isinstance(error, OSError) and error.errno not in _IN_SHORT_SUPPLY:
             return
         count_failure("accepting connections", self._listener.getsockname(), error)
         with self._lock:
@@ -304,4 +315,5 @@ def _set_keep_alive(connected: socket.socket, lost_after_s: int) -> None:
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_s)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEP_ALIVE_PROBES)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * lost_after_s)  # of what it was sent
+    # Of what it was sent
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * lost_after_s)

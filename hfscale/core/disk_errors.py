@@ -36,7 +36,9 @@ def writing(target: object, fix: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{target} cannot be written: {error.strerror or error}; {fix}") from None
+        raise StorageError(
+            f"{target} cannot be written: {error.strerror or error}; {fix}"
+        ) from None
 
 
 def is_failed_torch_write(message: str) -> bool:
@@ -78,7 +80,9 @@ def storage_error(error: BaseException) -> StorageError | None:
                 "relaunch the same command"
             )
         if code in NOT_WRITABLE and (name or found):  # without a file it may be a socket
-            return StorageError(f"no access{where}: {os.strerror(code)}: make it writable, then relaunch the command")
+            return StorageError(
+                f"no access{where}: {os.strerror(code)}: make it writable, then relaunch the command"
+            )
     return None
 
 
@@ -94,4 +98,6 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 def _error_number(error: BaseException) -> tuple[int | None, bool]:
     """Return the operating system's error number, if there is one, and whether it is a part of the message."""
     found = _ERRNO_IN_TEXT.search(str(error))
-    return getattr(error, "errno", None) or (int(found[1] or found[2]) if found else None), found is not None
+    return getattr(error, "errno", None) or (
+        int(found[1] or found[2]) if found else None
+    ), found is not None

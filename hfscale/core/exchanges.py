@@ -160,7 +160,11 @@ class StoreExchanges(Exchanges):
     def arrive(self, name: str, *, timeout_s: float) -> None:
         topic = self._write(name, None)
         wait_for_arrivals(
-            name, lambda: self._store.is_complete(topic), lambda: self._missing(topic), self._store.poll_s, timeout_s
+            name,
+            lambda: self._store.is_complete(topic),
+            lambda: self._missing(topic),
+            self._store.poll_s,
+            timeout_s,
         )
 
     def _write(self, name: str, value: Any) -> str:
@@ -179,7 +183,11 @@ class StoreExchanges(Exchanges):
 
 
 def wait_for_arrivals(
-    name: str, is_complete: Callable[[], bool], missing: Callable[[], list[int]], poll_s: float, timeout_s: float
+    name: str,
+    is_complete: Callable[[], bool],
+    missing: Callable[[], list[int]],
+    poll_s: float,
+    timeout_s: float,
 ) -> None:
     """Wait until all ranks have come; say after half a minute which have not.
 
@@ -214,12 +222,18 @@ def first_failure(outcomes: list[Any]) -> tuple[int, Any] | None:
     Args:
         outcomes (`list`): what each rank's error is described by, None for a rank without one.
     """
-    return next(((number, outcome) for number, outcome in enumerate(outcomes) if outcome is not None), None)
+    return next(
+        ((number, outcome) for number, outcome in enumerate(outcomes) if outcome is not None), None
+    )
 
 
 def describe_error(error: Exception) -> tuple[str, tuple[Any, ...], str]:
     """Return the type, the values and the traceback of an error, for the other ranks."""
-    values = (error.errno, error.strerror, str(error.filename)) if isinstance(error, OSError) else (str(error),)
+    values = (
+        (error.errno, error.strerror, str(error.filename))
+        if isinstance(error, OSError)
+        else (str(error),)
+    )
     # The other ranks get the message, from which a ParameterError cannot be made.
     kind = errors.UsageError if isinstance(error, errors.ParameterError) else type(error)
     return kind.__name__, values, "".join(traceback.format_exception(error))

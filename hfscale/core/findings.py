@@ -82,7 +82,9 @@ def rank_error(check: str, rank: int, hosts: Mapping[int, str], problem: str, fi
         problem (`str`): what is wrong.
         fix (`str`): how to fix it.
     """
-    return Finding(level="error", check=check, problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank))
+    return Finding(
+        level="error", check=check, problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank)
+    )
 
 
 def corruption_errors(
@@ -102,7 +104,9 @@ def corruption_errors(
         own = [rank for rank in ranks if hosts[rank] == host]
         fix = f"take {host} out of the run, and resume from an earlier checkpoint"
         text = problem(own[0], name_ranks(own))
-        found.append(Finding(level="error", check=check, problem=text, fix=fix, ranks=tuple(own), host=host))
+        found.append(
+            Finding(level="error", check=check, problem=text, fix=fix, ranks=tuple(own), host=host)
+        )
     return found
 
 
@@ -114,7 +118,9 @@ def name_ranks(ranks: Iterable[int], host: str | None = None) -> str:
         host (`str`, *optional*): the host of these ranks.
     """
     listed = sorted(ranks)
-    names = ", ".join(map(str, listed[:8])) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    names = ", ".join(map(str, listed[:8])) + (
+        f" and {len(listed) - 8} more" if len(listed) > 8 else ""
+    )
     return f"rank{'s' if len(listed) > 1 else ''} {names}" + (f" ({host})" if host else "")
 
 
@@ -125,7 +131,9 @@ def has_errors(findings: Iterable[Finding]) -> bool:
 
 def blamed_hosts(findings: Iterable[Finding]) -> list[str]:
     """Return the hosts that errors among the findings name, each once, in alphabetical order."""
-    return sorted({finding.host for finding in findings if finding.level == "error" and finding.host})
+    return sorted(
+        {finding.host for finding in findings if finding.level == "error" and finding.host}
+    )
 
 
 def limit_findings(findings: list[Finding], most: int = 64) -> list[Finding]:
@@ -137,11 +145,16 @@ def limit_findings(findings: list[Finding], most: int = 64) -> list[Finding]:
     """
     if len(findings) <= most:
         return findings
-    ordered = sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.level))
+    ordered = sorted(
+        findings, key=lambda finding: ("error", "warning", "note").index(finding.level)
+    )
     kept, left_out = ordered[: most - 1], ordered[most - 1 :]
     ranks = tuple(sorted({rank for finding in left_out for rank in finding.ranks}))
     problem = f"{len(left_out)} further findings like those before"
-    return [*kept, Finding(level=left_out[0].level, check=left_out[0].check, problem=problem, ranks=ranks)]
+    return [
+        *kept,
+        Finding(level=left_out[0].level, check=left_out[0].check, problem=problem, ranks=ranks),
+    ]
 
 
 def join_errors(findings: Iterable[Finding]) -> str:
@@ -151,4 +164,6 @@ def join_errors(findings: Iterable[Finding]) -> str:
 
 def join_findings(findings: list[Finding]) -> str:
     """Return the first four findings in one line; the others are counted."""
-    return "; ".join(map(str, findings[:4])) + (f"; and {len(findings) - 4} more" if len(findings) > 4 else "")
+    return "; ".join(map(str, findings[:4])) + (
+        f"; and {len(findings) - 4} more" if len(findings) > 4 else ""
+    )

@@ -35,7 +35,9 @@ def require_positive(arguments: object, *names: str) -> None:
     Raises:
         ParameterError: a field is not greater than 0.
     """
-    for name in names or [name for name, value in vars(arguments).items() if type(value) in (int, float)]:
+    for name in names or [
+        name for name, value in vars(arguments).items() if type(value) in (int, float)
+    ]:
         value = getattr(arguments, name)
         if value is not None and not value > 0:  # so that nan does not pass
             raise ParameterError(name, value, "it must be greater than 0")
@@ -76,7 +78,9 @@ def parameters_are_flags(**flags: str) -> Iterator[None]:
         yield
     except ParameterError as error:
         flag = flags.get(error.parameter, error.parameter)
-        raise UsageError(f"--{flag} is {plain_value(error.value)}: {_with_flags(error.rule, flags)}") from error
+        raise UsageError(
+            f"--{flag} is {plain_value(error.value)}: {_with_flags(error.rule, flags)}"
+        ) from error
     except UsageError as error:
         # A message that quotes a library may have other words in backticks, such as the names of packages.
         message = _with_flags(str(error), flags, names=r"\w*_\w*")
@@ -113,9 +117,13 @@ def read_yaml(path: str, flag: str = "--config") -> Any:
         return _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
-        raise ConfigFileError(f"{flag} {path} is not UTF-8 text ({byte}): save it as UTF-8") from None
+        raise ConfigFileError(
+            f"{flag} {path} is not UTF-8 text ({byte}): save it as UTF-8"
+        ) from None
     except OSError as error:
-        raise ConfigFileError(f"{flag} {path} cannot be read ({error.strerror}): check the path") from None
+        raise ConfigFileError(
+            f"{flag} {path} cannot be read ({error.strerror}): check the path"
+        ) from None
     except yaml.YAMLError as error:
         raise ConfigFileError(f"{flag} {path} is not valid YAML: {_reason(error)}") from None
 
@@ -141,7 +149,9 @@ def read_yaml_mapping(path: str, known: Collection[str] | None) -> dict[str, Any
         raise ConfigFileError(f"--config {path} holds {kind}: write 'flag: value' lines")
     for key in content:
         if known is not None and key not in known:
-            raise ConfigFileError(f"--config {path} has an unknown key '{key}'{nearest(str(key), known)}")
+            raise ConfigFileError(
+                f"--config {path} has an unknown key '{key}'{nearest(str(key), known)}"
+            )
     return content
 
 
@@ -165,9 +175,12 @@ def to_argv(path: str, values: Mapping[str, Any]) -> list[str]:
         if value is None:
             continue
         if not isinstance(value, list):
-            argv.append(f"--{key}={plain_value(value)}")  # with "=", since a value may begin with "-"
+            # With "=", since a value may begin with "-"
+            argv.append(f"--{key}={plain_value(value)}")
         elif not value or any(isinstance(item, list | dict | None) for item in value):
-            raise ConfigFileError(f"--config {path}: '{key}' must be a value or a list of values, not {value}")
+            raise ConfigFileError(
+                f"--config {path}: '{key}' must be a value or a list of values, not {value}"
+            )
         else:
             argv += [f"--{key}", *(plain_value(item) for item in value)]
     return argv
@@ -236,7 +249,9 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?(0|[1-9]\d*)", list("-+0123456789")),
     ("float", r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", list("-+.0123456789")),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), _first)
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^({_pattern})$"), _first
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -272,5 +287,7 @@ def parse_bandwidth(text: str, option: str = "--island-bandwidth") -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KkMmGgTt])(?:bps|bit|bit/s)", text.strip())
     bits = 0.0 if found is None else float(found[1]) * _BITS[found[2].lower()]
     if not 0 < bits < 1e15:
-        raise UsageError(f"{option} is {text!r}: write the bits per second of the link, such as 1Gbps or 100Mbps")
+        raise UsageError(
+            f"{option} is {text!r}: write the bits per second of the link, such as 1Gbps or 100Mbps"
+        )
     return bits / 8

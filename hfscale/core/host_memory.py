@@ -23,7 +23,9 @@ def available_bytes(root: Path = Path("/")) -> int:
         used = _number(group / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
         if limit is None or used is None:
             continue
-        cache = _statistic(group / "memory.stat", "inactive_file" if is_v2 else "total_inactive_file")
+        cache = _statistic(
+            group / "memory.stat", "inactive_file" if is_v2 else "total_inactive_file"
+        )
         available = min(available, max(limit - used + cache, 0))
     return available
 
@@ -35,7 +37,10 @@ def _memory_groups(root: Path) -> Iterator[Path]:
         fields, _, rest = line.partition(" - ")
         kind, _, options = rest.split(" ")
         if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            mounts["" if kind == "cgroup2" else "memory"] = fields.split(" ")[4], fields.split(" ")[3]
+            mounts["" if kind == "cgroup2" else "memory"] = (
+                fields.split(" ")[4],
+                fields.split(" ")[3],
+            )
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         hierarchy = "memory" if "memory" in controllers.split(",") else controllers
@@ -48,7 +53,8 @@ def _memory_groups(root: Path) -> Iterator[Path]:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []  # not Linux: no such file
+    # Not Linux: no such file
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
 
 
 def _number(path: Path) -> int | None:

@@ -55,11 +55,20 @@ def _by_nvidia_smi() -> tuple[str | None, tuple[str, ...]]:
     except (OSError, subprocess.TimeoutExpired):
         return None, ()
     rows = [line.partition(", ") for line in done.stdout.splitlines() if ", " in line]
-    return (rows[0][0], tuple(name for _, _, name in rows)) if done.returncode == 0 and rows else (None, ())
+    return (
+        (rows[0][0], tuple(name for _, _, name in rows))
+        if done.returncode == 0 and rows
+        else (None, ())
+    )
 
 
 def why_torch_sees_none(
-    driver: str | None, gpus: tuple[str, ...], *, cuda: str | None, reason: str | None, visible: str | None
+    driver: str | None,
+    gpus: tuple[str, ...],
+    *,
+    cuda: str | None,
+    reason: str | None,
+    visible: str | None,
 ) -> Finding:
     """Explain why torch sees none of the GPUs that the driver lists.
 
@@ -79,7 +88,12 @@ def why_torch_sees_none(
         return Finding(level="note", check="gpu", problem=problem, fix="unset it to use them")
     if cuda is None:
         problem = f"torch is built without CUDA, and the driver lists {count}"
-        return Finding(level="error", check="gpu", problem=problem, fix="install a CUDA build of torch (pytorch.org)")
+        return Finding(
+            level="error",
+            check="gpu",
+            problem=problem,
+            fix="install a CUDA build of torch (pytorch.org)",
+        )
     of_driver = f" of driver {driver}" if driver is not None else ""
     named = f" with CUDA_VISIBLE_DEVICES={visible}" if visible is not None else ""
     problem = f"torch (CUDA {cuda}) cannot use {count}{of_driver}{named}: {reason or 'no reason is given'}"
@@ -108,8 +122,13 @@ def check_gpus_of_driver(environ: Mapping[str, str] = os.environ) -> list[Findin
     reason = None
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:  # an AssertionError where torch is built without CUDA
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # an AssertionError where torch is built without CUDA
         reason = " ".join(str(error).split())
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    finding = why_torch_sees_none(driver, gpus, cuda=torch.version.cuda, reason=reason, visible=visible)
+    finding = why_torch_sees_none(
+        driver, gpus, cuda=torch.version.cuda, reason=reason, visible=visible
+    )
     return [replace(finding, host=os.uname().nodename)]

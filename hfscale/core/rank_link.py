@@ -112,9 +112,16 @@ class RankLink:
             stepped_at=time.time(),
         )
         lost = max(failure["completed_step"] - self._began_after, 0)
-        return {"steps_lost": lost, **times.parts(), "rank": failure["rank"], "reason": failure["reason"]}
+        return {
+            "steps_lost": lost,
+            **times.parts(),
+            "rank": failure["rank"],
+            "reason": failure["reason"],
+        }
 
-    def ending(self, code: int, *, final: bool = False, reason: str = "", hosts: Sequence[str] = ()) -> None:
+    def ending(
+        self, code: int, *, final: bool = False, reason: str = "", hosts: Sequence[str] = ()
+    ) -> None:
         """Say that this process is about to end, and why; only the first call of a process has an effect.
 
         Args:
@@ -138,7 +145,9 @@ class RankLink:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         hosts = error.hosts if isinstance(error, HealthError) else ()
-        self.ending(code, final=is_final(error), reason=f"{type(error).__name__}: {error}", hosts=hosts)
+        self.ending(
+            code, final=is_final(error), reason=f"{type(error).__name__}: {error}", hosts=hosts
+        )
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a forked child, such as a worker of a DataLoader
@@ -159,7 +168,11 @@ def is_final(error: BaseException) -> bool:
     Args:
         error (`BaseException`): what ended a rank.
     """
-    return isinstance(error, HfScaleError) and not isinstance(error, HealthError) and error.exit_code != PREEMPTED
+    return (
+        isinstance(error, HfScaleError)
+        and not isinstance(error, HealthError)
+        and error.exit_code != PREEMPTED
+    )
 
 
 def report_uncaught_error() -> None:
@@ -194,7 +207,9 @@ def connect(environ: Mapping[str, str] = os.environ) -> RankLink | None:
             _link = RankLink(memory, int(environ.get("RANK", "0")))
         except OSError as error:
             logger.warning(
-                "the supervisor in %s cannot be reached (%s): this run is not supervised", memory.folder, error
+                "the supervisor in %s cannot be reached (%s): this run is not supervised",
+                memory.folder,
+                error,
             )
             return None
     return _link

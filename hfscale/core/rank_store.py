@@ -42,7 +42,12 @@ class RankStore:
 
     @classmethod
     def connect(
-        cls, name: str, environ: Mapping[str, str] = os.environ, *, timeout_s: float | None = None, opens: bool = False
+        cls,
+        name: str,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        timeout_s: float | None = None,
+        opens: bool = False,
     ) -> "RankStore":
         """Connect to the store that the launcher's `MASTER_ADDR` and `MASTER_PORT` point to.
 
@@ -61,7 +66,9 @@ class RankStore:
         is_host = opens and environ["RANK"] == "0" and not launcher_has_store(environ)
         timeout = timedelta(seconds=timeout_s or CONNECT_S)
         try:
-            store = dist.TCPStore(address, port, is_master=is_host, wait_for_workers=False, timeout=timeout)
+            store = dist.TCPStore(
+                address, port, is_master=is_host, wait_for_workers=False, timeout=timeout
+            )
         except (dist.DistError, RuntimeError) as error:
             raise HealthError(
                 f"the launcher's store at {address}:{port} does not answer ({_first_line(error)}): check that the "
@@ -127,11 +134,17 @@ class RankStore:
         if self._store.check([f"{topic}/{rank}" for rank in ranks]):
             return ranks
         middle = len(ranks) // 2
-        return [*self._written(topic, ranks[:middle]), *self._written(topic, ranks[middle:])] if middle else []
+        return (
+            [*self._written(topic, ranks[:middle]), *self._written(topic, ranks[middle:])]
+            if middle
+            else []
+        )
 
     def claim(self, name: str) -> bool:
         """Return whether this rank is the first that claims `name`; True only once for all ranks."""
-        return self._store.compare_set(f"claim/{name}", "", str(self.rank)) == str(self.rank).encode()
+        return (
+            self._store.compare_set(f"claim/{name}", "", str(self.rank)) == str(self.rank).encode()
+        )
 
     def publish(self, name: str, note: Any) -> None:
         """Write a note that all ranks read, instead of one per rank.
@@ -177,7 +190,9 @@ class RankStore:
             verdict = self.published(name)
             if verdict is not None:
                 return verdict, False
-            if (waited_s >= may_judge_after_s or (self.rank == 0 and is_ready())) and self.claim(name):
+            if (waited_s >= may_judge_after_s or (self.rank == 0 and is_ready())) and self.claim(
+                name
+            ):
                 verdict = judge()
                 self.publish(name, verdict)
                 return verdict, True

@@ -25,7 +25,16 @@ from hfscale.core.run_files import FINGERPRINTS_NAME, JSONL_NAME, RANKS_NAME, TI
 
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
-METRIC_PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "recovery/", "islands/", "moe/", "health/")
+METRIC_PREFIXES = (
+    "scaling/",
+    "checkpoint/",
+    "gpu/",
+    "lr_scaling/",
+    "recovery/",
+    "islands/",
+    "moe/",
+    "health/",
+)
 """The metric keys of hfscale's callbacks begin with one of these."""
 _COMPARED_BYTES = 256
 """Bytes before the place up to which a file was read that tell whether it is still the same file; lines have times."""
@@ -48,7 +57,11 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
     Args:
         output_dir (`Path`): the output directory of the run.
     """
-    return [record for record in _records(output_dir / TIMELINE_NAME) if isinstance(record.get("event"), str)]
+    return [
+        record
+        for record in _records(output_dir / TIMELINE_NAME)
+        if isinstance(record.get("event"), str)
+    ]
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -115,10 +128,14 @@ class RecordTail:
             end = len(new)  # a whole object, whose line end is missing
         self._last_bytes = (self._last_bytes + new[:end])[-_COMPARED_BYTES:]
         self._read_bytes += end
-        return [record for line in new[:end].split(b"\n") if (record := _record(line)) is not None], began_anew
+        return [
+            record for line in new[:end].split(b"\n") if (record := _record(line)) is not None
+        ], began_anew
 
 
-def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = False, verbatim: bool = False) -> None:
+def append_record(
+    path: Path, record: Mapping[str, Any], *, durable: bool = False, verbatim: bool = False
+) -> None:
     """Append one line to a file.
 
     Args:
@@ -129,7 +146,8 @@ def append_record(path: Path, record: Mapping[str, Any], *, durable: bool = Fals
     """
     known = {k: v for k, v in record.items() if not (isinstance(v, float) and not math.isfinite(v))}
     line = f"{json.dumps(known if verbatim else redact_json(known))}\n".encode()
-    with path.open("ab", buffering=0) as file:  # one write call, so that a reader never sees half a line
+    # One write call, so that a reader never sees half a line
+    with path.open("ab", buffering=0) as file:
         while line:
             line = line[file.write(line) :]
         if durable:
@@ -196,7 +214,8 @@ def begin_records(output_dir: Path, step: int) -> None:
     timeline = output_dir / TIMELINE_NAME
     if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):
         with timeline.open("a", encoding="utf-8") as file:
-            file.write("\n")  # end the half line of a killed process, so that the next record has its own line
+            # End the half line of a killed process, so that the next record has its own line
+            file.write("\n")
     has_ended = any(record["event"] == "end" for record in read_events(output_dir))
     if step == 0 and timeline.is_file() and (has_ended or any(output_dir.glob("checkpoint-*"))):
         _set_aside(timeline)
@@ -223,7 +242,11 @@ def _is_up_to(line: str, step: int) -> bool:
         record = json.loads(line)
     except ValueError:
         return False
-    return isinstance(record, dict) and isinstance(record.get("step"), int | float) and record["step"] <= step
+    return (
+        isinstance(record, dict)
+        and isinstance(record.get("step"), int | float)
+        and record["step"] <= step
+    )
 
 
 def _set_aside(path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 MASK = "[redacted]"
 _SECRET_NAME = re.compile(
-    r"token|secret|passw|webhook|(?:api|access|private)[-_]?key|credential|signature|auth(?!or)", re.IGNORECASE
+    r"token|secret|passw|webhook|(?:api|access|private)[-_]?key|credential|signature|auth(?!or)",
+    re.IGNORECASE,
 )
 _NO_SECRET_NAME = re.compile(
     r"tokens|tokeni[sz]\w*|(?:bos|eos|pad|unk|sep|cls|mask|image|per)[-_]token", re.IGNORECASE
@@ -28,7 +29,8 @@ _SHAPES = re.compile(
     r"|(?<=[?&]sig=)[^\s&'\"]+"  # a signed URL of Azure
 )
 _ASSIGNED = re.compile(
-    rf"((?<!per )(?:--)?[\w-]*(?:{_SECRET_NAME.pattern})[\w-]*['\"]?\s*[=:]\s*['\"]?)([^\s,;&'\"]+)", re.IGNORECASE
+    rf"((?<!per )(?:--)?[\w-]*(?:{_SECRET_NAME.pattern})[\w-]*['\"]?\s*[=:]\s*['\"]?)([^\s,;&'\"]+)",
+    re.IGNORECASE,
 )
 _SHORTEST = 6
 """Shorter values of variables with such names ("1", "true") occur in every text and are kept."""
@@ -57,7 +59,9 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
         if len(value) >= _SHORTEST and is_secret_name(name):
             text = text.replace(value, MASK)
     text = _SHAPES.sub(MASK, text)
-    return _ASSIGNED.sub(lambda found: found[1] + MASK if is_secret_name(found[1]) else found[0], text)
+    return _ASSIGNED.sub(
+        lambda found: found[1] + MASK if is_secret_name(found[1]) else found[0], text
+    )
 
 
 def redact_argv(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
@@ -74,7 +78,9 @@ def redact_argv(argv: Sequence[str], environ: Mapping[str, str] = os.environ) ->
     previous = ""
     for argument in argv:
         is_value = previous.startswith("--") and "=" not in previous
-        redacted.append(MASK if is_value and is_secret_name(previous) else redact(argument, environ))
+        redacted.append(
+            MASK if is_value and is_secret_name(previous) else redact(argument, environ)
+        )
         previous = argument
     return redacted
 
@@ -93,7 +99,9 @@ def redact_json(value: Any, environ: Mapping[str, str] = os.environ) -> Any:
         return redact(value, environ)
     if isinstance(value, Mapping):
         return {
-            key: MASK if isinstance(one, str) and one and is_secret_name(str(key)) else redact_json(one, environ)
+            key: MASK
+            if isinstance(one, str) and one and is_secret_name(str(key))
+            else redact_json(one, environ)
             for key, one in value.items()
         }
     if isinstance(value, list | tuple):

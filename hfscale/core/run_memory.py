@@ -65,7 +65,8 @@ _OWNER_NAME = "owner"
 _FAILURE_NAME = "failure.json"
 _IMPORTS_NAME = "imports.json"
 _OUTLIVES = "outlives-"
-_CLOCK_S = 2.0  # between two readings of the time at which a process was created (`hfscale.core.processes`)
+# Between two readings of the time at which a process was created (`hfscale.core.processes`)
+_CLOCK_S = 2.0
 _READ_BY_IMPORTS = ("OMP_NUM_THREADS",)  # set by launchers, and read when torch is imported
 
 
@@ -129,7 +130,9 @@ class RunMemory:
     def read_failure(self) -> dict[str, Any] | None:
         """Return the failure before this launch; None if it is the first launch."""
         try:
-            failure: dict[str, Any] = json.loads((self.folder / _FAILURE_NAME).read_text(encoding="utf-8"))
+            failure: dict[str, Any] = json.loads(
+                (self.folder / _FAILURE_NAME).read_text(encoding="utf-8")
+            )
             return failure
         except (OSError, ValueError):
             return None
@@ -143,7 +146,9 @@ class RunMemory:
         Args:
             output_dir (`str`): output directory of the training.
         """
-        return self.folder / hashlib.sha256(str(Path(output_dir).resolve()).encode()).hexdigest()[:16]
+        return (
+            self.folder / hashlib.sha256(str(Path(output_dir).resolve()).encode()).hexdigest()[:16]
+        )
 
     def write_imports(self) -> None:
         """Record which modules of installed packages this process has imported, in their order."""
@@ -151,7 +156,11 @@ class RunMemory:
         names = []
         for name, module in list(sys.modules.items()):
             spec = getattr(module, "__spec__", None)
-            if spec is not None and spec.name == name and str(spec.origin).startswith((*folders, _PACKAGE)):
+            if (
+                spec is not None
+                and spec.name == name
+                and str(spec.origin).startswith((*folders, _PACKAGE))
+            ):
                 names.append(name)
         environ = {name: os.environ[name] for name in _READ_BY_IMPORTS if name in os.environ}
         unfinished = self.folder / f".{_IMPORTS_NAME}"
@@ -161,7 +170,9 @@ class RunMemory:
     def read_imports(self) -> dict[str, Any] | None:
         """Return what `write_imports` has recorded, `{"modules": …, "environ": …}`; None if nothing is recorded."""
         try:
-            found: dict[str, Any] = json.loads((self.folder / _IMPORTS_NAME).read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(
+                (self.folder / _IMPORTS_NAME).read_text(encoding="utf-8")
+            )
         except (OSError, ValueError):
             return None
         return found
@@ -172,7 +183,9 @@ class RunMemory:
         Args:
             process (`psutil.Process`): the process.
         """
-        (self.folder / f"{_OUTLIVES}{process.pid}").write_text(str(process.create_time()), encoding="utf-8")
+        (self.folder / f"{_OUTLIVES}{process.pid}").write_text(
+            str(process.create_time()), encoding="utf-8"
+        )
 
     def outliving(self) -> set[psutil.Process]:
         """Return the living processes for which `let_outlive` was called."""
@@ -212,8 +225,11 @@ class RunMemory:
             step (`int`): the optimizer step.
         """
         found = {}
-        for path in sorted(self.folder.glob("samples-*"), key=lambda path: int(path.name.removeprefix("samples-"))):
-            with suppress(OSError, ValueError):  # a rank that was killed while it wrote leaves a part of the text
+        for path in sorted(
+            self.folder.glob("samples-*"), key=lambda path: int(path.name.removeprefix("samples-"))
+        ):
+            # A rank that was killed while it wrote leaves a part of the text
+            with suppress(OSError, ValueError):
                 record = json.loads(path.read_text(encoding="utf-8"))
                 if record["step"] == step:
                     found[path.name.removeprefix("samples-")] = record["samples"]
@@ -222,7 +238,9 @@ class RunMemory:
     def furthest(self) -> tuple[int, int]:
         """Return the last step that a rank has begun, and the last that one has completed; 0 if there is none."""
         found = [Progress.read(path) for path in self.folder.glob("progress-*")]
-        return max((begun for begun, _ in found), default=0), max((done for _, done in found), default=0)
+        return max((begun for begun, _ in found), default=0), max(
+            (done for _, done in found), default=0
+        )
 
 
 class Progress:
@@ -235,7 +253,8 @@ class Progress:
         OSError: the memory is full.
     """
 
-    _LAYOUT = struct.Struct("=qqd8x")  # last step begun, last step completed, Unix time of the last change in seconds
+    # Last step begun, last step completed, Unix time of the last change in seconds
+    _LAYOUT = struct.Struct("=qqd8x")
 
     def __init__(self, path: Path) -> None:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

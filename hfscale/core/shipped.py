@@ -41,7 +41,12 @@ class ShippedConfig:
         """The names by which it can be found."""
         full = Path(self.name)
         if self.kind == "launch":
-            return {self.name, full.parent.as_posix(), full.parent.name, f"{full.parent.name}/{full.name}"}
+            return {
+                self.name,
+                full.parent.as_posix(),
+                full.parent.name,
+                f"{full.parent.name}/{full.name}",
+            }
         return {self.name, full.name, full.stem, f"{full.parent.name}/{full.name}"}
 
     @property
@@ -56,7 +61,9 @@ class ShippedConfig:
             return lines[0].removeprefix("r").strip('"')
         if self.kind == "launch":
             first = next(number for number, line in enumerate(lines) if "When: " in line)
-            return "When: " + _first_sentence([lines[first].split("When: ", 1)[1], *lines[first + 1 :]])
+            return "When: " + _first_sentence(
+                [lines[first].split("When: ", 1)[1], *lines[first + 1 :]]
+            )
         for number, line in enumerate(lines):
             text = line.lstrip("# ").strip()
             if not line.startswith("#"):
@@ -93,11 +100,14 @@ def list_configs() -> list[ShippedConfig]:
         for path in sorted((root / folder).rglob(pattern)):
             if kind in ("recipe", "trl") and (path.parent.name in _TRL_FOLDERS) != (kind == "trl"):
                 continue
-            if kind == "launch" and (path.is_dir() or path.parent == root / folder):  # there lies the page about all
+            # There lies the page about all
+            if kind == "launch" and (path.is_dir() or path.parent == root / folder):
                 continue
             if "__pycache__" in path.parts:
                 continue
-            found.append(ShippedConfig(name=path.relative_to(root).as_posix(), kind=kind, path=path))
+            found.append(
+                ShippedConfig(name=path.relative_to(root).as_posix(), kind=kind, path=path)
+            )
     return found
 
 
@@ -117,10 +127,14 @@ def find_config(name: str) -> ShippedConfig:
         if Path(name).name in _REMOVED:
             raise UsageError(f"{name} is no longer shipped, because {_REMOVED[Path(name).name]}")
         hint = nearest(name, {known for config in configs for known in config.names})
-        raise UsageError(f"no shipped config is named '{name}'{hint or '; see hfscale configs list'}")
+        raise UsageError(
+            f"no shipped config is named '{name}'{hint or '; see hfscale configs list'}"
+        )
     first_kind = [config for config in matches if config.kind == matches[0].kind]
     if len(first_kind) > 1:
-        raise UsageError(f"'{name}' is more than one config: give {' or '.join(config.name for config in first_kind)}")
+        raise UsageError(
+            f"'{name}' is more than one config: give {' or '.join(config.name for config in first_kind)}"
+        )
     return matches[0]
 
 
@@ -133,7 +147,9 @@ def others_named(config: ShippedConfig, name: str) -> list[str]:
     """
     if config.kind not in ("recipe", "trl"):
         return []
-    return [other.name for other in list_configs() if name in other.names and other.name != config.name]
+    return [
+        other.name for other in list_configs() if name in other.names and other.name != config.name
+    ]
 
 
 def find_launch_files(name: str) -> list[ShippedConfig]:
@@ -150,6 +166,10 @@ def find_launch_files(name: str) -> list[ShippedConfig]:
     found: set[str] = set()
     while wanted - found:
         found |= wanted
-        texts = [config.path.read_text(encoding="utf-8") for config in files if config.path.parent.name in found]
+        texts = [
+            config.path.read_text(encoding="utf-8")
+            for config in files
+            if config.path.parent.name in found
+        ]
         wanted = {reference[1] for text in texts for reference in _LAUNCH_FILE.finditer(text)}
     return [config for config in files if config.path.parent.name in found]

@@ -49,7 +49,9 @@ def read_user_tables(path: Path, what: str, *, fix: str) -> dict[str, list[dict[
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigFileError(f"{what} {path} cannot be read: {error.strerror}; check the path") from None
+        raise ConfigFileError(
+            f"{what} {path} cannot be read: {error.strerror}; check the path"
+        ) from None
     except UnicodeDecodeError:
         raise ConfigFileError(f"{what} {path} is not UTF-8: {fix}") from None
     except tomllib.TOMLDecodeError as error:

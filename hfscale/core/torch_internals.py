@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import (
     _push_mode,
 )
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 StridedShard = _StridedShard
 without_dispatch_modes = _disable_current_modes

@@ -54,7 +54,9 @@ class Level:
         """
         padded = torch.nn.functional.pad(rows, (0, 0, 0, self.rows - len(rows)))
         table = rows.new_empty(len(self.ranks), *padded.shape) if self.is_leader else None
-        dist.gather(padded, None if table is None else list(table.unbind()), group=self.group, group_dst=0)
+        dist.gather(
+            padded, None if table is None else list(table.unbind()), group=self.group, group_dst=0
+        )
         return None if table is None else table.flatten(0, 1)
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
@@ -64,7 +66,9 @@ class Level:
         framed = _framed([data]) + bytes(int(longest) - len(data))
         mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
         rows = mine.new_empty(len(self.ranks), len(mine)) if self.is_leader else None
-        dist.gather(mine, None if rows is None else list(rows.unbind()), group=self.group, group_dst=0)
+        dist.gather(
+            mine, None if rows is None else list(rows.unbind()), group=self.group, group_dst=0
+        )
         if rows is None:
             return None
         return [next(_parts(row.numpy().tobytes())) for row in rows]
@@ -117,7 +121,8 @@ class Tree:
         levels = []
         rows = 1
         for groups in layers:
-            for members in groups:  # every rank names every group, so that all count alike; only the members connect
+            # Every rank names every group, so that all count alike; only the members connect
+            for members in groups:
                 group = dist.new_group(list(members), backend="gloo", timeout=timeout)
                 if rank in members:
                     levels.append(Level(group=group, ranks=members, rows=rows))
@@ -194,7 +199,9 @@ class Tree:
         Wait before the next exchange.
         """
         if self._thread is None:
-            work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._levels[0].group, async_op=True)
+            work = dist.all_reduce(
+                tensor, dist.ReduceOp.MAX, group=self._levels[0].group, async_op=True
+            )
             wait: Callable[[], object] = work.wait
             return wait
         return self._thread.submit(self._max, tensor).result
@@ -219,7 +226,9 @@ def groups_of_levels(ranks: int, largest: int = LARGEST_GROUP) -> list[list[tupl
     layers = []
     members = list(range(ranks))
     for _ in range(depth):
-        layers.append([tuple(members[first : first + size]) for first in range(0, len(members), size)])
+        layers.append(
+            [tuple(members[first : first + size]) for first in range(0, len(members), size)]
+        )
         members = [group[0] for group in layers[-1]]
     return layers
 

@@ -64,9 +64,17 @@ FEATURES = {
     # It uses the tensor-parallel plans and the masks of packed sequences of transformers 5.23.
     "ParallelTrainer": (*_RECIPES, _NEWEST, Requirement(package="torch", minimum="2.13")),
     "DeepSpeed": (*_BASE, _DEEPSPEED),
-    "sequence parallelism of DeepSpeed": (*_RECIPES, _DEEPSPEED, Requirement(package="accelerate", minimum="1.12")),
+    "sequence parallelism of DeepSpeed": (
+        *_RECIPES,
+        _DEEPSPEED,
+        Requirement(package="accelerate", minimum="1.12"),
+    ),
     "LoRA": (*_BASE, _PEFT),
-    "adapters of experts that ranks share": (*_BASE, _NEWEST, Requirement(package="peft", minimum="0.21")),
+    "adapters of experts that ranks share": (
+        *_BASE,
+        _NEWEST,
+        Requirement(package="peft", minimum="0.21"),
+    ),
     "QLoRA": (*_BASE, _PEFT, Requirement(package="bitsandbytes", minimum="0.46")),
     "W&B": (*_BASE, Requirement(package="wandb", minimum="0.31", extra="wandb")),
     "TRL": (*_BASE, _TRL),
@@ -75,7 +83,10 @@ FEATURES = {
     "Liger kernels": (*_BASE, Requirement(package="liger-kernel", minimum="0.6", extra="gpu")),
     "hfscale plan --plot": (Requirement(package="matplotlib", minimum="3.9", extra="report"),),
     "s3:// remote checkpoints": (*_BASE, Requirement(package="s3fs", minimum="2025.3", extra="s3")),
-    "gs:// remote checkpoints": (*_BASE, Requirement(package="gcsfs", minimum="2025.3", extra="gcs")),
+    "gs:// remote checkpoints": (
+        *_BASE,
+        Requirement(package="gcsfs", minimum="2025.3", extra="gcs"),
+    ),
     # The tests run with these; earlier ones do not report each operation of a batch that failed.
     "hf:// remote checkpoints": (
         *_BASE,
@@ -89,7 +100,8 @@ FEATURES = {
 # ---- What is installed, and what is needed
 
 
-@functools.cache  # reading a package's metadata takes one or two milliseconds, and each training asks for several
+# Reading a package's metadata takes one or two milliseconds, and each training asks for several
+@functools.cache
 def installed(package: str) -> str | None:
     """Return the version of an installed package, or None if it is not installed.
 
@@ -122,7 +134,8 @@ def what_is_missing(feature: str) -> str | None:
     Returns:
         `str` or `None`: one line with what is needed, what is installed and the command that installs it.
     """
-    needs = {need.package: need for need in FEATURES[feature]}  # the later of two entries for a package is stricter
+    # The later of two entries for a package is stricter
+    needs = {need.package: need for need in FEATURES[feature]}
     unmet = [need for need in needs.values() if not is_at_least(need.package, need.minimum)]
     if not unmet:
         return None
@@ -130,8 +143,11 @@ def what_is_missing(feature: str) -> str | None:
     wanted = []
     for need in unmet:
         found = installed(need.package)
-        states.append(f"{need.package} {need.minimum} or later ({f'{found} is' if found else 'not'} installed)")
-        wanted.append(f'"{need.package}>={need.minimum}"')  # hfscale[extra] would need hfscale in a package index
+        states.append(
+            f"{need.package} {need.minimum} or later ({f'{found} is' if found else 'not'} installed)"
+        )
+        # hfscale[extra] would need hfscale in a package index
+        wanted.append(f'"{need.package}>={need.minimum}"')
     command = f"pip install --upgrade {' '.join(wanted)}"
     return f"{feature} cannot be used without {' and '.join(states)}: {command}"
 
@@ -172,10 +188,13 @@ def require_for_import(feature: str, name: str | None = None) -> None:
         raise
 
 
-def _print_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+def _print_one_line(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
     if isinstance(error, MissingDependencyError):
         print_line(f"hfscale: error: {error}")
-        raise SystemExit(error.exit_code)  # Python exits with the code of a `SystemExit` that its excepthook raises
+        # Python exits with the code of a `SystemExit` that its excepthook raises
+        raise SystemExit(error.exit_code)
     sys.__excepthook__(kind, error, traceback)
 
 
@@ -194,7 +213,9 @@ def allows_tf32() -> bool:
     if not is_torch_tf32_available():
         return False
     matmul: Any = torch.backends.cuda.matmul
-    return bool(matmul.fp32_precision == "tf32" if is_at_least("torch", "2.9") else matmul.allow_tf32)
+    return bool(
+        matmul.fp32_precision == "tf32" if is_at_least("torch", "2.9") else matmul.allow_tf32
+    )
 
 
 def keeps_receive_buffers() -> bool:
@@ -226,7 +247,9 @@ def pass_activation_checkpointing(args: Any) -> None:
     """
     if not is_at_least("transformers", "5.23"):
         args.gradient_checkpointing = args.activation_checkpointing or args.gradient_checkpointing
-        args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs
+        args.gradient_checkpointing_kwargs = (
+            args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs
+        )
 
 
 def enable_recomputation(model: Any) -> None:
@@ -236,7 +259,10 @@ def enable_recomputation(model: Any) -> None:
         model (`torch.nn.Module`): a model of transformers has `activation_checkpointing_enable` from 5.23, where the
             older name is deprecated; models of other libraries, such as sentence-transformers, have the older name.
     """
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})
 
 
@@ -284,7 +310,10 @@ def distributed_sizes(model: object) -> dict[str, int] | None:
     if not getattr(model, "is_distributed_loading_by_transformers", False):
         return None
     config = model.config.distributed_config  # type: ignore[attr-defined]
-    return {axis: getattr(config, f"{axis}_size", None) or 1 for axis in ("dp_replicate", "fsdp", "tp", "ep", "pp")}
+    return {
+        axis: getattr(config, f"{axis}_size", None) or 1
+        for axis in ("dp_replicate", "fsdp", "tp", "ep", "pp")
+    }
 
 
 def divides_expert_gradients_twice(device_type: str) -> bool:
@@ -382,7 +411,8 @@ def convert_weight(converter: Any, name: str, model: Any) -> dict[str, Any]:
         model (`PreTrainedModel`): the model.
     """
     result: Any = converter.convert(name, model=model, config=model.config)
-    weights: dict[str, Any] = result[0] if isinstance(result, tuple) else result  # before 5.1 a pair, with errors
+    # Before 5.1 a pair, with errors
+    weights: dict[str, Any] = result[0] if isinstance(result, tuple) else result
     return weights
 
 
@@ -394,7 +424,9 @@ def why_fsdp2_cannot_tie() -> str | None:
 
     Accelerate 1.14 puts the two into different groups, which torch refuses from 2.13 on.
     """
-    if is_at_least("accelerate", "1.15") or not (is_at_least("accelerate", "1.14") and is_at_least("torch", "2.13")):
+    if is_at_least("accelerate", "1.15") or not (
+        is_at_least("accelerate", "1.14") and is_at_least("torch", "2.13")
+    ):
         return None
     return (
         f"FSDP2 cannot train a model with tied embeddings with accelerate {installed('accelerate')} and torch "

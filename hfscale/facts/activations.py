@@ -83,8 +83,21 @@ def _recurrent_widths(shape: ModelShape, seq_len: int, rank: int) -> dict[str, f
     """
     recurrent = shape.recurrent
     share = shape.recurrent_share
-    names = ("hidden", "inner", "keys", "expanded", "heads", "scores", "states", "decay", "rank", "constant")
-    widths = dict.fromkeys((f"recurrent_{name}" for name in (*names, "mlp", "shared", "router")), 0.0)
+    names = (
+        "hidden",
+        "inner",
+        "keys",
+        "expanded",
+        "heads",
+        "scores",
+        "states",
+        "decay",
+        "rank",
+        "constant",
+    )
+    widths = dict.fromkeys(
+        (f"recurrent_{name}" for name in (*names, "mlp", "shared", "router")), 0.0
+    )
     if isinstance(recurrent, LinearAttentionShape):
         heads = recurrent.value_heads
         own = {
@@ -120,7 +133,16 @@ def _recurrent_widths(shape: ModelShape, seq_len: int, rank: int) -> dict[str, f
 
 def _attention_widths(shape: ModelShape, seq_len: int, rank: int) -> dict[str, float]:
     """The widths of attention in an average layer."""
-    names = ("query", "kv", "heads", "kv_heads", "scores", "masked_query", "masked_kv", "broadcast_query")
+    names = (
+        "query",
+        "kv",
+        "heads",
+        "kv_heads",
+        "scores",
+        "masked_query",
+        "masked_kv",
+        "broadcast_query",
+    )
     joined = ("joined", "joined_keys", "joined_rank", "joined_router", "joined_moe_rank")
     widths = dict.fromkeys((*names, "broadcast_kv", "mask", "normed", "normed_heads", *joined), 0.0)
     for kind in shape.layer_kinds:
@@ -172,7 +194,9 @@ def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
         "other_head_dim": other.head_dim if isinstance(other, AttentionShape) else 0,
         "embedding": shape.embedding_width if shape.embedding_width != shape.hidden else 0,
         "seq": seq_len,
-        "mask": seq_len if any(window is not None and window <= seq_len for window in shape.windows) else 0,
+        "mask": seq_len
+        if any(window is not None and window <= seq_len for window in shape.windows)
+        else 0,
         "constant": 1,
     }
     return {name: float(width) for name, width in widths.items()}
@@ -192,7 +216,16 @@ SCORE_COPIES: Mapping[str, int] = {"gpt_oss": 2}
 the attention's forward and backward pass beside those that are kept: 4.0 bytes per score with bf16 and 8.0 with fp32,
 by the peak of the live bytes of layers with sequences of 1,024 to 4,096 tokens (transformers 5.23,
 `eager_attention_forward`). Only of the families whose experts transformers spreads over ranks."""
-_OF_THE_MLP = ("mlp", "moe_hidden", "routed", "experts", "shared", "router", "choices", "moe_constant")
+_OF_THE_MLP = (
+    "mlp",
+    "moe_hidden",
+    "routed",
+    "experts",
+    "shared",
+    "router",
+    "choices",
+    "moe_constant",
+)
 """Widths of `layer_widths` of what comes after the attention."""
 
 
@@ -212,7 +245,9 @@ class KeptBytes(NamedTuple):
 
 
 @lru_cache(maxsize=512)
-def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, rank: int = 0) -> KeptBytes:
+def kept_bytes(
+    shape: ModelShape, regime: Regime, recompute: str, seq_len: int, rank: int = 0
+) -> KeptBytes:
     """Compute the bytes that an average layer and the model's ends keep for their backward pass, per token.
 
     Args:
@@ -225,7 +260,9 @@ def kept_bytes(shape: ModelShape, regime: Regime, recompute: str, seq_len: int, 
     factors = factors_of(shape.model_type, regime, recompute)
     widths = layer_widths(shape, seq_len, rank=rank)
     parts = {name: factor * widths[name] for name, factor in factors.layer.items()}
-    unsplit = sum(part for name, part in parts.items() if name in UNSPLIT or name.startswith("recurrent_"))
+    unsplit = sum(
+        part for name, part in parts.items() if name in UNSPLIT or name.startswith("recurrent_")
+    )
     ends = end_widths(shape, seq_len)
     # Their outputs are kept by the rank that has the token, which weighs them (transformers 5.23,
     # distributed/expert_parallel.py, `AllToAllEP`).
@@ -249,7 +286,9 @@ def layer_kinds(shape: ModelShape) -> tuple[ModelShape, ...]:
     if not shape.other_layers:
         return (shape,)
     mlp_only = shape.mlp_only or (False,) * shape.layers
-    kinds = dict.fromkeys(zip(shape.moe_layers, shape.windows, shape.other_layers, mlp_only, strict=True))
+    kinds = dict.fromkeys(
+        zip(shape.moe_layers, shape.windows, shape.other_layers, mlp_only, strict=True)
+    )
     return tuple(
         replace(
             shape,
@@ -333,7 +372,9 @@ def factors_of(model_type: str, regime: Regime, recompute: str) -> Factors:
             "family of about its size"
         )
     if recompute == "full":
-        return Factors(layer={"hidden": 4.0 if regime in ("fp32", "autocast") else 2.0}, ends=measured.ends)
+        return Factors(
+            layer={"hidden": 4.0 if regime in ("fp32", "autocast") else 2.0}, ends=measured.ends
+        )
     return measured
 
 
@@ -341,7 +382,9 @@ def factors_of(model_type: str, regime: Regime, recompute: str) -> Factors:
 def _table() -> dict[tuple[str, str, str], Factors]:
     with (Path(__file__).parent / "activations.csv").open(encoding="utf-8", newline="") as file:
         return {
-            (family, row["regime"], row["recompute"]): Factors(layer=_pairs(row["layer"]), ends=_pairs(row["ends"]))
+            (family, row["regime"], row["recompute"]): Factors(
+                layer=_pairs(row["layer"]), ends=_pairs(row["ends"])
+            )
             for row in csv.DictReader(file)
             for family in row["families"].split()
         }
@@ -349,4 +392,6 @@ def _table() -> dict[tuple[str, str, str], Factors]:
 
 def _pairs(text: str) -> dict[str, float]:
     """Factors by width, from a text such as `hidden=26 kv=2`."""
-    return {name: float(factor) for name, _, factor in (pair.partition("=") for pair in text.split())}
+    return {
+        name: float(factor) for name, _, factor in (pair.partition("=") for pair in text.split())
+    }

@@ -21,7 +21,8 @@ def why_not_compiled(
     reasons = {
         "it was not tried with Trainers of TRL": task != "text",
         "ranks share matrices or sequences": ranks_per_replica > 1,
-        f"it was not tried with models of the family {family}": family not in LISTS["compiled_families"],
+        f"it was not tried with models of the family {family}": family
+        not in LISTS["compiled_families"],
         "the weights of the base model are quantized": method == "qlora",
         f"it was not tried with {strategy}": strategy not in LISTS["compiled_strategies"],
         "it was not tried in fp16": precision == "fp16",

@@ -39,7 +39,9 @@ class Compression:
         allowed = (32, 8, 4) if self.density is None else (32, 8, 4, 2)
         if self.bits not in allowed:
             hint = " (2 bits need a density below 1)" if self.bits == 2 else ""
-            raise ParameterError("bits", self.bits, f"use one of {', '.join(map(str, allowed))}{hint}")
+            raise ParameterError(
+                "bits", self.bits, f"use one of {', '.join(map(str, allowed))}{hint}"
+            )
         if self.density is not None and not 0 < self.density < 1:
             raise ParameterError(
                 "density",

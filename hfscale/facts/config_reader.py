@@ -62,7 +62,9 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     config = dict(source) if isinstance(source, Mapping) else _parse(Path(source))
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
-        raise ConfigFileError("the model config has no model_type: pass the config.json that save_pretrained writes")
+        raise ConfigFileError(
+            "the model config has no model_type: pass the config.json that save_pretrained writes"
+        )
     if model_type == "nemotron_h":
         return _with_block_types(config)
     if "text_config" not in config:
@@ -81,7 +83,11 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 def _with_block_types(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config of Nemotron-H with `layers_block_type` and the number of its layers, whatever names it has for
     them: published ones have a pattern of letters."""
-    types = config.get("layers_block_type") or config.get("hybrid_override_pattern") or _BLOCKS_BY_DEFAULT
+    types = (
+        config.get("layers_block_type")
+        or config.get("hybrid_override_pattern")
+        or _BLOCKS_BY_DEFAULT
+    )
     blocks = [_BLOCK_TYPES.get(kind, kind) for kind in types]
     return {**config, "layers_block_type": blocks, "num_hidden_layers": len(blocks)}
 
@@ -91,11 +97,17 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigFileError(f"no model config at {path}: pass a config.json or its folder") from None
+        raise ConfigFileError(
+            f"no model config at {path}: pass a config.json or its folder"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigFileError(f"{path} cannot be read as a model config ({error}): replace it") from error
+        raise ConfigFileError(
+            f"{path} cannot be read as a model config ({error}): replace it"
+        ) from error
     if not isinstance(config, dict):
-        raise ConfigFileError(f"{path} is not a JSON object: pass the config.json that save_pretrained writes")
+        raise ConfigFileError(
+            f"{path} is not a JSON object: pass the config.json that save_pretrained writes"
+        )
     return config
 
 
@@ -129,7 +141,9 @@ class ModelConfig:
             UnsupportedModelError: the value is something else, or too large to be correct.
         """
         value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 0
+        ):
             raise self._error(key, f"is {value!r}", "an integer of at least 0")
         largest = MAX_LAYERS if key == "num_hidden_layers" else MAX_VALUE
         if value is not None and value > largest:
@@ -156,7 +170,9 @@ class ModelConfig:
         """
         value = self.get(key)
         if not isinstance(value, bool):
-            raise self._error(key, "is missing" if value is None else f"is {value!r}", "true or false")
+            raise self._error(
+                key, "is missing" if value is None else f"is {value!r}", "true or false"
+            )
         return value
 
     def items(self, key: str) -> list[Any] | None:

@@ -82,4 +82,6 @@ def check_experts_divide(ep: int, config: Any) -> None:
     experts = number_of_experts(config)
     if ep > 1 and experts is not None and experts % ep:
         fitting = ", ".join(str(n) for n in range(1, experts + 1) if experts % n == 0)
-        raise LayoutError(f"ep_size {ep} does not divide the model's {experts} experts: choose one of {fitting}")
+        raise LayoutError(
+            f"ep_size {ep} does not divide the model's {experts} experts: choose one of {fitting}"
+        )

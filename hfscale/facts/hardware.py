@@ -106,8 +106,17 @@ def accelerator(name: str) -> Accelerator:
     plain = plain_name(name)
     if plain in by_name:
         return by_name[plain]
-    same_start = [known for known in by_name if known.startswith(plain) or plain.startswith(known)] if plain else []
-    close = same_start or difflib.get_close_matches(plain, by_name, n=4) or _misspelt(plain, by_name) or by_name
+    same_start = (
+        [known for known in by_name if known.startswith(plain) or plain.startswith(known)]
+        if plain
+        else []
+    )
+    close = (
+        same_start
+        or difflib.get_close_matches(plain, by_name, n=4)
+        or _misspelt(plain, by_name)
+        or by_name
+    )
     nearest = dict.fromkeys(by_name[known].name for known in close)
     raise UnknownHardwareError(
         f"GPU {name!r} is unknown: use one of {', '.join(nearest)}, or add it to hfscale/facts/hardware.toml"
@@ -127,7 +136,9 @@ def match_device_name(name: str) -> Accelerator | None:
     A MIG slice, a laptop version or another reduced version does not match the accelerator whose name it contains.
     """
     for row in accelerators():
-        if any(re.fullmatch(pattern, name.strip(), flags=re.IGNORECASE) for pattern in row.device_names):
+        if any(
+            re.fullmatch(pattern, name.strip(), flags=re.IGNORECASE) for pattern in row.device_names
+        ):
             return row
     return None
 
@@ -206,7 +217,9 @@ def find_accelerator(name: str, path: Path | None = None) -> Accelerator:
     except UnknownHardwareError as error:
         if not rows:
             raise
-        raise UnknownHardwareError(f"{error}; {chosen} has {', '.join(row.name for row in rows)}") from None
+        raise UnknownHardwareError(
+            f"{error}; {chosen} has {', '.join(row.name for row in rows)}"
+        ) from None
 
 
 def read_hardware_file(path: Path) -> tuple[Accelerator, ...]:
@@ -245,5 +258,7 @@ def _row(row: dict[str, Any], where: str) -> Accelerator:
             is_valid = is_number(value) and value > 0
         if not is_valid:
             kinds = dict.fromkeys(_TEXTS, "text") | dict.fromkeys(_LISTS, "a list of texts")
-            raise ConfigFileError(f"{where}: {key} is {value!r}: it must be {kinds.get(key, 'a number above 0')}")
+            raise ConfigFileError(
+                f"{where}: {key} is {value!r}: it must be {kinds.get(key, 'a number above 0')}"
+            )
     return Accelerator(**row)

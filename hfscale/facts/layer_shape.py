@@ -190,7 +190,12 @@ class MambaShape:
     def parameters(self) -> int:
         """Parameters of one layer: projections, convolution, three per head, norm of the output."""
         convolution = self.convolved_width * (self.kernel + self.has_conv_bias)
-        return sum(linear.parameters for linear in self.linears) + convolution + 3 * self.heads + self.inner_width
+        return (
+            sum(linear.parameters for linear in self.linears)
+            + convolution
+            + 3 * self.heads
+            + self.inner_width
+        )
 
     @property
     def flops_per_token(self) -> int:
@@ -284,7 +289,9 @@ class LayerParameters:
         return self.attention + self.mlp + self.router + self.norms
 
 
-def attention_shape(config: ModelConfig, family: Family, *, is_global: bool = False) -> AttentionShape:
+def attention_shape(
+    config: ModelConfig, family: Family, *, is_global: bool = False
+) -> AttentionShape:
     """Read the attention of a config.
 
     Args:
@@ -316,7 +323,9 @@ def attention_shape(config: ModelConfig, family: Family, *, is_global: bool = Fa
         for path, width in zip(family.qkv, widths, strict=True)
         if has_values or path != family.qkv[-1]
     ]
-    projections.append(Linear(path=family.attention_out, inputs=queries, outputs=hidden, bias=out_bias))
+    projections.append(
+        Linear(path=family.attention_out, inputs=queries, outputs=hidden, bias=out_bias)
+    )
 
     qk_norm = family.qk_norm is not None and decide(family.qk_norm_when, config)
     norm_width = 2 * head_dim if family.qk_norm == "shared" else queries + keys
@@ -328,7 +337,8 @@ def attention_shape(config: ModelConfig, family: Family, *, is_global: bool = Fa
         value_head_dim=head_dim,
         linears=tuple(projections),
         qk_norm=qk_norm,
-        other_parameters=(norm_width * norm_vectors if qk_norm else 0) + (heads if family.sinks else 0),
+        other_parameters=(norm_width * norm_vectors if qk_norm else 0)
+        + (heads if family.sinks else 0),
     )
 
 
@@ -336,7 +346,8 @@ def _global_heads(config: ModelConfig, kv_heads: int) -> tuple[int, int, bool]:
     """Return width and number of the key heads of Gemma 4's layers that attend to all tokens, and whether they have a
     projection of values: with `attention_k_eq_v` the keys are the values, and their number is another one."""
     shares = config.flag("attention_k_eq_v")
-    saved = config.table("per_layer_config")  # transformers saves the two under the numbers of the layers
+    # transformers saves the two under the numbers of the layers
+    saved = config.table("per_layer_config")
     if saved:
         values = next(iter(saved.values()))
         return values["head_dim"], values.get("num_key_value_heads", kv_heads), not shares
@@ -369,7 +380,11 @@ def linear_attention_shape(config: ModelConfig, family: Family) -> LinearAttenti
     values = value_heads * value_head_dim
     widths = {"q": keys, "k": keys, "v": values, "z": values, "b": value_heads, "a": value_heads}
     projections = [
-        Linear(path=path, inputs=hidden, outputs=sum(widths[letter] for letter in path.rpartition("_")[2]))
+        Linear(
+            path=path,
+            inputs=hidden,
+            outputs=sum(widths[letter] for letter in path.rpartition("_")[2]),
+        )
         for path in family.linear_attention
     ]
     return LinearAttentionShape(
@@ -451,7 +466,12 @@ def _latent_attention(config: ModelConfig) -> AttentionShape:
         value_head_dim=value_dim,
         linears=(
             *query_linears,
-            Linear(path="self_attn.kv_a_proj_with_mqa", inputs=hidden, outputs=kv_rank + rotary, bias=bias),
+            Linear(
+                path="self_attn.kv_a_proj_with_mqa",
+                inputs=hidden,
+                outputs=kv_rank + rotary,
+                bias=bias,
+            ),
             Linear(path="self_attn.kv_b_proj", inputs=kv_rank, outputs=heads * (plain + value_dim)),
             Linear(path="self_attn.o_proj", inputs=heads * value_dim, outputs=hidden, bias=bias),
         ),
@@ -475,7 +495,9 @@ def mlp_shape(config: ModelConfig, family: Family) -> MlpShape:
     return MlpShape(
         ffn=ffn,
         gated=family.gated,
-        linears=_mlp_linears(family.mlp, config.count("hidden_size"), ffn, gated=family.gated, bias=bias),
+        linears=_mlp_linears(
+            family.mlp, config.count("hidden_size"), ffn, gated=family.gated, bias=bias
+        ),
         other_parameters=family.activation_parameters,
     )
 
@@ -501,11 +523,17 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
         )
     groups = config.optional_count("n_group") or 1
     gated = family.gated
-    stacked = _mlp_linears(family.stacked, hidden, width, gated=gated, bias=family.bias, copies=experts, used=top_k)
+    stacked = _mlp_linears(
+        family.stacked, hidden, width, gated=gated, bias=family.bias, copies=experts, used=top_k
+    )
     router = [Linear(path=family.router, inputs=hidden, outputs=experts, bias=family.router_bias)]
     shared_width = count(family.shared_width, config)
     shared_bias = decide(family.shared_bias, config)
-    shared = _mlp_linears(family.shared, hidden, shared_width, gated=gated, bias=shared_bias) if shared_width else ()
+    shared = (
+        _mlp_linears(family.shared, hidden, shared_width, gated=gated, bias=shared_bias)
+        if shared_width
+        else ()
+    )
     if family.shared_gate is not None:
         router.append(Linear(path=family.shared_gate, inputs=hidden, outputs=1))
     return MoeShape(
@@ -525,12 +553,22 @@ def moe_shape(config: ModelConfig, family: ExpertFamily) -> MoeShape:
 
 
 def _mlp_linears(
-    paths: tuple[str, ...], hidden: int, ffn: int, *, gated: bool, bias: bool, copies: int = 1, used: int = 1
+    paths: tuple[str, ...],
+    hidden: int,
+    ffn: int,
+    *,
+    gated: bool,
+    bias: bool,
+    copies: int = 1,
+    used: int = 1,
 ) -> tuple[Linear, ...]:
     """The matrices of an MLP. If a gated MLP has two paths, the first is of gate and up together."""
     *upward, down = paths
     width = 2 * ffn if gated and len(upward) == 1 else ffn
     return (
-        *(Linear(path=up, inputs=hidden, outputs=width, bias=bias, copies=copies, used=used) for up in upward),
+        *(
+            Linear(path=up, inputs=hidden, outputs=width, bias=bias, copies=copies, used=used)
+            for up in upward
+        ),
         Linear(path=down, inputs=ffn, outputs=hidden, bias=bias, copies=copies, used=used),
     )

@@ -52,12 +52,20 @@ class ParallelLayout:
         return self.cp * self.tp * self.pp
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis.name}={getattr(self, axis.name)}" for axis in fields(ParallelLayout))
+        return " x ".join(
+            f"{axis.name}={getattr(self, axis.name)}" for axis in fields(ParallelLayout)
+        )
 
     @property
     def summary(self) -> str:
         """The axes of more than one rank, such as `replicate 2 shard 8`; `one GPU` if there are none."""
-        names = {"dp_replicate": "replicate", "dp_shard": "shard", "cp": "cp", "tp": "tp", "pp": "pp"}
+        names = {
+            "dp_replicate": "replicate",
+            "dp_shard": "shard",
+            "cp": "cp",
+            "tp": "tp",
+            "pp": "pp",
+        }
         sizes = {name: getattr(self, axis) for axis, name in names.items()}
         return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
 
@@ -82,7 +90,9 @@ class ParallelLayout:
         fix = f"start {self.world_size} processes"
         if left_over == 0 and shards >= 1:
             fix += f" or set dp_shard={shards}"
-        raise LayoutError(f"{self} needs {self.world_size} processes, but the world has {world_size}: {fix}")
+        raise LayoutError(
+            f"{self} needs {self.world_size} processes, but the world has {world_size}: {fix}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +134,15 @@ class ExpertLayout(ParallelLayout):
         ranks = self.ranks_of_replica
         fitting = [size for size in range(self.tp, ranks + 1, self.tp) if ranks % size == 0]
         if self.spans_replicas:
-            fitting += [ranks * n for n in range(2, self.dp_replicate + 1) if self.dp_replicate % n == 0]
+            fitting += [
+                ranks * n for n in range(2, self.dp_replicate + 1) if self.dp_replicate % n == 0
+            ]
         if self.ep > 1 and self.ep not in fitting:
             multiple = f" and be a multiple of tp_size {self.tp}" if self.tp > 1 else ""
             stage = " in a stage" if self.pp > 1 else ""
-            several = ", or be those of several" if self.spans_replicas and self.dp_replicate > 1 else ""
+            several = (
+                ", or be those of several" if self.spans_replicas and self.dp_replicate > 1 else ""
+            )
             raise LayoutError(
                 f"ep_size {self.ep} must divide the {ranks} ranks of one replica{stage}{multiple}{several}: choose "
                 f"one of {', '.join(map(str, fitting))}"

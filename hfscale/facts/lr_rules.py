@@ -104,10 +104,14 @@ def scale_learning_rate(
         if size is not None and size <= 0:
             raise ParameterError(name, size, "it must be greater than 0")
     if rule == "none":
-        return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason="rule 'none'")
+        return LRScaling(
+            rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason="rule 'none'"
+        )
     if base_global_batch_size is None:
         reason = "no base_global_batch_size given, so the learning rate is taken to be tuned for this batch"
-        return LRScaling(rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason=reason)
+        return LRScaling(
+            rule="none", kappa=1.0, factor=1.0, warmup_factor=warmup_scale, reason=reason
+        )
 
     length_ratio = _length_ratio(block_size, base_block_size)
     # Both batches are limited, in sequences of the current length: a base beyond the critical batch was tuned there.
@@ -127,12 +131,16 @@ def scale_learning_rate(
         factor = _rubric_factor(capped_batch * block_size, kappa)
         warmup = warmup_scale * (RUBRIC_WARMUP_FACTOR if kappa > 1 else 1.0)
         reason = f"{batches}, rubric: linear up to {RUBRIC_TOKENS_PER_STEP:,} tokens per step, square root beyond"
-        return LRScaling(rule="rubric", kappa=kappa, factor=factor, warmup_factor=warmup, reason=reason)
+        return LRScaling(
+            rule="rubric", kappa=kappa, factor=factor, warmup_factor=warmup, reason=reason
+        )
 
     resolved = _resolve_rule(rule, optimizer)
     factor = kappa if resolved == "linear" else math.sqrt(kappa)
     reason = f"{batches}, {resolved} rule for {optimizer}"
-    return LRScaling(rule=resolved, kappa=kappa, factor=factor, warmup_factor=warmup_scale, reason=reason)
+    return LRScaling(
+        rule=resolved, kappa=kappa, factor=factor, warmup_factor=warmup_scale, reason=reason
+    )
 
 
 def _resolve_rule(rule: str, optimizer: str) -> str:
@@ -154,7 +162,9 @@ def _length_ratio(block_size: int | None, base_block_size: int | None) -> float:
     if base_block_size is None:
         return 1.0
     if block_size is None:
-        raise ParameterError("base_block_size", base_block_size, "it needs block_size: give both or neither")
+        raise ParameterError(
+            "base_block_size", base_block_size, "it needs block_size: give both or neither"
+        )
     return block_size / base_block_size
 
 

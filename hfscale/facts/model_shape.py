@@ -156,7 +156,9 @@ class ModelShape:
             embedding_norm=family.embedding_norm,
             final_norm=decide(family.final_norm, config),
             embedding_width=config.optional_count(family.embedding_width) or hidden,
-            learned_positions=0 if positions is None else config.count("max_position_embeddings") + positions,
+            learned_positions=0
+            if positions is None
+            else config.count("max_position_embeddings") + positions,
             max_positions=config.optional_count("max_position_embeddings"),
             head_bias=decide(family.head_bias, config),
             other_attention=other_attention,
@@ -224,7 +226,9 @@ class ModelShape:
         tokens = self.vocab * self.embedding_width
         positions = self.learned_positions * self.hidden
         norm = self.norm_parameters if self.embedding_norm else 0
-        return tokens + positions + norm + sum(linear.parameters for linear in self._embedding_linears)
+        return (
+            tokens + positions + norm + sum(linear.parameters for linear in self._embedding_linears)
+        )
 
     @property
     def final_norm_parameters(self) -> int:
@@ -267,7 +271,9 @@ class ModelShape:
                 width = self.mlp.ffn
             linears = self._linears_of(mixer, is_moe)
             share = number / self.layers
-            kinds.append(LayerKind(share=share, linears=linears, mixer=mixer, window=window, mlp_width=width))
+            kinds.append(
+                LayerKind(share=share, linears=linears, mixer=mixer, window=window, mlp_width=width)
+            )
         return tuple(kinds)
 
     @cached_property
@@ -278,7 +284,10 @@ class ModelShape:
     @cached_property
     def output_width(self) -> float:
         """Sum of the widths of the outputs of all matrix products that one token passes, in an average layer."""
-        return sum(k.share * sum(linear.used * linear.outputs for linear in k.linears) for k in self.layer_kinds)
+        return sum(
+            k.share * sum(linear.used * linear.outputs for linear in k.linears)
+            for k in self.layer_kinds
+        )
 
     @property
     def gated(self) -> bool:
@@ -315,12 +324,18 @@ class ModelShape:
     @cached_property
     def expanding_share(self) -> float:
         """Fraction of an average layer's matrix products that expands the latents of latent attention."""
-        return sum(linear.matmul_parameters for linear in self.attention.expanding) / self._mean_products
+        return (
+            sum(linear.matmul_parameters for linear in self.attention.expanding)
+            / self._mean_products
+        )
 
     @cached_property
     def _mean_products(self) -> float:
         """Multiply-accumulates of an average layer for a token."""
-        return sum(k.share * sum(linear.matmul_parameters for linear in k.linears) for k in self.layer_kinds)
+        return sum(
+            k.share * sum(linear.matmul_parameters for linear in k.linears)
+            for k in self.layer_kinds
+        )
 
     # -- FLOPs --------------------------------------------------------------------------------------------------------
 
@@ -334,7 +349,9 @@ class ModelShape:
         ends = (*self._embedding_linears, *self._head_linears)
         return self._layer_matmul_parameters + sum(linear.matmul_parameters for linear in ends)
 
-    def forward_flops_per_token(self, seq_len: float, *, attention: AttentionCount = "full") -> float:
+    def forward_flops_per_token(
+        self, seq_len: float, *, attention: AttentionCount = "full"
+    ) -> float:
         """Compute the FLOPs of a forward pass per token: 2 N_matmul + attention.
 
         Args:
@@ -348,7 +365,11 @@ class ModelShape:
         return 2 * self.matmul_parameters + self._attention_flops(seq_len, attention)
 
     def flops_per_token(
-        self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
+        self,
+        seq_len: float,
+        *,
+        attention: AttentionCount = "full",
+        lora_parameters: int | None = None,
     ) -> float:
         """Compute the model FLOPs of a training step per token, from which MFU is computed.
 
@@ -377,7 +398,11 @@ class ModelShape:
         return 4 * self.matmul_parameters + 6 * lora_parameters + attention_flops
 
     def hardware_flops_per_token(
-        self, seq_len: float, *, attention: AttentionCount = "full", lora_parameters: int | None = None
+        self,
+        seq_len: float,
+        *,
+        attention: AttentionCount = "full",
+        lora_parameters: int | None = None,
     ) -> float:
         """Compute the FLOPs per token of a training step with full activation recomputation, for HFU.
 
@@ -396,7 +421,9 @@ class ModelShape:
             UsageError: `seq_len` or `attention` is out of range.
         """
         again = 2 * (self._layer_matmul_parameters + (lora_parameters or 0))
-        model_flops = self.flops_per_token(seq_len, attention=attention, lora_parameters=lora_parameters)
+        model_flops = self.flops_per_token(
+            seq_len, attention=attention, lora_parameters=lora_parameters
+        )
         return model_flops + again + self._attention_flops(seq_len, attention)
 
     def _attention_flops(self, seq_len: float, attention: AttentionCount) -> float:
@@ -419,7 +446,11 @@ class ModelShape:
     # -- LoRA ---------------------------------------------------------------------------------------------------------
 
     def lora_parameters(
-        self, r: int, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear", *, active: bool = False
+        self,
+        r: int,
+        target_modules: Iterable[str] | Literal["all-linear"] = "all-linear",
+        *,
+        active: bool = False,
     ) -> int:
         """Count the parameters of rank-`r` LoRA adapters.
 
@@ -441,9 +472,15 @@ class ModelShape:
         inside = (*self._layer_linears, *self._embedding_linears, *self._head_linears)
         if target_modules == "all-linear":
             chosen = {linear.path for linear in inside} - {"lm_head"} - self._paths_without_adapter
-            return sum(self._adapter(linear, r, active=active) for linear in inside if linear.path in chosen)
+            return sum(
+                self._adapter(linear, r, active=active)
+                for linear in inside
+                if linear.path in chosen
+            )
         if isinstance(target_modules, str):
-            raise UsageError(f"target_modules is {target_modules!r}: give a list of names, or all-linear")
+            raise UsageError(
+                f"target_modules is {target_modules!r}: give a list of names, or all-linear"
+            )
         chosen = {path for name in target_modules for path in self._paths_named(name)}
         experts = chosen & {linear.path for linear in self._mlp_linears(is_moe=True)}
         if experts:
@@ -451,7 +488,9 @@ class ModelShape:
                 f"LoRA on {', '.join(sorted(experts))} of a mixture of experts is not counted: "
                 f"target attention, such as {self.attention.linears[0].path.rpartition('.')[2]}"
             )
-        return sum(r * (linear.inputs + linear.outputs) for linear in inside if linear.path in chosen)
+        return sum(
+            r * (linear.inputs + linear.outputs) for linear in inside if linear.path in chosen
+        )
 
     @property
     def _paths_without_adapter(self) -> set[str]:
@@ -470,7 +509,9 @@ class ModelShape:
     def _adapter(self, linear: Linear, r: int, *, active: bool) -> int:
         """Parameters of the adapters of all copies of a matrix, or of those that a token passes. Experts' gate and up,
         which are one matrix, have twice the rank (PEFT 0.21, `_MOE_FUSED_TARGETS`)."""
-        is_fused = linear.copies > 1 and self.moe is not None and linear.outputs == 2 * self.moe.expert_ffn
+        is_fused = (
+            linear.copies > 1 and self.moe is not None and linear.outputs == 2 * self.moe.expert_ffn
+        )
         rank = 2 * r if is_fused else r
         return (linear.used if active else linear.copies) * rank * (linear.inputs + linear.outputs)
 
@@ -478,11 +519,16 @@ class ModelShape:
     def attention_modules(self) -> tuple[str, ...]:
         """Names of the matrices of the attention, as PEFT's `LoraConfig` takes them."""
         attentions = (mixer for mixer in self.mixers if isinstance(mixer, AttentionShape))
-        return tuple(sorted({one.path.rpartition(".")[2] for mixer in attentions for one in mixer.linears}))
+        return tuple(
+            sorted({one.path.rpartition(".")[2] for mixer in attentions for one in mixer.linears})
+        )
 
     def _paths_named(self, name: str) -> set[str]:
         """Paths that PEFT matches with a name: a path that is equal to it, or ends with it after a dot."""
-        known = {linear.path for linear in (*self._layer_linears, *self._embedding_linears, *self._head_linears)}
+        known = {
+            linear.path
+            for linear in (*self._layer_linears, *self._embedding_linears, *self._head_linears)
+        }
         matched = {path for path in known if path == name or path.endswith(f".{name}")}
         if not matched:
             raise UsageError(
@@ -536,7 +582,9 @@ class ModelShape:
 
     @property
     def _head_linears(self) -> tuple[Linear, ...]:
-        head = Linear(path="lm_head", inputs=self.embedding_width, outputs=self.vocab, bias=self.head_bias)
+        head = Linear(
+            path="lm_head", inputs=self.embedding_width, outputs=self.vocab, bias=self.head_bias
+        )
         if self.embedding_width == self.hidden:
             return (head,)
         return (Linear(path="project_out", inputs=self.hidden, outputs=self.embedding_width), head)
@@ -555,7 +603,9 @@ def _other_attention(
         raise UnsupportedModelError(f"config of model_type {config.model_type!r}: {refused}")
     linear_layers = family.linear_layers(config)
     if any(linear_layers):
-        return mamba_shape(config) if family.mamba else linear_attention_shape(config, family), linear_layers
+        return mamba_shape(config) if family.mamba else linear_attention_shape(
+            config, family
+        ), linear_layers
     wide_layers = tuple(window is None for window in windows)
     if family.global_heads and any(wide_layers):
         return attention_shape(config, family, is_global=True), wide_layers

@@ -115,7 +115,12 @@ def _own(path: Path | None) -> list[Source]:
     chosen = path or user_price_file()
     if path is None and not chosen.is_file():
         return []
-    return [(read_user_tables(chosen, "price list", fix="write rows of [[price]] and [[egress]]"), str(chosen))]
+    return [
+        (
+            read_user_tables(chosen, "price list", fix="write rows of [[price]] and [[egress]]"),
+            str(chosen),
+        )
+    ]
 
 
 def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
@@ -126,7 +131,12 @@ def prices_of(gpu: Accelerator, prices: tuple[Price, ...]) -> tuple[Price, ...]:
         prices (`tuple[Price, ...]`): the prices of all GPUs (`all_prices`).
     """
     rows = [row for row in prices if row.gpu in (gpu.name, gpu.base)]
-    return tuple(sorted(rows, key=lambda row: (row.on_demand_usd is None, row.on_demand_usd or row.spot_usd or 0.0)))
+    return tuple(
+        sorted(
+            rows,
+            key=lambda row: (row.on_demand_usd is None, row.on_demand_usd or row.spot_usd or 0.0),
+        )
+    )
 
 
 def _egress(document: Mapping[str, Any], where: str) -> Iterator[Egress]:
@@ -135,13 +145,17 @@ def _egress(document: Mapping[str, Any], where: str) -> Iterator[Egress]:
         check_keys(row, Egress, place)
         rate = row["usd_per_gb"]
         if not (is_number(rate) and 0 <= rate < 100):
-            raise ConfigFileError(f"{place}: usd_per_gb is {rate!r}: it must be a number from 0 to 100")
+            raise ConfigFileError(
+                f"{place}: usd_per_gb is {rate!r}: it must be a number from 0 to 100"
+            )
         yield Egress(**{**row, "date": _date(row["date"], place)})
 
 
 def _date(value: Any, where: str) -> datetime.date:
     try:
-        return value if isinstance(value, datetime.date) else datetime.date.fromisoformat(str(value))
+        return (
+            value if isinstance(value, datetime.date) else datetime.date.fromisoformat(str(value))
+        )
     except ValueError:
         raise ConfigFileError(f"{where}: date is {value!r}: write it as 2026-11-09") from None
 
@@ -156,9 +170,13 @@ def _price(row: Mapping[str, Any], where: str) -> Price:
     for key in ("on_demand_usd", "spot_usd"):
         value = row.get(key)
         if value is not None and not (is_number(value) and 0 < value < 1e4):
-            raise ConfigFileError(f"{where}: {key} is {value!r}: it must be USD per GPU and hour, above 0")
+            raise ConfigFileError(
+                f"{where}: {key} is {value!r}: it must be USD per GPU and hour, above 0"
+            )
     if not isinstance(row.get("one_node", False), bool):
         raise ConfigFileError(f"{where}: one_node is {row['one_node']!r}: it must be true or false")
     if row.get("on_demand_usd") is None and row.get("spot_usd") is None:
         raise ConfigFileError(f"{where} has no price: give on_demand_usd or spot_usd")
-    return Price(**{**row, "gpu": accelerator(str(row["gpu"])).name, "date": _date(row["date"], where)})
+    return Price(
+        **{**row, "gpu": accelerator(str(row["gpu"])).name, "date": _date(row["date"], where)}
+    )

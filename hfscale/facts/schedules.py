@@ -87,7 +87,9 @@ class Held(NamedTuple):
         return self.chunks * kept + self.waiting * gradients
 
 
-def held_at_peak(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> tuple[Held, ...]:
+def held_at_peak(
+    schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int
+) -> tuple[Held, ...]:
     """Count the chunks that a pipeline rank holds at the moments at one of which it holds most bytes.
 
     The counts are those of the schedules of torch 2.13 (distributed/pipelining/schedules.py,
@@ -120,7 +122,9 @@ def held_at_peak(schedule: str, *, pp: int, stages_per_rank: int, micro_batches:
     return (Held(min(chunks, all_chunks)),)
 
 
-def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int) -> float:
+def in_flight(
+    schedule: str, *, pp: int, stages_per_rank: int, micro_batches: int, rank: int
+) -> float:
     """Count the micro-batches whose activations a pipeline rank holds at once.
 
     They are counted in the rank's share of the layers, so that the count need not be an integer.
@@ -132,12 +136,19 @@ def in_flight(schedule: str, *, pp: int, stages_per_rank: int, micro_batches: in
         micro_batches (`int`): micro-batches per optimizer step.
         rank (`int`): the pipeline rank, from 0.
     """
-    moments = held_at_peak(schedule, pp=pp, stages_per_rank=stages_per_rank, micro_batches=micro_batches, rank=rank)
+    moments = held_at_peak(
+        schedule, pp=pp, stages_per_rank=stages_per_rank, micro_batches=micro_batches, rank=rank
+    )
     return max(held.chunks for held in moments) / stages_per_rank
 
 
 def idle_relative_to_1f1b(
-    schedule: str, *, stages_per_rank: int, forward: float, input_gradients: float, weight_gradients: float
+    schedule: str,
+    *,
+    stages_per_rank: int,
+    forward: float,
+    input_gradients: float,
+    weight_gradients: float,
 ) -> float:
     """Compute a rank's idle time divided by that of 1F1B with one stage per rank, which is (p-1)(F+B).
 
@@ -150,7 +161,11 @@ def idle_relative_to_1f1b(
     if SCHEDULES[schedule] == "v":
         return max(forward, input_gradients) / 2 / forward_and_backward
     if schedule == "InterleavedZeroBubble":
-        return max(0.0, forward + input_gradients - weight_gradients) / forward_and_backward / stages_per_rank
+        return (
+            max(0.0, forward + input_gradients - weight_gradients)
+            / forward_and_backward
+            / stages_per_rank
+        )
     return 1.0 / stages_per_rank
 
 
@@ -166,7 +181,11 @@ def bubble_fraction(schedule: str, *, pp: int, stages_per_rank: int, micro_batch
         micro_batches (`int`): micro-batches per optimizer step.
     """
     relative = idle_relative_to_1f1b(
-        schedule, stages_per_rank=stages_per_rank, forward=1.0, input_gradients=1.0, weight_gradients=1.0
+        schedule,
+        stages_per_rank=stages_per_rank,
+        forward=1.0,
+        input_gradients=1.0,
+        weight_gradients=1.0,
     )
     idle = (pp - 1) * relative
     return idle / (idle + micro_batches)
@@ -248,7 +267,9 @@ def stage_layers(layers: int, head: float, stages: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def rank_layers(layers: int, head: float, pp: int, stages_per_rank: int, schedule: str) -> tuple[int, ...]:
+def rank_layers(
+    layers: int, head: float, pp: int, stages_per_rank: int, schedule: str
+) -> tuple[int, ...]:
     """Count the layers of each pipeline rank if `stage_layers` divides them among the stages.
 
     Args:
@@ -283,7 +304,9 @@ class Slot:
     """Time at which it ends."""
 
 
-def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0) -> list[Slot]:
+def one_f_one_b(
+    pp: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0
+) -> list[Slot]:
     """Simulate the 1F1B schedule, to draw it and to check its bubble.
 
     Rank r first runs p - r - 1 forward passes, then alternates one forward and one backward pass, then runs the
@@ -308,7 +331,11 @@ def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: 
                 if is_forward:
                     needs = None if rank == 0 else (True, rank - 1, micro_batch)
                 else:
-                    needs = (True, rank, micro_batch) if rank == pp - 1 else (False, rank + 1, micro_batch)
+                    needs = (
+                        (True, rank, micro_batch)
+                        if rank == pp - 1
+                        else (False, rank + 1, micro_batch)
+                    )
                 if needs is not None and needs not in ended:
                     break
                 queue.pop(0)
@@ -316,7 +343,15 @@ def one_f_one_b(pp: int, micro_batches: int, *, forward: float = 1.0, backward: 
                 end = start + (forward if is_forward else backward)
                 ended[is_forward, rank, micro_batch] = end
                 rank_is_free_at[rank] = end
-                slots.append(Slot(rank=rank, micro_batch=micro_batch, is_forward=is_forward, start=start, end=end))
+                slots.append(
+                    Slot(
+                        rank=rank,
+                        micro_batch=micro_batch,
+                        is_forward=is_forward,
+                        start=start,
+                        end=end,
+                    )
+                )
     return slots
 
 

@@ -172,7 +172,11 @@ class Combination:
     @property
     def one_bit(self) -> bool | None:
         """Whether DeepSpeed's optimizer sends one bit per gradient element."""
-        return None if self.deepspeed_optimizer is None else self.deepspeed_optimizer.lower() in _ONE_BIT
+        return (
+            None
+            if self.deepspeed_optimizer is None
+            else self.deepspeed_optimizer.lower() in _ONE_BIT
+        )
 
 
 _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
@@ -201,7 +205,9 @@ piece -> the reason."""
 TENSOR_PARALLEL_PLAN_MISSING: frozenset[str] = frozenset(_LISTS["tensor_parallel_plan_missing"])
 """Families of `hfscale.facts.families` whose config class in transformers 5.23 has no `base_model_tp_plan`."""
 
-SEQUENCE_PARALLEL_TESTED = PIPELINE_TESTED - TENSOR_PARALLEL_UNSUPPORTED.keys() - TENSOR_PARALLEL_PLAN_MISSING
+SEQUENCE_PARALLEL_TESTED = (
+    PIPELINE_TESTED - TENSOR_PARALLEL_UNSUPPORTED.keys() - TENSOR_PARALLEL_PLAN_MISSING
+)
 """Families that compute the same with sequence parallelism (test_parallel_sequence.py)."""
 
 CONTEXT_PARALLEL_UNSUPPORTED: Mapping[str, str] = _LISTS["context_parallel_unsupported"]
@@ -218,10 +224,14 @@ LISTS: Mapping[str, Collection[str]] = {
 """The lists that conditions of rules name."""
 
 
-TESTED: Mapping[str, Collection[str]] = {method: frozenset(names) for method, names in _TABLE["tested"].items()}
+TESTED: Mapping[str, Collection[str]] = {
+    method: frozenset(names) for method, names in _TABLE["tested"].items()
+}
 """Method -> the configs of accelerate_configs/ under which the recipes were tested with it, on CPUs."""
 
-CONFIGS: Mapping[str, Combination] = {name: Combination(**row) for name, row in _TABLE["configs"].items()}
+CONFIGS: Mapping[str, Combination] = {
+    name: Combination(**row) for name, row in _TABLE["configs"].items()
+}
 """What each config of accelerate_configs/ asks for."""
 
 
@@ -257,7 +267,8 @@ class Rule:
             speaker (`str`): how parameters are spelled.
         """
         values: dict[str, Any] = {
-            name: _Parameter(name, getattr(combination, name), speaker) for name in (*PROPERTIES, *_DERIVED)
+            name: _Parameter(name, getattr(combination, name), speaker)
+            for name in (*PROPERTIES, *_DERIVED)
         }
         for condition in self.when.values():
             if isinstance(condition, dict) and "listed" in condition:

@@ -28,7 +28,12 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.disk_errors import writing
 from hfscale.core.durable_files import write_atomically
 from hfscale.errors import UsageError
-from hfscale.facts.hardware import Accelerator, match_device_name, read_hardware_document, read_hardware_file
+from hfscale.facts.hardware import (
+    Accelerator,
+    match_device_name,
+    read_hardware_document,
+    read_hardware_file,
+)
 from hfscale.health import measure
 
 GIB = 2**30
@@ -37,7 +42,12 @@ SECONDS = 0.3
 ROUNDS = 7
 """Timed calls of a collective, whose median is the result: every rank must make as many."""
 KINDS = ("all_reduce", "all_gather", "reduce_scatter")
-_FROM_SEVERAL_PROCESSES = ("achieved_link_gb_s", "achieved_network_gb_s", "hop_us", "network_hop_us")
+_FROM_SEVERAL_PROCESSES = (
+    "achieved_link_gb_s",
+    "achieved_network_gb_s",
+    "hop_us",
+    "network_hop_us",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +62,14 @@ class Sizes:
     """Full buffers of the collectives, bytes; the smallest shows the latency, the largest the bandwidth."""
 
 
-ON_GPU = Sizes(matrices=(1024, 2048, 4096, 8192, 16384), copy_bytes=GIB, messages=tuple(4**n for n in range(6, 15)))
-ON_CPU = Sizes(matrices=(512, 1024, 2048), copy_bytes=2**28, messages=tuple(4**n for n in range(6, 13)))
+ON_GPU = Sizes(
+    matrices=(1024, 2048, 4096, 8192, 16384),
+    copy_bytes=GIB,
+    messages=tuple(4**n for n in range(6, 15)),
+)
+ON_CPU = Sizes(
+    matrices=(512, 1024, 2048), copy_bytes=2**28, messages=tuple(4**n for n in range(6, 13))
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +100,16 @@ def calibrate() -> Calibration:
         )
     sizes = ON_GPU if on_gpu else ON_CPU
     with _process_group(on_gpu):
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
         rows = [*_matrix_products(device, sizes), *_copies(device, sizes)]
         for where, group in _groups().items():
             rows += _collectives(device, sizes, where, group)
         return Calibration(
-            gpu=_accelerator(device, rows), measurements=tuple(rows), processes=distributed.world_size()
+            gpu=_accelerator(device, rows),
+            measurements=tuple(rows),
+            processes=distributed.world_size(),
         )
 
 
@@ -137,7 +157,9 @@ def write_row(gpu: Accelerator, path: Path, measurements: Iterable[Mapping[str, 
     known = {key: value for key, value in asdict(gpu).items() if value is not None}
     others = [row for row in document.pop("accelerator", []) if row["name"] != gpu.name]
     tables = [("accelerator", row) for row in (*others, known)]
-    tables += [(key, row) for key, rows in document.items() for row in rows if row.get("gpu") != gpu.name]
+    tables += [
+        (key, row) for key, rows in document.items() for row in rows if row.get("gpu") != gpu.name
+    ]
     tables += [("measurement", {"gpu": gpu.name, **row}) for row in measurements]
     text = "# Written by `hfscale plan --calibrate`; plans find its accelerators by their names.\n"
     text += "".join(f"\n[[{key}]]\n" + "".join(_toml_lines(row)) for key, row in tables)
@@ -149,7 +171,8 @@ def write_row(gpu: Accelerator, path: Path, measurements: Iterable[Mapping[str, 
 def _toml_lines(row: Mapping[str, Any]) -> Iterator[str]:
     for key, value in row.items():
         rounded = float(f"{value:.4g}") if isinstance(value, float) else value
-        yield f"{key} = {json.dumps(rounded)}\n"  # strings, numbers and lists are written alike in JSON and TOML
+        # strings, numbers and lists are written alike in JSON and TOML
+        yield f"{key} = {json.dumps(rounded)}\n"
 
 
 @contextmanager
@@ -184,14 +207,23 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
 def _matrix_products(device: torch.device, sizes: Sizes) -> Iterator[dict[str, Any]]:
     names = ["fp32"]
     if device.type == "cuda":
-        names = ["fp16", *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else [])]
+        names = [
+            "fp16",
+            *(["bf16"] if torch.cuda.is_bf16_supported(including_emulation=False) else []),
+        ]
     dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
     for name in names:
         for n in sizes.matrices:
             a, b = (torch.randn(n, n, device=device).to(dtypes[name]) for _ in range(2))
             out = torch.empty_like(a)
             seconds = _median_s(functools.partial(torch.mm, a, b, out=out), device)
-            yield {"kind": "matmul", "dtype": name, "n": n, "seconds": seconds, "tflops": 2 * n**3 / seconds / 1e12}
+            yield {
+                "kind": "matmul",
+                "dtype": name,
+                "n": n,
+                "seconds": seconds,
+                "tflops": 2 * n**3 / seconds / 1e12,
+            }
 
 
 def _copies(device: torch.device, sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -252,10 +284,14 @@ def _ring(rows: list[dict[str, Any]], where: str) -> tuple[float, float] | None:
         return None
     smallest = min(row["bytes"] for row in rows)
     largest = max(row["bytes"] for row in rows)
-    latency = statistics.median(row["seconds"] / row["passes"] for row in rows if row["bytes"] == smallest)
+    latency = statistics.median(
+        row["seconds"] / row["passes"] for row in rows if row["bytes"] == smallest
+    )
     last = [row for row in rows if row["bytes"] == largest]
     # The volume of the largest exchanges over their time: latency is a small part of it.
-    return latency, sum(row["gb_s"] * row["seconds"] for row in last) / sum(row["seconds"] for row in last)
+    return latency, sum(row["gb_s"] * row["seconds"] for row in last) / sum(
+        row["seconds"] for row in last
+    )
 
 
 def _accelerator(device: torch.device, rows: list[dict[str, Any]]) -> Accelerator:
@@ -265,15 +301,27 @@ def _accelerator(device: torch.device, rows: list[dict[str, Any]]) -> Accelerato
         if row["kind"] == "matmul":
             best[row["dtype"]] = max(best.get(row["dtype"], 0.0), row["tflops"])
     rate = {row["kind"]: row["gb_s"] for row in rows if row["kind"] in ("copy", "host")}
-    full_name = torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.machine() or "cpu")
+    full_name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else (platform.machine() or "cpu")
+    )
     known = match_device_name(full_name) if device.type == "cuda" else None
     measured: dict[str, Any] = {f"achieved_{dtype}_tflops": value for dtype, value in best.items()}
-    measured |= {"achieved_memory_tb_s": rate["copy"] / 1e3, "memory_gib": _memory_gib(device), **_links(rows)}
+    measured |= {
+        "achieved_memory_tb_s": rate["copy"] / 1e3,
+        "memory_gib": _memory_gib(device),
+        **_links(rows),
+    }
     measured |= {"date": str(date.today().year), "aliases": (), "device_names": ()}
-    with_torch = f"measured by hfscale plan --calibrate with torch {torch.__version__} on {date.today()}"
+    with_torch = (
+        f"measured by hfscale plan --calibrate with torch {torch.__version__} on {date.today()}"
+    )
     if known is not None:
         source = f"{known.source}; achieved rates {with_torch}"
-        return replace(known, **measured, name=f"local-{known.name}", base=known.name, source=source)
+        return replace(
+            known, **measured, name=f"local-{known.name}", base=known.name, source=source
+        )
     peaks: dict[str, Any] = {f"{dtype}_tflops": value for dtype, value in best.items()}
     name = "cpu" if device.type == "cpu" else re.sub(r"\W+", "-", full_name).strip("-")
     return Accelerator(

@@ -129,7 +129,9 @@ class CommHealthCallback(AdapterCallback):
         if on_bad_training not in ("warn", "stop"):
             raise ParameterError("on_bad_training", on_bad_training, "use warn or stop")
         if replay_every_steps is not None and replay_every_steps < 1:
-            raise ParameterError("replay_every_steps", replay_every_steps, "it must be at least 1, or None")
+            raise ParameterError(
+                "replay_every_steps", replay_every_steps, "it must be at least 1, or None"
+            )
         self.replay_every_steps = replay_every_steps
         self.preflight = preflight
         self.hang_after_s = hang_after_s
@@ -177,7 +179,9 @@ class CommHealthCallback(AdapterCallback):
                 "logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so that "
                 "it is not found, and each micro-batch waits for the GPU; set logging_nan_inf_filter=False"
             )
-        has_bf16 = args.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        has_bf16 = args.device.type == "cuda" and torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
         for doubt in (
             why_accumulation_is_inexact(trainer),
             why_expert_gradients_are_small(trainer.model, args.device.type),
@@ -241,7 +245,9 @@ class CommHealthCallback(AdapterCallback):
     ) -> None:
         self._progressed()
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._progressed()
 
     def on_evaluate(
@@ -249,7 +255,9 @@ class CommHealthCallback(AdapterCallback):
     ) -> None:
         self._progressed()
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._progressed()
         if is_main_process() and self._checkpoint_bytes:
             with best_effort("checking the room on the disk", output_folder(args)):
@@ -267,9 +275,16 @@ class CommHealthCallback(AdapterCallback):
     def _start_monitor(self, trainer: Trainer, strategy: str) -> None:
         args = trainer.args
         has_peers = args.world_size > 1  # a single rank is not slower than others
-        timer = LocalTimer(trainer.model_wrapped, strategy, args.device) if self.stragglers and has_peers else None
+        timer = (
+            LocalTimer(trainer.model_wrapped, strategy, args.device)
+            if self.stragglers and has_peers
+            else None
+        )
         if timer is not None and not timer.measures:
-            logger.info("stragglers are not looked for: under %s a rank's own work cannot be timed", strategy)
+            logger.info(
+                "stragglers are not looked for: under %s a rank's own work cannot be timed",
+                strategy,
+            )
         sensor = sensor_of(args.device)
         gpu = GpuThread(GpuWatch(sensor)) if sensor is not None else None
         if gpu is not None:
@@ -283,7 +298,9 @@ class CommHealthCallback(AdapterCallback):
             have_equal_gradients=averages_gradients(args),
         )
 
-    def _start_watchdog(self, args: TrainingArguments, rank_store: RankStore, hang_after_s: float) -> None:
+    def _start_watchdog(
+        self, args: TrainingArguments, rank_store: RankStore, hang_after_s: float
+    ) -> None:
         self._watchdog = HangWatchdog(
             rank_store,
             output_folder(args),
@@ -295,7 +312,9 @@ class CommHealthCallback(AdapterCallback):
         self._previous_hook = sys.excepthook
         sys.excepthook = self._on_exception
 
-    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _on_exception(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Find the rank that caused the exception that ends this process, then call the previous hook."""
         if self._watchdog is not None and isinstance(error, Exception):
             self._watchdog.examine_failure(error)
@@ -316,7 +335,9 @@ class CommHealthCallback(AdapterCallback):
             `dict[str, float]`: the numbers of the monitor, by name.
         """
         assert self._monitor is not None  # it ends with the training, as the collector does
-        return self._monitor.numbers(state.global_step, logs.get("loss"), logs.get("grad_norm"), seconds)
+        return self._monitor.numbers(
+            state.global_step, logs.get("loss"), logs.get("grad_norm"), seconds
+        )
 
     def judge(self, columns: Arrays, state: TrainerState) -> dict[str, Any]:
         """Compare all ranks. It is called on rank 0 only.
@@ -331,7 +352,9 @@ class CommHealthCallback(AdapterCallback):
         assert self._monitor is not None
         return self._monitor.judge(state.global_step, columns)
 
-    def keys(self, judgement: Mapping[str, Any], state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+    def keys(
+        self, judgement: Mapping[str, Any], state: TrainerState, logs: Mapping[str, float]
+    ) -> dict[str, float]:
         """Log what was found, and return the metric keys of this log. It is called on every rank.
 
         Args:
@@ -370,7 +393,10 @@ class CommHealthCallback(AdapterCallback):
         """Raise an alarm for each finding on the main process; the same check alarms once in `ALARM_EVERY_S`."""
         now = time.monotonic()
         for finding in found if is_main_process() else ():
-            if finding.level != "note" and now - self._alarmed_at.get(finding.check, -math.inf) >= ALARM_EVERY_S:
+            if (
+                finding.level != "note"
+                and now - self._alarmed_at.get(finding.check, -math.inf) >= ALARM_EVERY_S
+            ):
                 self._alarmed_at[finding.check] = now
                 kind = {"loss": LOSS, "disk": DISK}.get(finding.check, HEALTH)
                 raise_alarm(kind, str(finding), step=step, level=finding.level)
@@ -412,7 +438,11 @@ class CommHealthCallback(AdapterCallback):
                 archive(output_dir, after_step=good_step)
         good = newest_resumable(output_dir, exchanges=OneProcess()).path if archives else None
         self._end()
-        resume = f"the relaunched command resumes from {good.name}" if good else "no good checkpoint was written"
+        resume = (
+            f"the relaunched command resumes from {good.name}"
+            if good
+            else "no good checkpoint was written"
+        )
         raise HealthError(f"stopped: {join_errors(bad)}; {resume}", hosts=blamed_hosts(bad))
 
     def _end(self) -> None:
@@ -468,7 +498,9 @@ def connect_rank_store(args: TrainingArguments) -> RankStore | None:
     if args.world_size == 1:
         return None
     if "MASTER_ADDR" not in os.environ or "RANK" not in os.environ:
-        logger.info("no launcher's variables are set: ranks are not checked, and hangs are not watched for")
+        logger.info(
+            "no launcher's variables are set: ranks are not checked, and hangs are not watched for"
+        )
         return None
     try:
         return RankStore.connect(f"training-{_trainings}")
@@ -500,7 +532,9 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
     args = trainer.args
     of_this_node: list[Finding] = []
     if args.local_process_index == 0:
-        of_this_node = node.check_node(os.environ, node.Node.here(node.gpu_names())) + _check_disk(trainer)
+        of_this_node = node.check_node(os.environ, node.Node.here(node.gpu_names())) + _check_disk(
+            trainer
+        )
         if not args.use_cpu:
             of_this_node += check_gpus_of_driver()
     if rank_store is None:
@@ -510,14 +544,21 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
         device=args.device,
         deadline_s=preflight_deadline_s(os.environ),
         all_to_all=False,  # the training never connects every rank to every other one
-        arrival_s=Limits.outside_s,  # another callback, such as W&B's on rank 0, may take long when training begins
+        # Another callback, such as W&B's on rank 0, may take long when training begins
+        arrival_s=Limits.outside_s,
         node_findings=of_this_node,
     )
     result = preflight.run(rank_store, plan)
     # A slow device does no harm apart from slowing the run down: it is logged, and the run's own times will show it.
-    bad = [finding for finding in result.findings if finding.level == "error" and finding.check != "speed"]
+    bad = [
+        finding
+        for finding in result.findings
+        if finding.level == "error" and finding.check != "speed"
+    ]
     if bad:
-        raise HealthError(f"the ranks are not fit to train: {join_errors(bad)}", hosts=blamed_hosts(bad))
+        raise HealthError(
+            f"the ranks are not fit to train: {join_errors(bad)}", hosts=blamed_hosts(bad)
+        )
     log_findings([*result.findings, *result.node_findings])
 
 
@@ -528,7 +569,9 @@ def _checkpoint_bytes(trainer: Trainer) -> int:
         return 0
     sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in model_of(trainer).parameters()]
     weights = sum(numel * p.element_size() for numel, p in sizes)
-    return weights + node.BYTES_PER_TRAINED_PARAMETER * sum(numel for numel, p in sizes if p.requires_grad)
+    return weights + node.BYTES_PER_TRAINED_PARAMETER * sum(
+        numel for numel, p in sizes if p.requires_grad
+    )
 
 
 def _check_disk(trainer: Trainer) -> list[Finding]:
@@ -540,7 +583,9 @@ def _check_disk(trainer: Trainer) -> list[Finding]:
     return check_room(trainer.args, size, bytes_per_s=node.write_speed(folder, _SPEED_PROBE_BYTES))
 
 
-def check_room(args: TrainingArguments, checkpoint_bytes: int, *, bytes_per_s: float | None = None) -> list[Finding]:
+def check_room(
+    args: TrainingArguments, checkpoint_bytes: int, *, bytes_per_s: float | None = None
+) -> list[Finding]:
     """Check that two checkpoints fit on the disk of the output directory.
 
     Args:

@@ -111,7 +111,9 @@ class CheckReport:
                 lines.append("gloo connects all ranks")
             subject = f"{self.world_size} ranks on {hosts} node{'s' if hosts != 1 else ''}"
         else:
-            lines.append("ranks and links are not checked by one process: accelerate launch -m hfscale check")
+            lines.append(
+                "ranks and links are not checked by one process: accelerate launch -m hfscale check"
+            )
         errors = sum(finding.level == "error" for finding in self.findings)
         verdict = "fit to train"
         if not self.ok:
@@ -119,7 +121,9 @@ class CheckReport:
         return "\n".join([*lines, f"{subject}: {verdict} ({self.seconds:.1f} s)"])
 
 
-def check_all(request: CheckRequest, *, begun: float, environ: Mapping[str, str] = os.environ) -> CheckReport:
+def check_all(
+    request: CheckRequest, *, begun: float, environ: Mapping[str, str] = os.environ
+) -> CheckReport:
     """Check this node, and where a launcher started several processes all ranks together.
 
     Under a launcher the process itself ends with exit code 1 if the launcher's store does not answer for as long as
@@ -166,7 +170,9 @@ def _check_ranks(
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: ending.append(number))
     with _ending_without_answers(request.deadline_s, environ) as has_answered:
-        rank_store = RankStore.connect("check", environ, timeout_s=request.deadline_s - 1, opens=True)
+        rank_store = RankStore.connect(
+            "check", environ, timeout_s=request.deadline_s - 1, opens=True
+        )
         plan = preflight.PreflightPlan(
             device=device,
             deadline_s=request.deadline_s,
@@ -183,8 +189,12 @@ def _check_ranks(
         result = preflight.run(rank_store, plan, begun=begun, is_ending=is_ending)
     slow_links: list[Finding] = []
     if not request.short:
-        gpu = match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        slow_links = measure.compare_links(result.links, gpu, node.read_count(environ, "LOCAL_WORLD_SIZE", 1))
+        gpu = (
+            match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        )
+        slow_links = measure.compare_links(
+            result.links, gpu, node.read_count(environ, "LOCAL_WORLD_SIZE", 1)
+        )
     report = CheckReport(
         findings=(*result.findings, *slow_links, *result.node_findings),
         world_size=rank_store.world_size,
@@ -197,12 +207,15 @@ def _check_ranks(
         stuck=result.stuck,
     )
     if report.ok and not report.stuck and device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread, for the barrier of `leave`: the default is GPU 0
+        # Of this thread, for the barrier of `leave`: the default is GPU 0
+        torch.cuda.set_device(device)
     return report if report.ok else _print_errors(report, rank_store)
 
 
 @contextmanager
-def _ending_without_answers(limit_s: float, environ: Mapping[str, str]) -> Iterator[Callable[[], None]]:
+def _ending_without_answers(
+    limit_s: float, environ: Mapping[str, str]
+) -> Iterator[Callable[[], None]]:
     """End this process if the store does not answer for `limit_s` seconds within the `with` block.
 
     It gives a function, to be called after each answer of the store.
@@ -217,7 +230,9 @@ def _ending_without_answers(limit_s: float, environ: Mapping[str, str]) -> Itera
     def watch() -> None:
         while not is_done.wait(0.2):
             if time.monotonic() - answered_at > limit_s:
-                holder = "the launcher of the first node" if launcher_has_store(environ) else "rank 0"
+                holder = (
+                    "the launcher of the first node" if launcher_has_store(environ) else "rank 0"
+                )
                 print_line(
                     f"hfscale: error on rank {environ['RANK']}: {holder} at {environ['MASTER_ADDR']} holds the store "
                     "of all ranks and does not answer: it is stopped, dead or cut off"
@@ -236,11 +251,16 @@ def _print_errors(report: CheckReport, rank_store: RankStore) -> CheckReport:
     for finding in report.findings:
         if finding.level == "error":
             print_line(f"hfscale: error on rank {report.rank}: {finding}")
-    absent = {rank for finding in report.findings if finding.check == "presence" for rank in finding.ranks}
+    absent = {
+        rank for finding in report.findings if finding.check == "presence" for rank in finding.ranks
+    }
     until = time.monotonic() + _REPORT_WAIT_S
     try:
         rank_store.write("printed", {})
-        while rank_store.count("printed") < report.world_size - len(absent) and time.monotonic() < until:
+        while (
+            rank_store.count("printed") < report.world_size - len(absent)
+            and time.monotonic() < until
+        ):
             time.sleep(rank_store.poll_s)
     except dist.DistError:  # the rank that keeps the store has seen that all have printed, and left
         pass

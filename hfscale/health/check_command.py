@@ -18,26 +18,35 @@ EXAMPLES = (
 
 def run(
     command: Annotated[
-        list[str] | None, typer.Argument(metavar="[-- COMMAND …]", help="The launch command to check.")
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND …]", help="The launch command to check."),
     ] = None,
     collectives: Annotated[
         bool,
         typer.Option(
-            "--collectives", help="Run the command for a few steps on CPUs: will some rank wait for ever for another?"
+            "--collectives",
+            help="Run the command for a few steps on CPUs: will some rank wait for ever for another?",
         ),
     ] = False,
     parity: Annotated[
         bool,
         typer.Option(
-            "--parity", help="Train a small version of the model: does the command compute what one process computes?"
+            "--parity",
+            help="Train a small version of the model: does the command compute what one process computes?",
         ),
     ] = False,
     small_model: Annotated[
-        bool, typer.Option("--small-model", help="With --collectives: fewer and narrower layers, random weights.")
+        bool,
+        typer.Option(
+            "--small-model", help="With --collectives: fewer and narrower layers, random weights."
+        ),
     ] = False,
     steps: Annotated[int, typer.Option(help="Optimizer steps of the command.")] = 6,
     quiet: Annotated[
-        float, typer.Option(help="Seconds without news of any rank after which ranks that wait are reported.")
+        float,
+        typer.Option(
+            help="Seconds without news of any rank after which ranks that wait are reported."
+        ),
     ] = 300.0,
     deadline: Annotated[
         float, typer.Option(help="Seconds from the arrival of the last rank to the verdict.")
@@ -46,11 +55,18 @@ def run(
         Path | None, typer.Option(help="Folder for checkpoints: free space and speed are checked.")
     ] = None,
     checkpoint_gib: Annotated[
-        float | None, typer.Option(help="Size of a checkpoint (default: the largest in --output-dir).")
+        float | None,
+        typer.Option(help="Size of a checkpoint (default: the largest in --output-dir)."),
     ] = None,
-    notice: Annotated[float, typer.Option(help="Seconds between a preemption notice and the end.")] = 30.0,
-    backend: Annotated[str | None, typer.Option(help="nccl or gloo (default: nccl where there is a GPU).")] = None,
-    short: Annotated[bool, typer.Option("--short", help="Use small buffers only: bandwidth is not measured.")] = False,
+    notice: Annotated[
+        float, typer.Option(help="Seconds between a preemption notice and the end.")
+    ] = 30.0,
+    backend: Annotated[
+        str | None, typer.Option(help="nccl or gloo (default: nccl where there is a GPU).")
+    ] = None,
+    short: Annotated[
+        bool, typer.Option("--short", help="Use small buffers only: bandwidth is not measured.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> int:
     """Check this node; under `accelerate launch -m hfscale check` all ranks and the links between them too."""
@@ -67,7 +83,9 @@ def run(
             f"'{command[0]}' is not an option: a launch command is checked with --collectives or --parity"
         )
     if deadline < 5:
-        raise UsageError(f"--deadline is {deadline:g}: give at least 5 s, since starting the processes takes longer")
+        raise UsageError(
+            f"--deadline is {deadline:g}: give at least 5 s, since starting the processes takes longer"
+        )
     if backend not in (None, "nccl", "gloo"):
         raise UsageError(f"--backend is {backend}: use nccl or gloo")
     for flag, value in (("--notice", notice), ("--checkpoint-gib", checkpoint_gib)):
@@ -97,7 +115,9 @@ def _check_positive(steps: int, quiet_s: float) -> None:
             raise UsageError(f"{flag} is {value:g}: it must be at least 1")
 
 
-def _check_collectives(command: list[str], steps: int, quiet_s: float, small: bool, as_json: bool) -> int:
+def _check_collectives(
+    command: list[str], steps: int, quiet_s: float, small: bool, as_json: bool
+) -> int:
     """Run the launch command, compare the collectives of its ranks, and return the exit code."""
     from hfscale.health.rehearsal.launch import rehearse
     from hfscale.health.rehearsal.view import text_of

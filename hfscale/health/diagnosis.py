@@ -90,13 +90,17 @@ class Position:
         step = self.ranks[1] - self.ranks[0] if len(self.ranks) > _LISTED_RANKS else 0
         spaced = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
         is_spaced = bool(spaced) and tuple(spaced) == ranks
-        return vars(self) | {"ranks": f"{spaced[0]}:{spaced[-1] + 1}:{step}" if is_spaced else list(ranks)}
+        return vars(self) | {
+            "ranks": f"{spaced[0]}:{spaced[-1] + 1}:{step}" if is_spaced else list(ranks)
+        }
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> "Position":
         """Return the position from a dictionary of its fields, as `to_dict` returns it."""
         ranks = fields["ranks"]
-        return cls(**{**fields, "ranks": _spaced(ranks) if isinstance(ranks, str) else tuple(ranks)})
+        return cls(
+            **{**fields, "ranks": _spaced(ranks) if isinstance(ranks, str) else tuple(ranks)}
+        )
 
 
 @cache
@@ -130,7 +134,9 @@ def positions_of(dumps: list[dict[str, Any]]) -> list[Position]:
         for entry in dump.get("entries", []):
             group = entry["process_group"][0] + (POINT_TO_POINT if entry["is_p2p"] else "")
             entries.setdefault(group, []).append(entry)
-        found += [_position(name, members.get(name, ()), of_group) for name, of_group in entries.items()]
+        found += [
+            _position(name, members.get(name, ()), of_group) for name, of_group in entries.items()
+        ]
     return found
 
 
@@ -155,7 +161,8 @@ def _position(name: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) 
 
 def _dumps() -> list[str]:
     """Return the JSON of gloo's recorder, and of NCCL's where torch is built with it."""
-    recorders: Any = torch_bindings._distributed_c10d  # its annotations do not list all of its functions
+    # Its annotations do not list all of its functions
+    recorders: Any = torch_bindings._distributed_c10d
     found = [recorders._dump_fr_trace_json(True, False)]
     if hasattr(recorders, "_dump_nccl_trace_json"):
         found.append(recorders._dump_nccl_trace_json(True, False))
@@ -232,7 +239,9 @@ def all_stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     parts = []
     for thread_id, frame in sys._current_frames().items():
-        parts.append(f"thread {names.get(thread_id, thread_id)}\n" + "".join(traceback.format_stack(frame)))
+        parts.append(
+            f"thread {names.get(thread_id, thread_id)}\n" + "".join(traceback.format_stack(frame))
+        )
     return "\n".join(parts)
 
 
@@ -291,7 +300,9 @@ Blame = Callable[[int, str, str], Finding]
 """Makes a finding from a rank, the problem and the fix."""
 
 
-def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, Snapshot]) -> list[Finding]:
+def diagnose(
+    world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, Snapshot]
+) -> list[Finding]:
     """Find the ranks that are to blame for a hang.
 
     Args:
@@ -310,13 +321,17 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
     absent = [rank for rank in range(world_size) if rank not in snapshots]
     if absent:
         problem = "does not answer: its process is dead, stopped, or in a call that never returns"
-        return [blame(rank, problem, "see its log and the kernel log of its host") for rank in absent]
+        return [
+            blame(rank, problem, "see its log and the kernel log of its host") for rank in absent
+        ]
     failed = {rank: snap.error for rank, snap in snapshots.items() if snap.error}
     if failed:
         own = {rank: error for rank, error in failed.items() if not _is_caused_by_a_peer(error)}
         fix = "see its log for the traceback"
         raised = sorted((own or failed).items())
-        return [rank_error("exception", rank, hosts, f"failed: {error}", fix) for rank, error in raised]
+        return [
+            rank_error("exception", rank, hosts, f"failed: {error}", fix) for rank, error in raised
+        ]
     if any(snap.occupation for snap in snapshots.values()):
         return []
     waiting = {rank: snap.waiting for rank, snap in snapshots.items() if snap.waiting is not None}
@@ -337,7 +352,9 @@ def diagnose(world_size: int, hosts: Mapping[int, str], snapshots: Mapping[int, 
     ]
 
 
-def _not_arrived(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]) -> dict[int, Position]:
+def _not_arrived(
+    waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot]
+) -> dict[int, Position]:
     """Return the ranks that have not entered a collective in which others wait, each with that collective."""
     entered: dict[str, dict[int, int]] = {}
     for rank, snap in snapshots.items():
@@ -347,7 +364,11 @@ def _not_arrived(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapsh
     seen: set[tuple[str, int, int]] = set()  # many ranks wait in the same collective
     for position in waiting.values():
         collective = (position.group, position.waiting or 0, len(position.ranks))
-        if position.group.endswith(POINT_TO_POINT) or position.waiting is None or collective in seen:
+        if (
+            position.group.endswith(POINT_TO_POINT)
+            or position.waiting is None
+            or collective in seen
+        ):
             continue
         seen.add(collective)
         of_group = entered[position.group]
@@ -366,9 +387,19 @@ def _blame_when_all_wait(
     collectives = {rank: (p.group, p.waiting, p.operation, p.sizes) for rank, p in waiting.items()}
     (most_common, count), *rest = Counter(collectives.values()).most_common()
     if rest and rest[0][1] == count:
-        listed = ", ".join(f"rank {rank} {position}" for rank, position in sorted(waiting.items())[:8])
+        listed = ", ".join(
+            f"rank {rank} {position}" for rank, position in sorted(waiting.items())[:8]
+        )
         problem = f"wait in different collectives: {listed}"
-        return [Finding(level="error", check="hang", problem=problem, fix=_MUST_MATCH, ranks=tuple(sorted(waiting)))]
+        return [
+            Finding(
+                level="error",
+                check="hang",
+                problem=problem,
+                fix=_MUST_MATCH,
+                ranks=tuple(sorted(waiting)),
+            )
+        ]
     if rest:
         reference = next(p for rank, p in waiting.items() if collectives[rank] == most_common)
         return [
@@ -385,7 +416,9 @@ def _blame_when_all_wait(
         problem = f"has called {most_common[2]} but its GPU has not started it: an earlier kernel hangs there"
         return [blame(rank, problem, _SEE_STACK) for rank in sorted(not_started)]
     if len(not_started) == len(waiting):  # of NCCL: gloo's positions do not have the start
-        count_of_all = "all" if len(waiting) == len(snapshots) else f"{len(waiting)} of {len(snapshots)}"
+        count_of_all = (
+            "all" if len(waiting) == len(snapshots) else f"{len(waiting)} of {len(snapshots)}"
+        )
         problem = (
             f"{count_of_all} ranks have queued the same collective ({next(iter(waiting.values()))}), and it does not "
             "end: a GPU has not arrived there, or a link hangs; which GPU is unknown, since no start of a kernel is "
@@ -408,7 +441,9 @@ def _who_waits(waiting: Mapping[int, Position], snapshots: Mapping[int, Snapshot
     if not left:
         return f"all ranks are {collective}"
     names = f"{name_ranks(left)} ha{'ve' if len(left) > 1 else 's'} left it ({snapshots[left[0]].activity})"
-    return f"{name_ranks(sorted(waiting))} {'are' if len(waiting) > 1 else 'is'} {collective}, {names}"
+    return (
+        f"{name_ranks(sorted(waiting))} {'are' if len(waiting) > 1 else 'is'} {collective}, {names}"
+    )
 
 
 def _blame_when_nobody_waits(snapshots: Mapping[int, Snapshot], blame: Blame) -> list[Finding]:

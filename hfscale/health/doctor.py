@@ -53,10 +53,17 @@ PACKAGES = (
 _MODULES = {
     "ScalingCallback": ("hfscale.scaling",),
     "FSDP2 checkpoints": ("torch.distributed.fsdp",),
-    "recipes": ("hfscale.recipe.models", "hfscale.recipe.parsing", "hfscale.recipe.layout", "hfscale.recipe.data"),
+    "recipes": (
+        "hfscale.recipe.models",
+        "hfscale.recipe.parsing",
+        "hfscale.recipe.layout",
+        "hfscale.recipe.data",
+    ),
     "tensor parallelism of transformers": ("transformers.distributed.tensor_parallel",),
     "transformers' own sharding": ("transformers.distributed.fsdp",),
-    "expert parallelism and replicas of transformers": ("transformers.distributed.expert_parallel",),
+    "expert parallelism and replicas of transformers": (
+        "transformers.distributed.expert_parallel",
+    ),
     "adapters of experts that ranks share": ("hfscale.trainer.expert_adapters",),
     "ParallelTrainer": ("hfscale.parallel.trainer", "hfscale.parallel.dry_run"),
     "DeepSpeed": ("deepspeed",),
@@ -182,7 +189,9 @@ class DoctorReport:
         for needs in FEATURES.values():
             for need in needs:
                 if need.extra is not None:
-                    found[need.extra] = found.get(need.extra, True) and installed(need.package) is not None
+                    found[need.extra] = (
+                        found.get(need.extra, True) and installed(need.package) is not None
+                    )
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,7 +207,8 @@ class DoctorReport:
             "driver_gpus": list(self.driver_gpus),
             "extras": self.extras,
             "features": {
-                name: {"works": problem is None, "problem": problem} for name, problem in self.features.items()
+                name: {"works": problem is None, "problem": problem}
+                for name, problem in self.features.items()
             },
             "findings": [finding.to_dict() for finding in self.findings],
         }
@@ -214,14 +224,20 @@ def examine() -> DoctorReport:
     for name, missing in features.items():
         broken = next((module for module in _MODULES[name] if module in failed), None)
         if missing is None and broken is not None:
-            features[name] = f"{name} is installed, but cannot be used: importing {broken} failed: {failed[broken]}"
+            features[name] = (
+                f"{name} is installed, but cannot be used: importing {broken} failed: {failed[broken]}"
+            )
     driver, driver_gpus = nvidia_driver()
     findings = _unmet_declarations() + _known_problems(torch)
     findings += _gpu_problems(torch, driver, driver_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
     findings += _build_problems(packages)
     if "flash_attn" in failed:
         fix = "pip uninstall flash-attn, or build it for this torch"
-        findings.append(_finding("error", "import", f"flash-attn cannot be imported: {failed['flash_attn']}", fix))
+        findings.append(
+            _finding(
+                "error", "import", f"flash-attn cannot be imported: {failed['flash_attn']}", fix
+            )
+        )
     return DoctorReport(
         packages=packages,
         torch=torch,
@@ -289,7 +305,12 @@ def _unmet_declarations() -> list[Finding]:
             if not _satisfies(there, need.specifier):
                 problem = f"{package} {found} needs {need.name}{need.specifier}, and {there or 'none'} is installed"
                 findings.append(
-                    _finding("warning", "requirements", problem, f'pip install "{need.name}{need.specifier}"')
+                    _finding(
+                        "warning",
+                        "requirements",
+                        problem,
+                        f'pip install "{need.name}{need.specifier}"',
+                    )
                 )
     return findings
 
@@ -302,7 +323,9 @@ def _satisfies(version: str | None, specifier: SpecifierSet) -> bool:
         release = Version(version).base_version
     except InvalidVersion:
         return True
-    return specifier.contains(version, prereleases=True) or specifier.contains(release, prereleases=True)
+    return specifier.contains(version, prereleases=True) or specifier.contains(
+        release, prereleases=True
+    )
 
 
 def _known_problems(torch: Mapping[str, Any] | None) -> list[Finding]:
@@ -313,8 +336,13 @@ def _known_problems(torch: Mapping[str, Any] | None) -> list[Finding]:
     }
     findings = []
     for known in KNOWN_PROBLEMS:
-        versions = {name: others[name] if name in others else installed(name) for name in known.versions}
-        if all(versions[name] and _satisfies(versions[name], SpecifierSet(s)) for name, s in known.versions.items()):
+        versions = {
+            name: others[name] if name in others else installed(name) for name in known.versions
+        }
+        if all(
+            versions[name] and _satisfies(versions[name], SpecifierSet(s))
+            for name, s in known.versions.items()
+        ):
             found = ", ".join(f"{name} {version}" for name, version in versions.items())
             problem = f"{known.problem} ({known.source}); found {found}"
             findings.append(_finding(known.level, "known problem", problem, known.fix))
@@ -322,7 +350,10 @@ def _known_problems(torch: Mapping[str, Any] | None) -> list[Finding]:
 
 
 def _gpu_problems(
-    torch: Mapping[str, Any] | None, driver: str | None, driver_gpus: tuple[str, ...], visible: str | None
+    torch: Mapping[str, Any] | None,
+    driver: str | None,
+    driver_gpus: tuple[str, ...],
+    visible: str | None,
 ) -> list[Finding]:
     """Find why torch cannot use the GPUs that the driver lists."""
     if torch is None:
@@ -330,16 +361,24 @@ def _gpu_problems(
     findings = []
     if driver_gpus and not torch["gpus"]:
         findings.append(
-            why_torch_sees_none(driver, driver_gpus, cuda=torch["cuda"], reason=torch["why_no_gpu"], visible=visible)
+            why_torch_sees_none(
+                driver, driver_gpus, cuda=torch["cuda"], reason=torch["why_no_gpu"], visible=visible
+            )
         )
     for gpu in torch["gpus"]:
         capability = tuple(gpu["capability"])
-        if torch["cuda"] and torch["architectures"] and not _runs_on(torch["architectures"], capability):
+        if (
+            torch["cuda"]
+            and torch["architectures"]
+            and not _runs_on(torch["architectures"], capability)
+        ):
             problem = (
                 f"torch has no kernels for {gpu['name']} (sm_{capability[0]}{capability[1]}), only for "
                 + ", ".join(torch["architectures"])
             )
-            findings.append(_finding("error", "gpu", problem, "install a torch that is built for this GPU"))
+            findings.append(
+                _finding("error", "gpu", problem, "install a torch that is built for this GPU")
+            )
     return findings
 
 

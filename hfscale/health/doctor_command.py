@@ -30,7 +30,11 @@ def _text(report: DoctorReport) -> str:
     ]
     for name, problem in report.features.items():
         lines.append(f"works: {name}" if problem is None else f"does not work: {problem}")
-    lines += ["", *(f"{finding.level}: {finding}" for finding in report.findings)] if report.findings else []
+    lines += (
+        ["", *(f"{finding.level}: {finding}" for finding in report.findings)]
+        if report.findings
+        else []
+    )
     errors = sum(finding.level == "error" for finding in report.findings)
     if report.ok:
         verdict = "the callbacks work here"

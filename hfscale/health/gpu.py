@@ -81,7 +81,8 @@ class NvmlSensor:
     def read(self) -> Reading:
         nvml = self._nvml
         power = self._query("nvmlDeviceGetPowerUsage")  # mW
-        remapped = self._query("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
+        # corrected, uncorrected, pending, failed
+        remapped = self._query("nvmlDeviceGetRemappedRows")
         pci = self._query("nvmlDeviceGetPciInfo")
         return Reading(
             temperature_c=self._query("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
@@ -163,7 +164,10 @@ class GpuWatch:
         problems = self._problems(self.last)
         new = {name: texts for name, texts in problems.items() if name not in self._reported}
         self._reported |= new.keys()
-        return [Finding(level="warning", check="gpu", problem=problem, fix=fix) for problem, fix in new.values()]
+        return [
+            Finding(level="warning", check="gpu", problem=problem, fix=fix)
+            for problem, fix in new.values()
+        ]
 
     def _problems(self, now: Reading) -> dict[str, tuple[str, str]]:
         """Problem and fix by the name of each current problem."""
@@ -177,16 +181,29 @@ class GpuWatch:
             before, after = (getattr(reading, f"ecc_{kind}") for reading in (self.first, now))
             if before is not None and after is not None and after > before:
                 problem = f"the GPU has {after - before} more {kind} memory errors since the start"
-                fix = "take it out of the run" if kind == "uncorrected" else "watch whether they increase"
+                fix = (
+                    "take it out of the run"
+                    if kind == "uncorrected"
+                    else "watch whether they increase"
+                )
                 found[kind] = (problem, fix)
         if now.remap_failed:
-            found["remap failed"] = ("the GPU could not replace a memory row", "have the GPU exchanged")
+            found["remap failed"] = (
+                "the GPU could not replace a memory row",
+                "have the GPU exchanged",
+            )
         elif now.remap_pending:
-            found["remap pending"] = ("the GPU needs a reset to replace a memory row", "reset it before the next run")
+            found["remap pending"] = (
+                "the GPU needs a reset to replace a memory row",
+                "reset it before the next run",
+            )
         for bus, number in sorted(set(self._read_xids()) - self._earlier_xids):
             if _same_bus(bus, now.bus):
                 meaning = f" ({FATAL_XIDS[str(number)]})" if str(number) in FATAL_XIDS else ""
-                found[f"xid {number}"] = (f"the driver reports XID {number}{meaning}", "see the kernel log")
+                found[f"xid {number}"] = (
+                    f"the driver reports XID {number}{meaning}",
+                    "see the kernel log",
+                )
         return found
 
     def _read_xids(self) -> list[tuple[str, int]]:
@@ -209,7 +226,11 @@ def xids(lines: Iterable[str]) -> list[tuple[str, int]]:
 def _kernel_lines(path: Path | None) -> list[str]:
     """Return the kernel's messages that this user may read, from a text file or from the kernel's buffer."""
     if path is not None:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+        return (
+            path.read_text(encoding="utf-8", errors="replace").splitlines()
+            if path.is_file()
+            else []
+        )
     lines: list[str] = []
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)

@@ -193,7 +193,8 @@ class HangWatchdog(threading.Thread):
                 self._polls_store = False
         except RuntimeError as error:  # of the store; this rank is still watched by itself
             logger.warning(
-                "the ranks of a hang can no longer be found: the launcher's store failed (%s)", str(error)[:200]
+                "the ranks of a hang can no longer be found: the launcher's store failed (%s)",
+                str(error)[:200],
             )
 
     def _watch_alone(self) -> None:
@@ -228,13 +229,16 @@ class HangWatchdog(threading.Thread):
         silent_s = now - self._last_progress_at
         text = join_findings(self.findings)
         logger.error("training hangs at step %d for %.0f s: %s", self._step, silent_s, text)
-        raise_alarm(HANG, f"training hangs for {silent_s:.0f} s: {text}", step=self._step, level="error")
+        raise_alarm(
+            HANG, f"training hangs for {silent_s:.0f} s: {text}", step=self._step, level="error"
+        )
         if self._abort:
             self._end_process(self.limits.floor_s)
 
     def _poll(self) -> bool:
         """Check the watched thread and the alarm of the others; False where there is nothing more to watch."""
-        now = time.monotonic()  # before it looks at what the thread does, which may be something slow from then on
+        # Before it looks at what the thread does, which may be something slow from then on
+        now = time.monotonic()
         frames = frames_of(self._watched_thread)
         is_inside = self._inside is None or self._inside in frames
         if not self._error and not (frames and is_inside):
@@ -245,7 +249,10 @@ class HangWatchdog(threading.Thread):
             self._reported_at = 0.0
         alarm = f"hang/{self._incident}"
         if self._store.flag(alarm) is None:
-            hangs = self._is_silent(now, slow_activity(self._watched_thread)) and now > self._no_alarm_before
+            hangs = (
+                self._is_silent(now, slow_activity(self._watched_thread))
+                and now > self._no_alarm_before
+            )
             if not self._error and (not hangs or self._reported_at):
                 return True
             self._store.raise_flag(alarm, str(self._store.rank))
@@ -279,7 +286,8 @@ class HangWatchdog(threading.Thread):
         # None: the rank that read the answers has ended too; if the hang lasts, there is another alarm.
         found = [Finding.from_dict(fields) for fields in verdict or []]
         now = time.monotonic()
-        self._no_alarm_before = now + self.limits.floor_s  # where a rank may be slow, ask again later
+        # Where a rank may be slow, ask again later
+        self._no_alarm_before = now + self.limits.floor_s
         if not found:
             return
         self.findings = found
@@ -333,7 +341,9 @@ class HangWatchdog(threading.Thread):
             step=self._step,
             phase=self._phase,
             idle_s=idle_s,
-            occupation=slow_activity(self._watched_thread) if idle_s <= self.limits.outside_s else None,
+            occupation=slow_activity(self._watched_thread)
+            if idle_s <= self.limits.outside_s
+            else None,
             place=code_position(frames),
             positions=tuple(positions()),
             error=self._error or None,
@@ -354,8 +364,15 @@ class HangWatchdog(threading.Thread):
             logger.error("the hang's folder %s cannot be written: %s", self.folder, error.strerror)
         idle_s = max(snap.idle_s for snap in answers.values())
         text = join_findings(found)
-        logger.error("training hangs at step %d for %.0f s: %s (see %s)", step, idle_s, text, self.folder)
-        raise_alarm(HANG, f"training hangs for {idle_s:.0f} s: {text} (see {self.folder})", step=step, level="error")
+        logger.error(
+            "training hangs at step %d for %.0f s: %s (see %s)", step, idle_s, text, self.folder
+        )
+        raise_alarm(
+            HANG,
+            f"training hangs for {idle_s:.0f} s: {text} (see {self.folder})",
+            step=step,
+            level="error",
+        )
 
 
 def write_folder(
@@ -376,12 +393,19 @@ def write_folder(
     """
     folder.mkdir(parents=True, exist_ok=True)
     ranks = [
-        {"rank": rank, **{k: v for k, v in snap.to_dict().items() if k != "stacks"}} for rank, snap in answers.items()
+        {"rank": rank, **{k: v for k, v in snap.to_dict().items() if k != "stacks"}}
+        for rank, snap in answers.items()
     ]
     verdict = {"findings": [finding.to_dict() for finding in found], "ranks": ranks}
-    (folder / "verdict.json").write_text(json.dumps(redact_json(verdict), indent=1) + "\n", encoding="utf-8")
+    (folder / "verdict.json").write_text(
+        json.dumps(redact_json(verdict), indent=1) + "\n", encoding="utf-8"
+    )
     blamed = {rank for finding in found for rank in finding.ranks}
     one_of_each = {snap.stacks: rank for rank, snap in reversed(list(answers.items()))}.values()
-    chosen = sorted(answers, key=lambda rank: (rank not in blamed, rank not in one_of_each, rank))[:MAX_FILES]
+    chosen = sorted(answers, key=lambda rank: (rank not in blamed, rank not in one_of_each, rank))[
+        :MAX_FILES
+    ]
     for rank in chosen:
-        (folder / f"rank-{rank}.txt").write_text(redact(stacks[answers[rank].stacks]), encoding="utf-8")
+        (folder / f"rank-{rank}.txt").write_text(
+            redact(stacks[answers[rank].stacks]), encoding="utf-8"
+        )

@@ -102,7 +102,9 @@ class LocalTimer:
                     first.register_post_accumulate_grad_hook(end),
                 ]
         elif strategy == "fsdp2" or _is_only_sharded(module):
-            for layer in (m for m in module.modules() if isinstance(m, FSDPModule) and m is not module):
+            for layer in (
+                m for m in module.modules() if isinstance(m, FSDPModule) and m is not module
+            ):
                 # FSDP's own hook is the first before the forward and the last after it, so these run inside.
                 self._handles.append(layer.register_forward_pre_hook(begin))
                 self._handles.append(layer.register_forward_hook(end, prepend=True))

@@ -48,7 +48,9 @@ class LossGuard:
         """
         if not math.isfinite(loss):
             return _loss_finding(
-                "error", f"the loss is {loss} at step {step}", "lower the learning rate, or clip gradients"
+                "error",
+                f"the loss is {loss} at step {step}",
+                "lower the learning rate, or clip gradients",
             )
         if grad_norm is not None and not math.isfinite(grad_norm):
             problem = f"the gradient norm is {grad_norm} at step {step}"
@@ -102,7 +104,9 @@ def checksum(parameters: Iterable[torch.nn.Parameter], step: int) -> float:
     return float(int((bits * positions).sum().item()) % 2**52)
 
 
-def compare_replicas(checksums: npt.ArrayLike, norms: npt.ArrayLike, hosts: Sequence[str], step: int) -> list[Finding]:
+def compare_replicas(
+    checksums: npt.ArrayLike, norms: npt.ArrayLike, hosts: Sequence[str], step: int
+) -> list[Finding]:
     """Find ranks whose weights or gradient norm differ from those of the others.
 
     Gradient norms are compared only if no weights differ. Each comparison needs a finite value of every rank.
@@ -126,9 +130,13 @@ def compare_replicas(checksums: npt.ArrayLike, norms: npt.ArrayLike, hosts: Sequ
     if not found and np.isfinite(norms).all():
         of_ranks = np.asarray(norms)
         median = np.sort(of_ranks)[(len(of_ranks) - 1) // 2]
-        for rank in np.flatnonzero(abs(of_ranks - median) > NORM_TOLERANCE * max(abs(median), 1e-12)).tolist():
+        for rank in np.flatnonzero(
+            abs(of_ranks - median) > NORM_TOLERANCE * max(abs(median), 1e-12)
+        ).tolist():
             problem = f"has the gradient norm {of_ranks[rank]:.6g} at step {step}, the others {median:.6g}"
-            fix = "gradients are not reduced over all ranks: check no_sync and custom training steps"
+            fix = (
+                "gradients are not reduced over all ranks: check no_sync and custom training steps"
+            )
             found.append(rank_error("replicas", rank, host_of, problem, fix))
     return found
 

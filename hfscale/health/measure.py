@@ -38,7 +38,13 @@ KINDS = ("neighbours", "all_reduce", "all_gather", "reduce_scatter", "all_to_all
 rank hang."""
 ROUNDS = 5
 """Timed calls of each collective and size; the result is their median."""
-RING_PASSES = {"neighbours": 1, "all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+RING_PASSES = {
+    "neighbours": 1,
+    "all_reduce": 2,
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+}
 """How many times the buffer goes around the ring."""
 LINK_SHARE = 0.5
 """Part of a link's datasheet bandwidth below which a large all-reduce is called slow. NCCL reaches 75% to 90% of it in
@@ -164,7 +170,9 @@ def best_matmul(first: Mapping[str, float], second: Mapping[str, float]) -> dict
     return {**first, "wrong": first["wrong"] + second["wrong"], "seconds": seconds}
 
 
-def compare_matmul(results: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str]) -> list[Finding]:
+def compare_matmul(
+    results: Mapping[int, Mapping[str, float]], hosts: Mapping[int, str]
+) -> list[Finding]:
     """Find ranks whose products are wrong or much slower than the median.
 
     Args:
@@ -177,19 +185,33 @@ def compare_matmul(results: Mapping[int, Mapping[str, float]], hosts: Mapping[in
     found = []
     ordered = sorted(result["seconds"] for result in results.values())
     median = ordered[(len(ordered) - 1) // 2]
-    slow = {rank for rank, result in results.items() if result["seconds"] >= result["slow_ratio"] * median}
-    if len(results) > 2 and 2 * len(slow) >= len(results) and all(results[rank]["shares_cores"] for rank in slow):
-        slow = set()  # half of the ranks share their cores with other work: no single rank is at fault
+    slow = {
+        rank
+        for rank, result in results.items()
+        if result["seconds"] >= result["slow_ratio"] * median
+    }
+    if (
+        len(results) > 2
+        and 2 * len(slow) >= len(results)
+        and all(results[rank]["shares_cores"] for rank in slow)
+    ):
+        slow = (
+            set()
+        )  # half of the ranks share their cores with other work: no single rank is at fault
     for rank, result in sorted(results.items()):
         if result["wrong"]:
             problem = f"computes wrong matrix products ({result['wrong']:.0f} wrong entries)"
-            found.append(rank_error("matmul", rank, hosts, problem, "take this device out of the run"))
+            found.append(
+                rank_error("matmul", rank, hosts, problem, "take this device out of the run")
+            )
         if rank in slow:
             problem = (
                 f"multiplies matrices {result['seconds'] / median:.1f}x slower than the median rank "
                 f"({result['seconds'] * 1e3:.2f} ms, median {median * 1e3:.2f} ms)"
             )
-            fix = "look for throttling or another process on this device, or leave it out of the run"
+            fix = (
+                "look for throttling or another process on this device, or leave it out of the run"
+            )
             found.append(rank_error("speed", rank, hosts, problem, fix))
     return found
 
@@ -232,7 +254,9 @@ def _buffer_pattern(length: int, device: torch.device) -> torch.Tensor:
     return (torch.arange(length, device=device) % _BUFFER_PERIOD).double()
 
 
-def make_collective(kind: str, size_bytes: int, device: torch.device, group: dist.ProcessGroup | None) -> Collective:
+def make_collective(
+    kind: str, size_bytes: int, device: torch.device, group: dist.ProcessGroup | None
+) -> Collective:
     """Make the buffers of a collective. Every rank of the group calls it with the same kind and size.
 
     Args:
@@ -267,7 +291,10 @@ def make_collective(kind: str, size_bytes: int, device: torch.device, group: dis
 
     programs: dict[str, tuple[Callable[[], object], Callable[[], torch.Tensor]]] = {
         "neighbours": (neighbours, lambda: (left + 1) * pattern),
-        "all_reduce": (lambda: dist.all_reduce(output, group=group), lambda: sum_of_factors * pattern),
+        "all_reduce": (
+            lambda: dist.all_reduce(output, group=group),
+            lambda: sum_of_factors * pattern,
+        ),
         "all_gather": (lambda: _all_gather(output, source, group=group), lambda: factors * pattern),
         "reduce_scatter": (
             lambda: _reduce_scatter(output, source, group=group),
@@ -306,7 +333,11 @@ def time_collective(collective: Collective, device: torch.device, rounds: int = 
 
 
 def check_collective(
-    kind: str, sizes: tuple[int, ...], device: torch.device, group: dist.ProcessGroup | None, rounds: int = ROUNDS
+    kind: str,
+    sizes: tuple[int, ...],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    rounds: int = ROUNDS,
 ) -> list[dict[str, Any]]:
     """Run a collective at each size, time it and check what this rank receives. Every rank of the group must call it.
 
@@ -356,7 +387,9 @@ def _guilty_contributor(collective: Collective, ranks: int) -> int | None:
     return None
 
 
-def compare_values(results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[int, str]) -> list[Finding]:
+def compare_values(
+    results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[int, str]
+) -> list[Finding]:
     """Find ranks that received or sent wrong values.
 
     Where most ranks received wrong values and these point to one sender, the sender is named; otherwise each receiver.
@@ -372,10 +405,19 @@ def compare_values(results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[i
     found = []
     fix = "take this device or its link out of the run"
     for kind in KINDS:
-        by_rank = {rank: [row for row in rows if row["kind"] == kind] for rank, rows in results.items()}
-        receivers = sorted(rank for rank, rows in by_rank.items() if any(row["wrong"] for row in rows))
+        by_rank = {
+            rank: [row for row in rows if row["kind"] == kind] for rank, rows in results.items()
+        }
+        receivers = sorted(
+            rank for rank, rows in by_rank.items() if any(row["wrong"] for row in rows)
+        )
         blamed = {row["blame"] for rows in by_rank.values() for row in rows if row["wrong"]}
-        if len(receivers) > 1 and 2 * len(receivers) > len(results) and len(blamed) == 1 and None not in blamed:
+        if (
+            len(receivers) > 1
+            and 2 * len(receivers) > len(results)
+            and len(blamed) == 1
+            and None not in blamed
+        ):
             sender = blamed.pop()
             problem = f"sends wrong values in {kind}, which {len(receivers)} ranks received"
             found.append(rank_error(kind, sender, hosts, problem, fix))
@@ -399,7 +441,9 @@ def _wrong_from_neighbour(rank: int, world_size: int, hosts: Mapping[int, str]) 
     )
 
 
-def compare_neighbours(results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[int, str]) -> list[Finding]:
+def compare_neighbours(
+    results: Mapping[int, list[dict[str, Any]]], hosts: Mapping[int, str]
+) -> list[Finding]:
     """Find ranks whose exchange with their neighbours is far slower than that of others: a slow but working link.
 
     A slow link shows at both of its ends. Small buffers say nothing about bandwidth and are left out.
@@ -413,13 +457,21 @@ def compare_neighbours(results: Mapping[int, list[dict[str, Any]]], hosts: Mappi
     """
     times = {
         rank: max(
-            (row["seconds"] for row in rows if row["kind"] == "neighbours" and row["bytes"] >= LARGE_BYTES),
+            (
+                row["seconds"]
+                for row in rows
+                if row["kind"] == "neighbours" and row["bytes"] >= LARGE_BYTES
+            ),
             default=0.0,
         )
         for rank, rows in results.items()
     }
     median = statistics.median_low(times.values())
-    slow = tuple(rank for rank, seconds in sorted(times.items()) if median > 0 and seconds >= SLOW_LINK_RATIO * median)
+    slow = tuple(
+        rank
+        for rank, seconds in sorted(times.items())
+        if median > 0 and seconds >= SLOW_LINK_RATIO * median
+    )
     if not slow:
         return []
     hosts_of_slow = {hosts.get(rank) for rank in slow}
@@ -437,7 +489,9 @@ def compare_neighbours(results: Mapping[int, list[dict[str, Any]]], hosts: Mappi
     ]
 
 
-def compare_links(rows: list[dict[str, Any]], gpu: Accelerator | None, per_node: int) -> list[Finding]:
+def compare_links(
+    rows: list[dict[str, Any]], gpu: Accelerator | None, per_node: int
+) -> list[Finding]:
     """Find links over which a large all-reduce is far below the datasheet's bandwidth.
 
     Args:
@@ -462,9 +516,14 @@ def compare_links(rows: list[dict[str, Any]], gpu: Accelerator | None, per_node:
         best = max(row["gb_s"] for row in mine)
         if best < least:
             path = "inside a node" if where == "node" else "between nodes"
-            look = "nvidia-smi topo -m, NCCL_P2P_DISABLE" if where == "node" else "NCCL_IB_HCA, NCCL_SOCKET_IFNAME"
+            look = (
+                "nvidia-smi topo -m, NCCL_P2P_DISABLE"
+                if where == "node"
+                else "NCCL_IB_HCA, NCCL_SOCKET_IFNAME"
+            )
             problem = (
-                f"all-reduce {path} moves {best:.1f} GB/s past each rank, its links should give {least:.0f} or more"
+                f"all-reduce {path} moves {best:.1f} GB/s past each rank, "
+                f"its links should give {least:.0f} or more"
             )
             fix = f"check {look}, and the route that NCCL_DEBUG=INFO prints"
             found.append(Finding(level="warning", check="bandwidth", problem=problem, fix=fix))

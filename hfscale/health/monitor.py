@@ -155,13 +155,22 @@ class Monitor:
             `dict[str, Any]`: the fields of `Comparison`, as JSON can represent them.
         """
         own_s = [columns[name] for name in OWN_S if name in columns]
-        judgement = self._straggler_judge.add(np.stack(own_s, axis=1) if own_s else np.empty((len(self._hosts), 0)))
+        judgement = self._straggler_judge.add(
+            np.stack(own_s, axis=1) if own_s else np.empty((len(self._hosts), 0))
+        )
         self.own_s = judgement.own_s
         temperatures = columns["temperature_c"]
         self.temperatures_c = temperatures.tolist() if np.isfinite(temperatures).all() else ()
-        found = [*judgement.findings, *self._data_wait_judge.add(columns["data_wait_s"], columns["step_s"])]
+        found = [
+            *judgement.findings,
+            *self._data_wait_judge.add(columns["data_wait_s"], columns["step_s"]),
+        ]
         if self._replicas:
-            norms = columns["grad_norm"] if self._have_equal_gradients else np.full(len(self._hosts), math.nan)
+            norms = (
+                columns["grad_norm"]
+                if self._have_equal_gradients
+                else np.full(len(self._hosts), math.nan)
+            )
             found += compare_replicas(columns["checksum"], norms, self._hosts, step)
         keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
         keys |= _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"])
@@ -181,9 +190,15 @@ class Monitor:
         found = [Finding.from_dict(fields) for fields in judgement["findings"]]
         if self._gpu is not None:
             rank = distributed.rank()
-            found += [replace(finding, ranks=(rank,), host=self._hosts[rank]) for finding in self._gpu.take()]
+            found += [
+                replace(finding, ranks=(rank,), host=self._hosts[rank])
+                for finding in self._gpu.take()
+            ]
         return Comparison(
-            keys=judgement["keys"], findings=found, loss=judgement["loss"], grad_norm=judgement["grad_norm"]
+            keys=judgement["keys"],
+            findings=found,
+            loss=judgement["loss"],
+            grad_norm=judgement["grad_norm"],
         )
 
     def stop(self) -> None:
@@ -195,7 +210,10 @@ class Monitor:
 
     def _checksum(self, step: int) -> float:
         """Return the checksum of the replicas where one is due, else NaN; it is due at the same logs on all ranks."""
-        due = self._last_checksum_step is None or step - self._last_checksum_step >= self._checksum_every
+        due = (
+            self._last_checksum_step is None
+            or step - self._last_checksum_step >= self._checksum_every
+        )
         if not self._replicas or not due:
             return math.nan
         self._last_checksum_step = step

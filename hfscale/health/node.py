@@ -39,7 +39,13 @@ _DATA_CENTER_GPU = re.compile(r"\b([AH][128]00|H20|GH200|G?B[123]00)\b")
 """Names of GPUs whose servers have RDMA network cards."""
 _CAP_IPC_LOCK = 1 << 14
 """Bit of /proc/self/status, CapEff: memory may be locked without a limit (linux/capability.h)."""
-_TUNING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NTHREADS", "NCCL_MAX_NCHANNELS", "NCCL_BUFFSIZE")
+_TUNING_VARIABLES = (
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NTHREADS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_BUFFSIZE",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +74,9 @@ class Node:
     """Abandoned locks of torch's extension builds."""
 
     @classmethod
-    def here(cls, gpus: Iterable[str] = (), resolve: Callable[[str], str] = socket.gethostbyname) -> "Node":
+    def here(
+        cls, gpus: Iterable[str] = (), resolve: Callable[[str], str] = socket.gethostbyname
+    ) -> "Node":
         """Return the properties of this machine.
 
         Args:
@@ -125,7 +133,9 @@ class _NodeCheck:
 
     def add(self, level: Level, check: str, problem: str, fix: str) -> None:
         """Add a finding about this node."""
-        self.findings.append(Finding(level=level, check=check, problem=problem, fix=fix, host=self.node.host))
+        self.findings.append(
+            Finding(level=level, check=check, problem=problem, fix=fix, host=self.node.host)
+        )
 
     def error(self, check: str, problem: str, fix: str) -> None:
         self.add("error", check, problem, fix)
@@ -189,7 +199,9 @@ def read_count(environ: Mapping[str, str], name: str, default: int) -> int:
     """
     text = environ.get(name, "").strip()
     if text and not text.isdigit():
-        raise UsageError(f"{name}={text} is not a number: unset it, or start with accelerate launch")
+        raise UsageError(
+            f"{name}={text} is not a number: unset it, or start with accelerate launch"
+        )
     return int(text) if text else default
 
 
@@ -203,12 +215,24 @@ def _check_launch(check: _NodeCheck) -> None:
             "unset RANK, WORLD_SIZE and LOCAL_RANK",
         )
     if "RANK" in environ and "MASTER_ADDR" not in environ:
-        check.error("launch", "RANK is set and MASTER_ADDR is not", "start with accelerate launch, or unset RANK")
+        check.error(
+            "launch",
+            "RANK is set and MASTER_ADDR is not",
+            "start with accelerate launch, or unset RANK",
+        )
     address = environ.get("MASTER_ADDR", "")
-    if check.nodes > 1 and (address == "localhost" or address.startswith("127.") or address == "::1"):
-        check.error("launch", f"MASTER_ADDR={address} on {check.nodes} nodes", "set it to the first node's address")
+    if check.nodes > 1 and (
+        address == "localhost" or address.startswith("127.") or address == "::1"
+    ):
+        check.error(
+            "launch",
+            f"MASTER_ADDR={address} on {check.nodes} nodes",
+            "set it to the first node's address",
+        )
     if check.is_on("ACCELERATE_USE_FSDP") and check.is_on("ACCELERATE_USE_DEEPSPEED"):
-        check.error("launch", "ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both set", "unset one")
+        check.error(
+            "launch", "ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both set", "unset one"
+        )
     if check.is_on("ACCELERATE_USE_CPU") and check.node.gpus:
         problem = f"ACCELERATE_USE_CPU is set, so this node's {len(check.node.gpus)} GPUs stay idle"
         check.warn("launch", problem, "unset it")
@@ -238,9 +262,15 @@ def _check_address(check: _NodeCheck) -> None:
     Images of Debian and Ubuntu map the name of the machine to 127.0.1.1.
     """
     address = check.node.address
-    if check.nodes == 1 or check.environ.get("GLOO_SOCKET_IFNAME", "").strip() or not address.startswith("127."):
+    if (
+        check.nodes == 1
+        or check.environ.get("GLOO_SOCKET_IFNAME", "").strip()
+        or not address.startswith("127.")
+    ):
         return
-    up = ", ".join(sorted(name for name, is_up in check.node.interfaces.items() if is_up and name != "lo"))
+    up = ", ".join(
+        sorted(name for name, is_up in check.node.interfaces.items() if is_up and name != "lo")
+    )
     check.error(
         "interfaces",
         f"gloo binds to the address of the name {check.node.host}, which is {address} here: {check.nodes} nodes "
@@ -255,7 +285,9 @@ def _check_interface(check: _NodeCheck, name: str, wanted: str) -> set[str]:
     is_exact = name.startswith("GLOO") or wanted.startswith("=")
     names = [part for part in wanted.lstrip("=").split(",") if part]
     interfaces = check.node.interfaces
-    matching = [i for i in interfaces if any(i == n or (not is_exact and i.startswith(n)) for n in names)]
+    matching = [
+        i for i in interfaces if any(i == n or (not is_exact and i.startswith(n)) for n in names)
+    ]
     if not matching:
         has = ", ".join(sorted(interfaces))
         problem = f"{name}={wanted} names no interface of this node (it has {has})"
@@ -276,7 +308,12 @@ def _check_transports(check: _NodeCheck) -> None:
         problem = f"NCCL_IB_DISABLE=1 with {devices} active: NCCL uses TCP between the nodes"
         check.warn("transports", problem, "unset it")
     is_data_center = any(_DATA_CENTER_GPU.search(gpu) for gpu in node.gpus)
-    if check.nodes > 1 and is_data_center and not node.ib_devices and not check.environ.get("FI_PROVIDER"):
+    if (
+        check.nodes > 1
+        and is_data_center
+        and not node.ib_devices
+        and not check.environ.get("FI_PROVIDER")
+    ):
         check.warn(
             "transports",
             f"{check.nodes} nodes and no RDMA device in /sys/class/infiniband: NCCL uses TCP between the nodes",
@@ -286,7 +323,9 @@ def _check_transports(check: _NodeCheck) -> None:
     if hca and not hca.startswith("^"):
         is_exact = hca.startswith("=")
         names = [part.partition(":")[0] for part in hca.lstrip("=").split(",") if part]
-        if not any(d == n or (not is_exact and d.startswith(n)) for d in node.ib_devices for n in names):
+        if not any(
+            d == n or (not is_exact and d.startswith(n)) for d in node.ib_devices for n in names
+        ):
             problem = f"NCCL_IB_HCA={hca} names no active device of this node (it has {devices or 'none'})"
             check.error("transports", problem, "name an active device, or unset it")
     # accelerate sets both variables itself on GeForce RTX 40 cards, which have no peer-to-peer.
@@ -300,7 +339,9 @@ def _check_transports(check: _NodeCheck) -> None:
 def _check_error_handling(check: _NodeCheck) -> None:
     """Check the variables that decide what happens after an error, and those left from debugging or tuning."""
     environ = check.environ
-    handling = environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", environ.get("NCCL_ASYNC_ERROR_HANDLING"))
+    handling = environ.get(
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING", environ.get("NCCL_ASYNC_ERROR_HANDLING")
+    )
     if handling == "0":
         problem = "TORCH_NCCL_ASYNC_ERROR_HANDLING=0: after a rank dies the others hang forever"
         check.warn("errors", problem, "unset it")
@@ -313,16 +354,28 @@ def _check_error_handling(check: _NodeCheck) -> None:
         )
     for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
         if environ.get(name) == "0":
-            problem = f"{name}=0 turns the Flight Recorder off: a hang cannot be traced to a collective"
+            problem = (
+                f"{name}=0 turns the Flight Recorder off: a hang cannot be traced to a collective"
+            )
             check.warn("errors", problem, "unset it (the default is 2,000 entries)")
-    slow = {"CUDA_LAUNCH_BLOCKING": ("1",), "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",), "NCCL_DEBUG": ("TRACE",)}
+    slow = {
+        "CUDA_LAUNCH_BLOCKING": ("1",),
+        "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
+        "NCCL_DEBUG": ("TRACE",),
+    }
     for name, values in slow.items():
         if environ.get(name, "").upper() in values:
-            check.warn("debugging", f"{name}={environ[name]} slows every step", "unset it when debugging is over")
+            check.warn(
+                "debugging",
+                f"{name}={environ[name]} slows every step",
+                "unset it when debugging is over",
+            )
     tuned = [f"{name}={environ[name]}" for name in _TUNING_VARIABLES if name in environ]
     if tuned:
         problem = f"{', '.join(tuned)} is set, perhaps left from tuning"
-        check.add("note", "tuning", problem, "unset it to let NCCL choose by message size and topology")
+        check.add(
+            "note", "tuning", problem, "unset it to let NCCL choose by message size and topology"
+        )
 
 
 def _check_renamed_variables(check: _NodeCheck) -> None:
@@ -344,7 +397,9 @@ def _check_devices(check: _NodeCheck) -> None:
     if visible is not None and node.gpus:
         named = [part.strip() for part in visible.split(",") if part.strip()]
         if len(set(named)) < len(named):
-            check.error("devices", f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice", "name each GPU once")
+            check.error(
+                "devices", f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice", "name each GPU once"
+            )
     if node.gpus and processes > len(node.gpus):
         problem = f"{processes} processes on this node and {len(node.gpus)} GPUs"
         check.error("devices", problem, "start one process per GPU")
@@ -362,14 +417,22 @@ def _check_devices(check: _NodeCheck) -> None:
         check.warn("cores", problem, f"set at most {max(1, node.cores // processes)}")
     if node.gpus and threads == "1" and node.cores >= 2 * processes and _offloads_optimizer(check):
         problem = (
-            f"the optimizer runs on the CPU with OMP_NUM_THREADS=1 in {processes} processes on {node.cores} cores"
+            "the optimizer runs on the CPU with OMP_NUM_THREADS=1 in "
+            f"{processes} processes on {node.cores} cores"
         )
         check.add(
-            "note", "cores", problem, f"export OMP_NUM_THREADS={node.cores // processes} before accelerate launch"
+            "note",
+            "cores",
+            problem,
+            f"export OMP_NUM_THREADS={node.cores // processes} before accelerate launch",
         )
     if node.gpus and node.cores < 2 * processes:
         problem = f"{node.cores} CPU cores for {processes} processes: the GPUs will wait for data"
-        check.warn("cores", problem, "give each process at least 4: one drives the GPU, data loaders need more")
+        check.warn(
+            "cores",
+            problem,
+            "give each process at least 4: one drives the GPU, data loaders need more",
+        )
 
 
 def _offloads_optimizer(check: _NodeCheck) -> bool:
@@ -402,7 +465,9 @@ def _check_limits(check: _NodeCheck) -> None:
     if check.nodes > 1 and check.node.ib_devices and limits.get("memlock", float("inf")) < 2**30:
         problem = f"ulimit -l is {limits['memlock'] / 2**20:.3g} MiB: InfiniBand memory may not be registered"
         check.warn(
-            "limits", problem, "ulimit -l unlimited; in a container docker run --ulimit memlock=-1, or IPC_LOCK"
+            "limits",
+            problem,
+            "ulimit -l unlimited; in a container docker run --ulimit memlock=-1, or IPC_LOCK",
         )
     if limits.get("nproc", float("inf")) < 4096:
         problem = f"ulimit -u is {limits['nproc']:.0f}: threads of {check.processes} processes may not start"
@@ -425,7 +490,8 @@ def _check_memory(check: _NodeCheck) -> None:
         check.warn("shared memory", problem, "give each process 1 GiB")
     if node.gpus and node.memory_gib < 16 * processes:
         problem = (
-            f"{node.memory_gib:.0f} GiB of RAM for {processes} processes: loading and saving a model passes through it"
+            f"{node.memory_gib:.0f} GiB of RAM for {processes} processes: "
+            "loading and saving a model passes through it"
         )
         check.warn("memory", problem, "give each process at least 16 GiB")
 
@@ -436,15 +502,24 @@ def _limit(which: int) -> float:
 
 
 def _may_lock_all() -> bool:
-    found = re.search(r"^CapEff:\s*([0-9a-f]+)", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    found = re.search(
+        r"^CapEff:\s*([0-9a-f]+)",
+        Path("/proc/self/status").read_text(encoding="ascii"),
+        re.MULTILINE,
+    )
     return found is not None and bool(int(found[1], 16) & _CAP_IPC_LOCK)
 
 
 def _ib_devices(root: Path) -> tuple[str, ...]:
     if not root.is_dir():
         return ()
-    states = {device.name: [s.read_text() for s in device.glob("ports/*/state")] for device in sorted(root.iterdir())}
-    return tuple(name for name, ports in states.items() if any("ACTIVE" in state for state in ports))
+    states = {
+        device.name: [s.read_text() for s in device.glob("ports/*/state")]
+        for device in sorted(root.iterdir())
+    }
+    return tuple(
+        name for name, ports in states.items() if any("ACTIVE" in state for state in ports)
+    )
 
 
 def _memory_bytes() -> int:
@@ -477,14 +552,17 @@ def write_speed(folder: Path, probe_bytes: int = PROBE_BYTES) -> float:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         begun = time.perf_counter()
-        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a process that is killed leaves nothing
+        # Without a name: a process that is killed leaves nothing
+        with tempfile.TemporaryFile(dir=folder) as file:
             for _ in range(probe_bytes // len(block)):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
         return probe_bytes / (time.perf_counter() - begun)
     except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror}: make room, or name another") from None
+        raise StorageError(
+            f"{folder} cannot be written: {error.strerror}: make room, or name another"
+        ) from None
 
 
 def largest_checkpoint_bytes(output_dir: Path) -> int | None:
@@ -494,7 +572,11 @@ def largest_checkpoint_bytes(output_dir: Path) -> int | None:
         output_dir (`Path`): the folder that holds the run's `checkpoint-N` folders.
     """
     sizes = [
-        sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+        sum(
+            file.stat().st_size
+            for file in folder.rglob("*")
+            if file.is_file() and not file.is_symlink()
+        )
         for folder in output_dir.glob("checkpoint-*")
         if folder.is_dir()
     ]
@@ -512,7 +594,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def check_disk(
-    folder: Path, *, checkpoint_bytes: int | None, bytes_per_s: float | None, notice_s: float, host: str | None = None
+    folder: Path,
+    *,
+    checkpoint_bytes: int | None,
+    bytes_per_s: float | None,
+    notice_s: float,
+    host: str | None = None,
 ) -> list[Finding]:
     """Check that two checkpoints fit on the disk and that a save takes less time than a preemption notice gives.
 
@@ -529,8 +616,14 @@ def check_disk(
     """
     free = free_bytes(folder)
     if checkpoint_bytes is None:
-        problem = f"{free / GIB:.1f} GiB are free in {folder}; the size of a checkpoint is not known"
-        return [Finding(level="note", check="disk", problem=problem, fix="give --checkpoint-gib", host=host)]
+        problem = (
+            f"{free / GIB:.1f} GiB are free in {folder}; the size of a checkpoint is not known"
+        )
+        return [
+            Finding(
+                level="note", check="disk", problem=problem, fix="give --checkpoint-gib", host=host
+            )
+        ]
     found = []
     if free < 2 * checkpoint_bytes:
         problem = (

@@ -45,7 +45,9 @@ MARGIN_S = 1.0
 """Part of the deadline that is kept for reading the store and for reporting."""
 PHASES = ("arrive", "matmul", "connect", "gloo", *measure.KINDS, "matmul again", "clock", "done")
 """The phases of a rank's pre-flight, in order. `gloo` is an all-reduce over gloo, which hfscale's exchanges use."""
-_FIXES = {"gloo": "set GLOO_SOCKET_IFNAME to the interface that connects the nodes (ip -br address lists them)"}
+_FIXES = {
+    "gloo": "set GLOO_SOCKET_IFNAME to the interface that connects the nodes (ip -br address lists them)"
+}
 """How to fix a failure of a phase, where that is known."""
 LOCAL_PHASES = ("arrive", "matmul", "matmul again")
 """Phases in which a rank waits for no other rank."""
@@ -101,7 +103,11 @@ class PreflightResult:
 
 
 def run(
-    rank_store: RankStore, plan: PreflightPlan, *, begun: float | None = None, is_ending: Callable[[], bool] = bool
+    rank_store: RankStore,
+    plan: PreflightPlan,
+    *,
+    begun: float | None = None,
+    is_ending: Callable[[], bool] = bool,
 ) -> PreflightResult:
     """Check this rank together with all others; every rank must call it.
 
@@ -143,7 +149,12 @@ def run(
     )
     if verdict is None:
         problem = f"no rank has published a verdict within {4 * grace_s:.0f} s: the one that read the notes has ended"
-        lost = Finding(level="error", check="verdict", problem=problem, fix="see the logs, then start all again")
+        lost = Finding(
+            level="error",
+            check="verdict",
+            problem=problem,
+            fix="see the logs, then start all again",
+        )
         verdict = {"findings": [lost.to_dict()], "node": [], "links": []}
     return PreflightResult(
         findings=tuple(map(Finding.from_dict, verdict["findings"])),
@@ -156,12 +167,20 @@ def run(
     )
 
 
-def _judge(rank_store: RankStore, hello: dict[int, dict[str, Any]], *, is_complete: bool) -> dict[str, Any]:
+def _judge(
+    rank_store: RankStore, hello: dict[int, dict[str, Any]], *, is_complete: bool
+) -> dict[str, Any]:
     """Read what all ranks wrote, and return the verdict that they all get."""
     results = rank_store.read("results")
     hosts = {rank: note["host"] for rank, note in hello.items()}
-    of_nodes = [Finding.from_dict(fields) for _, note in sorted(hello.items()) for fields in note.pop("node")]
-    found = [] if is_complete else blame_ranks(rank_store.world_size, hello, rank_store.read("present"))
+    of_nodes = [
+        Finding.from_dict(fields)
+        for _, note in sorted(hello.items())
+        for fields in note.pop("node")
+    ]
+    found = (
+        [] if is_complete else blame_ranks(rank_store.world_size, hello, rank_store.read("present"))
+    )
     found += [*compare_ranks(hello), *compare_results(results, hosts)]
     return {
         "findings": [finding.to_dict() for finding in limit_findings(found)],
@@ -170,7 +189,9 @@ def _judge(rank_store: RankStore, hello: dict[int, dict[str, Any]], *, is_comple
     }
 
 
-def _wait_for_arrivals(rank_store: RankStore, may_wait: Callable[[], bool], limit_s: float, longer_s: float) -> bool:
+def _wait_for_arrivals(
+    rank_store: RankStore, may_wait: Callable[[], bool], limit_s: float, longer_s: float
+) -> bool:
     """Wait until all ranks have arrived; log which are late after `limit_s` seconds without another arrival."""
     if _wait_for_all(rank_store, "hello", may_wait, limit_s, each_restarts_it=True):
         return True
@@ -179,7 +200,12 @@ def _wait_for_arrivals(rank_store: RankStore, may_wait: Callable[[], bool], limi
     if rank_store.claim("late ranks"):
         late = set(range(rank_store.world_size)) - set(rank_store.read("hello"))
         # An error, since rank 0, which alone logs warnings, may be late.
-        logger.error("not yet arrived after %.0f s: %s; waiting up to %.0f s", limit_s, name_ranks(late), longer_s)
+        logger.error(
+            "not yet arrived after %.0f s: %s; waiting up to %.0f s",
+            limit_s,
+            name_ranks(late),
+            longer_s,
+        )
     return _wait_for_all(rank_store, "hello", may_wait, longer_s, each_restarts_it=True)
 
 
@@ -215,7 +241,9 @@ def _wait_for_all(
     return rank_store.is_complete(topic)
 
 
-def _report_presence(rank_store: RankStore, checks: "_Checks", grace_s: float, waited_s: float) -> None:
+def _report_presence(
+    rank_store: RankStore, checks: "_Checks", grace_s: float, waited_s: float
+) -> None:
     """End the wait on all ranks, write the phase that this rank is in, and wait for the others to do so."""
     rank_store.raise_flag("failed", str(rank_store.rank))
     note = {"phase": checks.phase, "error": checks.error, "waited_s": waited_s}
@@ -300,7 +328,9 @@ class _Checks(threading.Thread):
         """Return the group of all ranks, and this node's if several nodes have equally many, consecutive ranks."""
         if self.rank_store.rank == 0:
             hello = self.rank_store.read("hello")
-            self.rank_store.publish("nodes", ranks_per_node([note["host"] for _, note in sorted(hello.items())]))
+            self.rank_store.publish(
+                "nodes", ranks_per_node([note["host"] for _, note in sorted(hello.items())])
+            )
         while (nodes := self.rank_store.published("nodes")) is None:
             time.sleep(self.rank_store.poll_s)
         number, per_node = nodes
@@ -357,7 +387,9 @@ def ranks_per_node(hosts: Sequence[str]) -> tuple[int, int]:
 
 
 def blame_ranks(
-    world_size: int, hello: Mapping[int, Mapping[str, Any]], present: Mapping[int, Mapping[str, Any]]
+    world_size: int,
+    hello: Mapping[int, Mapping[str, Any]],
+    present: Mapping[int, Mapping[str, Any]],
 ) -> list[Finding]:
     """Explain why a pre-flight did not end.
 
@@ -385,9 +417,14 @@ def blame_ranks(
         return [_blame_late(present, hosts)]
     errors = {rank: str(note["error"]) for rank, note in present.items() if note.get("error")}
     if 0 < len(errors) < world_size:
-        fix = _FIXES.get(first, "the exception says what this rank lacks; the other ranks did not fail")
+        fix = _FIXES.get(
+            first, "the exception says what this rank lacks; the other ranks did not fail"
+        )
         failed = f"{first} failed: "
-        return [rank_error(first, rank, hosts, failed + error, fix) for rank, error in sorted(errors.items())]
+        return [
+            rank_error(first, rank, hosts, failed + error, fix)
+            for rank, error in sorted(errors.items())
+        ]
     reason = next(iter(errors.values()), "all wait")
     between = ", ".join(sorted(set(hosts.values())))
     problem = f"{first} ended on no rank ({reason}): the links between {between} do not carry it"
@@ -400,14 +437,20 @@ def _blame_absent(rank: int, hosts: Mapping[int, str], *, has_arrived: bool) -> 
         problem = "does not answer: its process is dead, stopped or cut off from the launcher"
         fix = "see its log and the kernel log of its host, then start all again"
         return rank_error("presence", rank, hosts, problem, fix)
-    problem = "never arrived: its process did not start, or its node does not reach the launcher's node"
-    return rank_error("presence", rank, hosts, problem, "start it, or open the launcher's port between the nodes")
+    problem = (
+        "never arrived: its process did not start, or its node does not reach the launcher's node"
+    )
+    return rank_error(
+        "presence", rank, hosts, problem, "start it, or open the launcher's port between the nodes"
+    )
 
 
 def _blame_late(present: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> Finding:
     """Blame the ranks that came when the others had already stopped waiting for them; all are there now."""
     waited = {rank: float(note.get("waited_s", 0.0)) for rank, note in present.items()}
-    late = tuple(sorted(rank for rank, seconds in waited.items() if seconds <= max(waited.values()) / 2))
+    late = tuple(
+        sorted(rank for rank, seconds in waited.items() if seconds <= max(waited.values()) / 2)
+    )
     problem = f"arrived after the others had waited for {max(waited.values()):.0f} s"
     fix = "give a longer --deadline, or see what slows the start of its node down"
     where = {hosts[rank] for rank in late if rank in hosts}
@@ -436,15 +479,25 @@ def _blame_phases(
     """
     ahead = sorted(set(phases) - set(behind))
     # Most ranks that are behind have written the same.
-    different = {(str(present[rank].get("entered")), str(present[rank].get("done"))): rank for rank in behind}.values()
-    skipping = [r for r in ahead if any(_has_skipped(first, present[r], present[other]) for other in different)]
+    different = {
+        (str(present[rank].get("entered")), str(present[rank].get("done"))): rank for rank in behind
+    }.values()
+    skipping = [
+        r
+        for r in ahead
+        if any(_has_skipped(first, present[r], present[other]) for other in different)
+    ]
     if skipping:
         return [_blame_skipping(rank, hosts, phases[rank], first) for rank in skipping]
     if first in LOCAL_PHASES or 2 * len(behind) < len(phases):
         others, _ = Counter(phases[rank] for rank in ahead).most_common(1)[0]
-        return [_blame_behind(rank, hosts, first, others, present[rank].get("error")) for rank in behind]
+        return [
+            _blame_behind(rank, hosts, first, others, present[rank].get("error")) for rank in behind
+        ]
     problem = f"{first} ended on {name_ranks(ahead)} and not on {name_ranks(behind)}"
-    fix = _FIXES.get(first, "check the links between their nodes, and that all ranks run the same code")
+    fix = _FIXES.get(
+        first, "check the links between their nodes, and that all ranks run the same code"
+    )
     return [Finding(level="error", check=first, problem=problem, fix=fix)]
 
 
@@ -463,14 +516,20 @@ def _has_skipped(phase: str, ahead: Mapping[str, Any], behind: Mapping[str, Any]
     return has_less or (mine["waits_in"] is not None and mine["waits_in"] <= other["collectives"])
 
 
-def _blame_behind(rank: int, hosts: Mapping[int, str], phase: str, others: str, error: str | None) -> Finding:
-    problem = f"is still in {phase} while others are in {others}: " + (f"it failed: {error}" if error else "it hangs")
+def _blame_behind(
+    rank: int, hosts: Mapping[int, str], phase: str, others: str, error: str | None
+) -> Finding:
+    problem = f"is still in {phase} while others are in {others}: " + (
+        f"it failed: {error}" if error else "it hangs"
+    )
     fix = _FIXES.get(phase, "check this rank's device and log, or take it out of the run")
     return rank_error(phase, rank, hosts, problem, fix)
 
 
 def _blame_skipping(rank: int, hosts: Mapping[int, str], phase: str, others: str) -> Finding:
-    problem = f"is already in {phase} while others are in {others}: it has skipped a collective of theirs"
+    problem = (
+        f"is already in {phase} while others are in {others}: it has skipped a collective of theirs"
+    )
     return rank_error(others, rank, hosts, problem, "check that all ranks run the same code")
 
 

@@ -21,10 +21,18 @@ CLOCK_SKEW_S = 1.0
 """Difference between clocks from which log lines and notices are put in a wrong order; NTP keeps clocks within
 milliseconds."""
 _SHARED_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_FR_", "FI_", "UCX_")
-_MAY_DIFFER = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE")
+_MAY_DIFFER = (
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_DEBUG_FILE",
+    "NCCL_TOPO_FILE",
+)
 
 
-def describe_rank(environ: Mapping[str, str] = os.environ, device: torch.device | None = None) -> dict[str, Any]:
+def describe_rank(
+    environ: Mapping[str, str] = os.environ, device: torch.device | None = None
+) -> dict[str, Any]:
     """Describe this rank: its host, device, library versions and communication variables, for the others to compare.
 
     No other environment variable leaves the process, apart from the local rank and the number of ranks on the node.
@@ -48,9 +56,15 @@ def describe_rank(environ: Mapping[str, str] = os.environ, device: torch.device 
         "local_rank": int(environ.get("LOCAL_RANK", "0")),
         "local_world_size": int(environ.get("LOCAL_WORLD_SIZE", "0")),
         "device": torch.cuda.get_device_name(device) if on_gpu else (platform.machine() or "cpu"),
-        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1) if on_gpu else None,
+        "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
+        if on_gpu
+        else None,
         "versions": versions,
-        "variables": {k: v for k, v in environ.items() if k.startswith(_SHARED_PREFIXES) and k not in _MAY_DIFFER},
+        "variables": {
+            k: v
+            for k, v in environ.items()
+            if k.startswith(_SHARED_PREFIXES) and k not in _MAY_DIFFER
+        },
     }
 
 
@@ -68,19 +82,30 @@ def compare_ranks(notes: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
         values = {rank: note["versions"].get(name, "none") for rank, note in notes.items()}
         level: Level = "warning" if name in ("python", "peft") else "error"
         problem = f"has {name} {{mine}}, the others {{others}}"
-        found += _differing(notes, values, level, "versions", problem, "install the same version on all nodes")
+        found += _differing(
+            notes, values, level, "versions", problem, "install the same version on all nodes"
+        )
     devices = {rank: note["device"] for rank, note in notes.items()}
     problem = "has the device {mine}, the others {others}: every step waits for the slowest type"
-    found += _differing(notes, devices, "warning", "devices", problem, "run each type of device in a run of its own")
+    found += _differing(
+        notes, devices, "warning", "devices", problem, "run each type of device in a run of its own"
+    )
     for name in sorted({name for note in notes.values() for name in note["variables"]}):
         values = {rank: note["variables"].get(name, "unset") for rank, note in notes.items()}
         problem = f"has {name}={{mine}}, the others {{others}}"
-        found += _differing(notes, values, "warning", "environment", problem, "set it on all ranks or on none")
+        found += _differing(
+            notes, values, "warning", "environment", problem, "set it on all ranks or on none"
+        )
     return found
 
 
 def _differing(
-    notes: Mapping[int, Mapping[str, Any]], values: Mapping[int, str], level: Level, check: str, problem: str, fix: str
+    notes: Mapping[int, Mapping[str, Any]],
+    values: Mapping[int, str],
+    level: Level,
+    check: str,
+    problem: str,
+    fix: str,
 ) -> list[Finding]:
     """Return one finding per host and value that is not the most common one."""
     if not values:
@@ -103,7 +128,9 @@ def _differing(
     ]
 
 
-def compare_results(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[Finding]:
+def compare_results(
+    results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]
+) -> list[Finding]:
     """Compare the results of the ranks that finished their checks.
 
     Args:
@@ -115,12 +142,18 @@ def compare_results(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int
     """
     if not results:
         return []
-    found = measure.compare_matmul({rank: result["matmul"] for rank, result in results.items()}, hosts)
+    found = measure.compare_matmul(
+        {rank: result["matmul"] for rank, result in results.items()}, hosts
+    )
     everyone = "network" if len(set(hosts.values())) > 1 else "node"
-    links = {rank: [row for row in r["links"] if row["where"] == everyone] for rank, r in results.items()}
+    links = {
+        rank: [row for row in r["links"] if row["where"] == everyone] for rank, r in results.items()
+    }
     found += measure.compare_values(links, hosts) + measure.compare_neighbours(links, hosts)
     found += compare_arrivals({rank: result["waited_s"] for rank, result in results.items()}, hosts)
-    return found + compare_clocks({rank: result["clock"] for rank, result in results.items()}, hosts)
+    return found + compare_clocks(
+        {rank: result["clock"] for rank, result in results.items()}, hosts
+    )
 
 
 def compare_arrivals(waited_s: Mapping[int, float], hosts: Mapping[int, str]) -> list[Finding]:
@@ -135,7 +168,9 @@ def compare_arrivals(waited_s: Mapping[int, float], hosts: Mapping[int, str]) ->
     """
     ordered = sorted(waited_s.values())
     median = ordered[len(ordered) // 2]
-    late = {rank: median - seconds for rank, seconds in waited_s.items() if median - seconds > LATE_S}
+    late = {
+        rank: median - seconds for rank, seconds in waited_s.items() if median - seconds > LATE_S
+    }
     found = []
     for host in sorted({hosts[rank] for rank in late}):
         ranks = tuple(rank for rank in sorted(late) if hosts[rank] == host)
@@ -157,12 +192,24 @@ def compare_clocks(clocks_s: Mapping[int, float], hosts: Mapping[int, str]) -> l
     """
     ordered = sorted(clocks_s.values())
     median = ordered[len(ordered) // 2]
-    off = {rank: clock - median for rank, clock in clocks_s.items() if abs(clock - median) > CLOCK_SKEW_S}
+    off = {
+        rank: clock - median
+        for rank, clock in clocks_s.items()
+        if abs(clock - median) > CLOCK_SKEW_S
+    }
     found = []
     for host in sorted({hosts[rank] for rank in off}):
         ranks = tuple(rank for rank in off if hosts[rank] == host)
         problem = f"the clock differs by {off[ranks[0]]:+.1f} s from that of the others"
-        found.append(Finding(check="clock", problem=problem, fix="start chrony or ntpd there", ranks=ranks, host=host))
+        found.append(
+            Finding(
+                check="clock",
+                problem=problem,
+                fix="start chrony or ntpd there",
+                ranks=ranks,
+                host=host,
+            )
+        )
     return found
 
 
@@ -181,9 +228,15 @@ def slowest_links(results: Mapping[int, Mapping[str, Any]]) -> list[dict[str, An
         for row in result["links"]:
             key = (row["kind"], row["where"], row["bytes"])
             if key not in slowest or row["seconds"] > slowest[key]["seconds"]:
-                slowest[key] = {name: row[name] for name in ("kind", "where", "bytes", "seconds", "gb_s")}
+                slowest[key] = {
+                    name: row[name] for name in ("kind", "where", "bytes", "seconds", "gb_s")
+                }
     return list(slowest.values())
 
 
 def _nccl_version() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none"
+    return (
+        ".".join(map(str, torch.cuda.nccl.version()))
+        if torch.distributed.is_nccl_available()
+        else "none"
+    )

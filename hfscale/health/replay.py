@@ -162,14 +162,18 @@ class StepReplay:
 
     def _compare_states(self, until: str) -> bool:
         """Compare what this rank holds with what it was; return whether something is wrong, the same on all ranks."""
-        found = self._states.compare(self._trainer.state.global_step + 1, until, learns=self._is_learning)
+        found = self._states.compare(
+            self._trainer.state.global_step + 1, until, learns=self._is_learning
+        )
         if found:
             self._is_equal = False
             self.mismatches += 1
             self._found(found, self._verified)
         return bool(found)
 
-    def _replayed(self, training_step: Callable[..., Any], model: Any, inputs: Any, args: Any, kwargs: Any) -> Any:
+    def _replayed(
+        self, training_step: Callable[..., Any], model: Any, inputs: Any, args: Any, kwargs: Any
+    ) -> Any:
         begun = time.perf_counter()
         self._is_learning = self._excluded is None
         self._is_equal = True
@@ -209,7 +213,8 @@ class StepReplay:
     def _compare_replicas(self) -> None:
         """Compare what several ranks hold alike, before it is used; all ranks come to the same conclusion."""
         if self._excluded and not self._is_independent:
-            return  # what ranks compute alike without an exchange, such as the gradient of a norm, may differ
+            # What ranks compute alike without an exchange, such as the gradient of a norm, may differ
+            return
         found = self._replicas.compare(self._trainer.state.global_step + 1)
         if found:
             self._is_equal = False

@@ -152,7 +152,9 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
 
 
 @contextmanager
-def recorded(model: nn.Module, layers: Mapping[str, int], *, gradients: bool, sends: bool) -> Iterator[Record]:
+def recorded(
+    model: nn.Module, layers: Mapping[str, int], *, gradients: bool, sends: bool
+) -> Iterator[Record]:
     """Record what this rank computes in the `with` block.
 
     Args:
@@ -172,7 +174,11 @@ def recorded(model: nn.Module, layers: Mapping[str, int], *, gradients: bool, se
     for name, parameter in model.named_parameters():
         if gradients and parameter.requires_grad:
             module_name = name.rpartition(".")[0]
-            handles.append(parameter.register_hook(partial(_gradient, record, module_name, f"gradient of {name}")))
+            handles.append(
+                parameter.register_hook(
+                    partial(_gradient, record, module_name, f"gradient of {name}")
+                )
+            )
     try:
         with _Sends(record) if sends else nullcontext():
             yield record
@@ -181,7 +187,9 @@ def recorded(model: nn.Module, layers: Mapping[str, int], *, gradients: bool, se
             handle.remove()
 
 
-def _leave(record: Record, name: str, gradients: bool, module: nn.Module, args: Any, output: Any) -> None:
+def _leave(
+    record: Record, name: str, gradients: bool, module: nn.Module, args: Any, output: Any
+) -> None:
     if not isinstance(output, torch.Tensor):
         return
     own = own_tensor(output)
@@ -239,4 +247,6 @@ def first_ranks(places: Sequence[Sequence[int] | None]) -> list[int]:
         places (`Sequence`): the place of the first difference of each rank; None where there is none.
     """
     earliest = min(list(place) for place in places if place is not None)
-    return [rank for rank, place in enumerate(places) if place is not None and list(place) == earliest]
+    return [
+        rank for rank, place in enumerate(places) if place is not None and list(place) == earliest
+    ]

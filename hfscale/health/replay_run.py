@@ -51,9 +51,13 @@ def check_can_replay(trainer: Trainer, asked: str) -> None:
         return
     engine: Any = trainer.model_wrapped
     if sequence_parallel_size(trainer) > 1:
-        raise UsageError(f"{asked}: DeepSpeed's sequence parallelism cannot be replayed; leave it out")
+        raise UsageError(
+            f"{asked}: DeepSpeed's sequence parallelism cannot be replayed; leave it out"
+        )
     if strategy != "zero3" and engine.fp16_enabled():
-        raise UsageError(f"{asked}: under {strategy} a step in fp16 cannot be replayed; use bf16, or leave it out")
+        raise UsageError(
+            f"{asked}: under {strategy} a step in fp16 cannot be replayed; use bf16, or leave it out"
+        )
     options: Any = args.gradient_checkpointing_kwargs or {}
     if strategy != "zero3" and args.gradient_checkpointing and options.get("use_reentrant"):
         raise UsageError(
@@ -119,7 +123,11 @@ class MicroBatch:
 
     def _local_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Compute the gradients without accumulating them, so that no hook of the engine runs."""
-        trained = [parameter for parameter in model_of(self._trainer).parameters() if parameter.requires_grad]
+        trained = [
+            parameter
+            for parameter in model_of(self._trainer).parameters()
+            if parameter.requires_grad
+        ]
         torch.autograd.grad(loss, trained, allow_unused=True)
 
     @contextmanager
@@ -133,7 +141,8 @@ class MicroBatch:
             if not self._trainer.accelerator.sync_gradients:
                 layout = native_layout(model)
                 if layout is not None and layout.dp_replicate > 1:
-                    model.set_requires_all_reduce(False)  # as transformers does until the last micro-batch
+                    # As transformers does until the last micro-batch
+                    model.set_requires_all_reduce(False)
                 else:
                     model.set_requires_gradient_sync(False)
 
@@ -162,7 +171,11 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _random_states() -> tuple[Any, ...]:
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    gpu = (
+        torch.cuda.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else None
+    )
     return (random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu)
 
 
@@ -177,4 +190,10 @@ def _restore(states: tuple[Any, ...]) -> None:
 
 def _copied(inputs: Any) -> Any:
     """Return a copy of a batch from which a trainer may take entries."""
-    return dict(inputs) if type(inputs) is dict else inputs.copy() if hasattr(inputs, "copy") else inputs
+    return (
+        dict(inputs)
+        if type(inputs) is dict
+        else inputs.copy()
+        if hasattr(inputs, "copy")
+        else inputs
+    )

@@ -45,7 +45,9 @@ class ReplicaHashes:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._strategy = running_strategy(trainer)
-        self._has_states = self._strategy not in _SHARDED_STATES and averages_gradients(trainer.args)
+        self._has_states = self._strategy not in _SHARDED_STATES and averages_gradients(
+            trainer.args
+        )
 
     def compare(self, step: int) -> list[Finding]:
         """Compare all ranks between two steps; every rank must call it, and gets the same result.
@@ -71,7 +73,9 @@ class ReplicaHashes:
         if is_tied:
             text = f"{problem} on ranks {', '.join(map(str, ranks))}, and which one is wrong is not known"
             fix = "resume from an earlier checkpoint, and run hfscale check on these nodes"
-            return [Finding(level="error", check="replicas", problem=text, fix=fix, ranks=tuple(ranks))]
+            return [
+                Finding(level="error", check="replicas", problem=text, fix=fix, ranks=tuple(ranks))
+            ]
         return [
             Finding(
                 level="error",
@@ -89,7 +93,9 @@ class ReplicaHashes:
         found = dict(self._tensors())
         if not found:
             return {}
-        values: list[int] = torch.stack([bit_hash(tensor).to("cpu") for tensor in found.values()]).tolist()
+        values: list[int] = torch.stack(
+            [bit_hash(tensor).to("cpu") for tensor in found.values()]
+        ).tolist()
         return dict(zip(found, values, strict=True))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +134,10 @@ def _group(parameter: nn.Parameter) -> str | None:
     place = mesh.get_coordinate()
     if place is None or not any(kind.is_replicate() for kind in parameter.placements):
         return None
-    shard = tuple(None if kind.is_replicate() else at for at, kind in zip(place, parameter.placements, strict=True))
+    shard = tuple(
+        None if kind.is_replicate() else at
+        for at, kind in zip(place, parameter.placements, strict=True)
+    )
     return f"{mesh.mesh.flatten().tolist()} {shard}"
 
 
@@ -142,4 +151,8 @@ def _differing(ranks: list[dict[str, int]]) -> Iterator[tuple[str, list[int], bo
         (common, most), *others = Counter(values.values()).most_common()
         if others:
             is_tied = others[0][1] == most
-            yield key, [rank for rank, value in values.items() if is_tied or value != common], is_tied
+            yield (
+                key,
+                [rank for rank, value in values.items() if is_tied or value != common],
+                is_tied,
+            )

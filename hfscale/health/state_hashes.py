@@ -114,7 +114,10 @@ class StateHashes:
             return []
         ranks = [rank for rank, count in enumerate(counts) if count]
         return corruption_errors(
-            "state", ranks, hosts, lambda rank, where: f"{messages[rank]} on {where}, and nothing has written it"
+            "state",
+            ranks,
+            hosts,
+            lambda rank, where: f"{messages[rank]} on {where}, and nothing has written it",
         )
 
     def _exclude(self, names: Sequence[str], example: str) -> None:
@@ -155,8 +158,15 @@ class StateHashes:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Identity, bool]]:
         """Yield what this rank holds: its name, its bits, its identity, and whether it is a frozen weight."""
         for name, tensor, is_frozen in self._values():
-            own = own_tensor(tensor)  # not of `tensor.detach()`: that of a DTensor has versions of its own
-            if own is None or name in self._excluded or own.is_meta or own.is_inference() or own.numel() == 0:
+            # Not of `tensor.detach()`: that of a DTensor has versions of its own
+            own = own_tensor(tensor)
+            if (
+                own is None
+                or name in self._excluded
+                or own.is_meta
+                or own.is_inference()
+                or own.numel() == 0
+            ):
                 continue
             if own.layout == torch.strided:
                 identity = own.data_ptr(), version_of(tensor), version_of(own), own.shape, own.dtype
@@ -166,8 +176,14 @@ class StateHashes:
         names = {}
         for name, parameter in model_of(self._trainer).named_parameters():
             names[parameter] = name
-            yield f"the weight {name}", getattr(parameter, "ds_tensor", parameter), not parameter.requires_grad
-        for number, (parameter, states) in enumerate(_innermost(self._trainer.optimizer).state.items()):
+            yield (
+                f"the weight {name}",
+                getattr(parameter, "ds_tensor", parameter),
+                not parameter.requires_grad,
+            )
+        for number, (parameter, states) in enumerate(
+            _innermost(self._trainer.optimizer).state.items()
+        ):
             name = names.get(parameter, f"number {number}")
             if parameter not in names and isinstance(parameter, torch.Tensor):
                 yield f"the optimizer's weight {name}", parameter, False

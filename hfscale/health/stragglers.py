@@ -76,7 +76,9 @@ class StragglerJudge:
         findings = tuple(self._judge())
         if not len(new):
             return Judgement(skew=None, own_s=[], findings=findings)
-        skew = float(np.median(new.max(axis=1) / _median_low(new))) if len(self._hosts) > 1 else None
+        skew = (
+            float(np.median(new.max(axis=1) / _median_low(new))) if len(self._hosts) > 1 else None
+        )
         return Judgement(skew=skew, own_s=_median_by_rank(new).tolist(), findings=findings)
 
     def _judge(self) -> list[Finding]:
@@ -85,7 +87,10 @@ class StragglerJudge:
         usual = _median_by_rank(self._steps)
         ratios = _median_by_rank(self._steps / _median_low(self._steps)[:, None])
         slow = set(np.flatnonzero((ratios >= RATIO) & (z_scores(usual) >= Z_SCORE)).tolist())
-        found = [self._straggler(rank, float(ratios[rank]), usual) for rank in sorted(slow - self._reported)]
+        found = [
+            self._straggler(rank, float(ratios[rank]), usual)
+            for rank in sorted(slow - self._reported)
+        ]
         self._reported = slow | {rank for rank in self._reported if ratios[rank] >= RECOVERED_RATIO}
         return found if slow else self._judge_rotation()
 
@@ -115,7 +120,12 @@ class StragglerJudge:
             "nodes have other work"
         )
         return [
-            Finding(level="warning", check="straggler", problem=problem, fix="sort sequences by length or pack them")
+            Finding(
+                level="warning",
+                check="straggler",
+                problem=problem,
+                fix="sort sequences by length or pack them",
+            )
         ]
 
     def _rotates(self, lead: float) -> bool:
@@ -129,7 +139,9 @@ def _median_by_rank(steps: Numbers) -> Numbers:
     """Return the median step of each rank, (ranks,), of `steps`, (steps, ranks); the rows of a copy sort fastest."""
     ordered = np.sort(np.ascontiguousarray(steps.T), axis=1)
     middle = len(steps) // 2
-    return ordered[:, middle] if len(steps) % 2 else (ordered[:, middle - 1] + ordered[:, middle]) / 2
+    return (
+        ordered[:, middle] if len(steps) % 2 else (ordered[:, middle - 1] + ordered[:, middle]) / 2
+    )
 
 
 def _median_low(values: Numbers) -> Numbers:
@@ -198,5 +210,7 @@ class DataWaitJudge:
             )
             for rank in sorted(starved - self._reported)
         ]
-        self._reported = starved | {rank for rank in self._reported if shares[rank] > WAIT_SHARE / 2}
+        self._reported = starved | {
+            rank for rank in self._reported if shares[rank] > WAIT_SHARE / 2
+        }
         return found

@@ -18,7 +18,14 @@ from hfscale.core.logging import get_logger
 from hfscale.errors import CheckpointError, HealthError, ParameterError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
-from hfscale.islands.client import IslandClient, PendingRound, Reply, on_thread, own_token, parse_address
+from hfscale.islands.client import (
+    IslandClient,
+    PendingRound,
+    Reply,
+    on_thread,
+    own_token,
+    parse_address,
+)
 from hfscale.islands.contributions import finite_contributors
 from hfscale.islands.data import continue_data_at, island_share, read_share_of_epoch
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
@@ -119,7 +126,9 @@ class DiLoCoCallback(AdapterCallback):
         self._begin_run()
 
     def _check(self) -> None:
-        require_positive(self, "islands", "every_steps", "fragments", "quorum", "deadline_s", "outer_lr")
+        require_positive(
+            self, "islands", "every_steps", "fragments", "quorum", "deadline_s", "outer_lr"
+        )
         require_from_0(self, "island_rank", "overlap_steps", outer_momentum=1)
         if self.fragments > self.every_steps:
             raise ParameterError(
@@ -137,11 +146,17 @@ class DiLoCoCallback(AdapterCallback):
                 f"it must be less than {between}, so that a round ends before the next one",
             )
         if self.island_rank >= self.islands:
-            raise ParameterError("island_rank", self.island_rank, f"it must be less than `islands` ({self.islands})")
+            raise ParameterError(
+                "island_rank", self.island_rank, f"it must be less than `islands` ({self.islands})"
+            )
         if self.quorum > self.islands:
-            raise ParameterError("quorum", self.quorum, f"it must be at most `islands` ({self.islands})")
+            raise ParameterError(
+                "quorum", self.quorum, f"it must be at most `islands` ({self.islands})"
+            )
         if self.islands > 1 and self.rendezvous is None:
-            raise ParameterError("islands", self.islands, "give `rendezvous` too, host:port of island 0")
+            raise ParameterError(
+                "islands", self.islands, "give `rendezvous` too, host:port of island 0"
+            )
         if self.rendezvous is not None:
             parse_address(self.rendezvous)
 
@@ -173,7 +188,9 @@ class DiLoCoCallback(AdapterCallback):
         own_token()
         adapter = TrainerAdapter.current()
         if adapter.trainer.train_dataset is not None:
-            share = island_share(adapter.trainer.train_dataset, islands=self.islands, island=self.island_rank)
+            share = island_share(
+                adapter.trainer.train_dataset, islands=self.islands, island=self.island_rank
+            )
             adapter.share_train_dataset(share)
 
     def on_train_begin(
@@ -188,7 +205,11 @@ class DiLoCoCallback(AdapterCallback):
         self._part = PartOfParameters(adapter.trainer, self.fragments)
         parameters = sum(parameter.numel() for parameter in model_of(adapter.trainer).parameters())
         # Of the largest pipeline stage: a number that all ranks have, and of which islands must have the same.
-        held = ISLANDS.gather_numbers("islands: model", [self._part.layers, parameters]).amax(dim=0).tolist()
+        held = (
+            ISLANDS.gather_numbers("islands: model", [self._part.layers, parameters])
+            .amax(dim=0)
+            .tolist()
+        )
         layers, parameters = map(int, held)
         if self.fragments > layers:
             rule = f"it must be at most the {layers} layers of the model"
@@ -196,7 +217,9 @@ class DiLoCoCallback(AdapterCallback):
         layout = self._part.describe()
         self._replicas = Replicas(ISLANDS, "islands: parts", layout)
         values = self._part.read()
-        digests = ISLANDS.gather("islands: frozen", self._replicas.is_leader and self._part.digest_of_frozen())
+        digests = ISLANDS.gather(
+            "islands: frozen", self._replicas.is_leader and self._part.digest_of_frozen()
+        )
         frozen = digest_of([one for one in digests if one])
         self._anchor = state.global_step
         self._epoch = state.global_step // max(steps_per_epoch(adapter.trainer), 1)
@@ -221,11 +244,14 @@ class DiLoCoCallback(AdapterCallback):
             )
         reply = self._join(_CONNECT_S)
         if reply is None:
-            raise HealthError(f"the connection to the rendezvous {self.rendezvous} was lost at the start: start again")
+            raise HealthError(
+                f"the connection to the rendezvous {self.rendezvous} was lost at the start: start again"
+            )
         if reply.kind == "state":
             before = state.global_step
             self._take_state(reply, state)
-            if state.global_step >= state.max_steps:  # Trainer takes one step before it looks; it is undone there
+            # Trainer takes one step before it looks; it is undone there
+            if state.global_step >= state.max_steps:
                 state.global_step = state.max_steps - 1
             self._continue_data(before, state)
         logger.info(
@@ -271,7 +297,9 @@ class DiLoCoCallback(AdapterCallback):
         checkpoint = resumed_from()
         why_not = None
         if "anchor" in saved and saved.get("fragments", 1) != self.fragments:
-            why_not = f"the number of fragments was {saved.get('fragments', 1)} and is {self.fragments}"
+            why_not = (
+                f"the number of fragments was {saved.get('fragments', 1)} and is {self.fragments}"
+            )
         elif self._outer is not None and checkpoint is not None:
             try:
                 path = Path(checkpoint) / outer_state_name(_NAME)
@@ -280,16 +308,26 @@ class DiLoCoCallback(AdapterCallback):
                 why_not = "the checkpoint has no outer state"
             except CheckpointError as error:
                 why_not = str(error)
-        reasons = [reason for reason in ISLANDS.gather("islands: checkpoint", why_not) if reason is not None]
+        reasons = [
+            reason
+            for reason in ISLANDS.gather("islands: checkpoint", why_not)
+            if reason is not None
+        ]
         if checkpoint is None or reasons or "anchor" not in saved:
             if checkpoint is not None:
-                logger.warning("the outer optimizer starts anew: %s", (reasons or ["no islands wrote it"])[0])
+                logger.warning(
+                    "the outer optimizer starts anew: %s", (reasons or ["no islands wrote it"])[0]
+                )
                 assert self._part is not None
                 values = self._part.read()
                 if self._outer is not None:
                     self._outer.reset(values)
             saved.clear()
-            saved |= {"anchor": state.global_step, "dropped_samples": 0, "fragments": self.fragments}
+            saved |= {
+                "anchor": state.global_step,
+                "dropped_samples": 0,
+                "fragments": self.fragments,
+            }
         self._anchor = saved["anchor"]
         before = saved.setdefault("islands", self.islands)
         if before != self.islands:
@@ -317,7 +355,9 @@ class DiLoCoCallback(AdapterCallback):
         read_share_of_epoch(kwargs["train_dataloader"], island=self.island_rank, epoch=self._epoch)
         self._epoch += 1
 
-    def _hello(self, layout: str, parameters: int, frozen: str, state: TrainerState) -> dict[str, Any]:
+    def _hello(
+        self, layout: str, parameters: int, frozen: str, state: TrainerState
+    ) -> dict[str, Any]:
         assert self._adapter is not None
         assert self._outer is not None
         assert self._replicas is not None
@@ -341,7 +381,9 @@ class DiLoCoCallback(AdapterCallback):
                 "parts": self._replicas.parts,
             },
             "layout": digest_of(layout),
-            "max_bytes": max(self._outer.state_bytes, self.compression.bytes_of(self._outer.anchor.numel())),
+            "max_bytes": max(
+                self._outer.state_bytes, self.compression.bytes_of(self._outer.anchor.numel())
+            ),
         }
 
     # --- rounds -----------------------------------------------------------------------------------------------------
@@ -356,7 +398,9 @@ class DiLoCoCallback(AdapterCallback):
             return
         is_last = state.global_step >= state.max_steps
         begins = self._slots(state.global_step) > self._slots(state.global_step - 1) or is_last
-        ends = self._pending is not None and (is_last or state.global_step - self._pending.step >= self.overlap_steps)
+        ends = self._pending is not None and (
+            is_last or state.global_step - self._pending.step >= self.overlap_steps
+        )
         if not begins and not ends:
             return
         began = time.monotonic()
@@ -385,7 +429,11 @@ class DiLoCoCallback(AdapterCallback):
 
         It follows from the last round, not from the own step: islands with the same anchor have the same one.
         """
-        return None if state.global_step >= state.max_steps else self._slots(self._anchor) % self.fragments
+        return (
+            None
+            if state.global_step >= state.max_steps
+            else self._slots(self._anchor) % self.fragments
+        )
 
     @activity("exchanging")
     def _begin_round(self, state: TrainerState, *, in_background: bool) -> None:
@@ -393,15 +441,23 @@ class DiLoCoCallback(AdapterCallback):
         if not self._is_joined:
             reply = self._join(0.0)
             if reply is None:
-                logger.warning("the rendezvous is not there: this island trains alone until it is back")
+                logger.warning(
+                    "the rendezvous is not there: this island trains alone until it is back"
+                )
                 return
             if reply.kind == "state":
                 self._take_state(reply, state)
                 return
         fragment = self._fragment(state)
         values = self._part.read(fragment)
-        payload = self._outer.pseudo_gradient(values, fragment).numpy() if self._outer is not None else b""
-        exchange = partial(IslandClient.exchange, step=state.global_step, anchor=self._anchor, payload=payload)
+        payload = (
+            self._outer.pseudo_gradient(values, fragment).numpy()
+            if self._outer is not None
+            else b""
+        )
+        exchange = partial(
+            IslandClient.exchange, step=state.global_step, anchor=self._anchor, payload=payload
+        )
         self._pending = PendingRound(step=state.global_step, fragment=fragment, exchange=exchange)
         if in_background and self._client is not None:
             self._pending.reply = on_thread(partial(exchange, self._client))
@@ -415,11 +471,15 @@ class DiLoCoCallback(AdapterCallback):
         reply = self._together("islands: round", pending.run)
         while reply is not None and reply.kind == "go":  # the islands that were ahead have ended
             reply = self._together("islands: round", pending.exchange)
-        counts = reply is not None and reply.kind == "round" and self.island_rank in reply.contributors
+        counts = (
+            reply is not None and reply.kind == "round" and self.island_rank in reply.contributors
+        )
         if self._outer is not None and not counts:
             self._outer.withdraw(anchor_stays=reply is None or reply.kind == "ahead")
         if reply is None:
-            logger.warning("round %d: the connection is lost; this island trains alone", pending.step)
+            logger.warning(
+                "round %d: the connection is lost; this island trains alone", pending.step
+            )
         elif reply.kind == "state":
             self._take_state(reply, state)
         elif reply.kind == "ahead":
@@ -430,7 +490,9 @@ class DiLoCoCallback(AdapterCallback):
     def _catch_up(self, step: int, state: TrainerState) -> None:
         """Take part in a round of islands that are at a later step than this one."""
         assert self._adapter is not None
-        logger.warning("this island continues at step %d, where the others are, with what it has trained", step)
+        logger.warning(
+            "this island continues at step %d, where the others are, with what it has trained", step
+        )
         jump_to(self._adapter.trainer, step)
         self._begin_round(state, in_background=False)
         self._end_round(state)
@@ -447,9 +509,13 @@ class DiLoCoCallback(AdapterCallback):
         steps = reply.anchor - self._anchor
         missing = self.islands - len(counted)
         saved["dropped_samples"] += missing * steps * global_batch_size(self._adapter.trainer)
-        saved["dropped_contributions"] = saved.get("dropped_contributions", 0) + len(reply.contributors) - len(counted)
+        saved["dropped_contributions"] = (
+            saved.get("dropped_contributions", 0) + len(reply.contributors) - len(counted)
+        )
         if self.island_rank not in reply.contributors:
-            logger.warning("round %d: this island was late; its last %d steps are dropped", reply.anchor, steps)
+            logger.warning(
+                "round %d: this island was late; its last %d steps are dropped", reply.anchor, steps
+            )
         elif missing:
             logger.info("round %d: %d of %d islands", reply.anchor, len(counted), self.islands)
         is_dropped = self.island_rank in reply.contributors and self.island_rank not in counted
@@ -458,14 +524,18 @@ class DiLoCoCallback(AdapterCallback):
             if is_dropped:
                 self._outer.drop()
             values = zip(reply.contributors, received, strict=True)
-            spread, size = self._outer.step([value for island, value in values if island in counted])
+            spread, size = self._outer.step(
+                [value for island, value in values if island in counted]
+            )
         spread, size = ISLANDS.gather_numbers("islands: drift", [spread, size]).sum(dim=0).tolist()
         self._keys_of_round = {
             "islands/contributors": float(len(counted)),
             **({"islands/drift": (spread / size) ** 0.5} if size > 0 else {}),
         }
         self._anchor = saved["anchor"] = reply.anchor
-        self._continue_from_anchor(pending.fragment, keeps_steps=state.global_step > pending.step and not is_dropped)
+        self._continue_from_anchor(
+            pending.fragment, keeps_steps=state.global_step > pending.step and not is_dropped
+        )
         self._send_state(reply)
 
     def _take_state(self, reply: Reply, state: TrainerState) -> None:
@@ -475,15 +545,21 @@ class DiLoCoCallback(AdapterCallback):
             assert reply.state is not None
             self._outer.take_shared_state(reply.state)
         saved = saved_state(state, _NAME)
-        saved["dropped_samples"] += max(reply.anchor - self._anchor, 0) * global_batch_size(self._adapter.trainer)
+        saved["dropped_samples"] += max(reply.anchor - self._anchor, 0) * global_batch_size(
+            self._adapter.trainer
+        )
         self._anchor = saved["anchor"] = reply.anchor
         self._continue_from_anchor()
-        logger.warning("this island has taken the parameters of another one, of step %d", reply.anchor)
+        logger.warning(
+            "this island has taken the parameters of another one, of step %d", reply.anchor
+        )
         if reply.anchor > state.global_step:
             jump_to(self._adapter.trainer, reply.anchor)
 
     @activity("exchanging")
-    def _continue_from_anchor(self, fragment: int | None = None, *, keeps_steps: bool = False) -> None:
+    def _continue_from_anchor(
+        self, fragment: int | None = None, *, keeps_steps: bool = False
+    ) -> None:
         """Set the parameters of this island to the anchor, plus what it has trained since the round began if asked.
 
         Args:
@@ -515,7 +591,9 @@ class DiLoCoCallback(AdapterCallback):
         def join(client: IslandClient) -> Reply:
             assert self._outer is not None
             try:
-                return client.join(anchor=self._anchor, digest=self._outer.digest(), timeout_s=timeout_s)
+                return client.join(
+                    anchor=self._anchor, digest=self._outer.digest(), timeout_s=timeout_s
+                )
             except HealthError as error:
                 if timeout_s > 0:
                     raise
@@ -563,7 +641,10 @@ class DiLoCoCallback(AdapterCallback):
         if self._part is not None:
             dropped = saved_state(state, _NAME)["dropped_samples"]
             if dropped:
-                logger.warning("%d samples were dropped: their islands were away or late, or not finite", dropped)
+                logger.warning(
+                    "%d samples were dropped: their islands were away or late, or not finite",
+                    dropped,
+                )
         self._is_joined = False
 
     # --- metrics ----------------------------------------------------------------------------------------------------
@@ -575,7 +656,9 @@ class DiLoCoCallback(AdapterCallback):
             "islands/bytes": float(sent - self._logged_bytes),
             "islands/stall_fraction": self._stall_s / max(now - self._logged_at, 1e-9),
             "islands/dropped_samples": float(saved_state(state, _NAME)["dropped_samples"]),
-            "islands/dropped_contributions": float(saved_state(state, _NAME).get("dropped_contributions", 0)),
+            "islands/dropped_contributions": float(
+                saved_state(state, _NAME).get("dropped_contributions", 0)
+            ),
             **self._keys_of_round,
         }
         self._logged_at = now

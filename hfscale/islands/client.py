@@ -55,7 +55,9 @@ class IslandClient:
         starts_rendezvous (`bool`): whether to start the rendezvous, on this machine, when it is not there.
     """
 
-    def __init__(self, address: tuple[str, int], hello: dict[str, Any], *, starts_rendezvous: bool = False) -> None:
+    def __init__(
+        self, address: tuple[str, int], hello: dict[str, Any], *, starts_rendezvous: bool = False
+    ) -> None:
         self._address = address
         self._hello = hello
         self._starts_rendezvous = starts_rendezvous
@@ -65,7 +67,9 @@ class IslandClient:
     @property
     def sent_bytes(self) -> int:
         """Bytes that this part has sent so far."""
-        return self._closed_bytes + (self._connection.sent_bytes if self._connection is not None else 0)
+        return self._closed_bytes + (
+            self._connection.sent_bytes if self._connection is not None else 0
+        )
 
     def join(self, *, anchor: int, digest: str, timeout_s: float) -> Reply:
         """Connect, and wait until the islands have met.
@@ -105,7 +109,9 @@ class IslandClient:
             time.sleep(_RETRY_S)
         if message["kind"] == "refused":
             self.disconnect()
-            raise UsageError(f"{message['reason']}: use the same model, data, layout and settings on all islands")
+            raise UsageError(
+                f"{message['reason']}: use the same model, data, layout and settings on all islands"
+            )
         if message["kind"] == "state":
             return Reply(kind="state", anchor=message["anchor"], state=payload)
         return Reply(kind="go", anchor=message["anchor"], send_state=message["send_state"])
@@ -122,7 +128,9 @@ class IslandClient:
             OSError: the connection is lost.
         """
         terms = {name: self._hello[name] for name in ("quorum", "deadline_s")}
-        self._connected.send({"kind": "contribute", "step": step, "anchor": anchor, **terms}, payload)
+        self._connected.send(
+            {"kind": "contribute", "step": step, "anchor": anchor, **terms}, payload
+        )
         message, state = self._next()
         if message["kind"] == "state":
             return Reply(kind="state", anchor=message["anchor"], state=state)
@@ -196,7 +204,9 @@ class IslandClient:
             if self._starts_rendezvous:
                 start_rendezvous(self._address)
             try:
-                return Connection(socket.create_connection((host, port), timeout=5.0), token, is_server=False)
+                return Connection(
+                    socket.create_connection((host, port), timeout=5.0), token, is_server=False
+                )
             except WrongTokenError as error:
                 raise UsageError(
                     f"the rendezvous {host}:{port}: {error}: set {TOKEN_VARIABLE} to the same secret on all islands"
@@ -243,7 +253,9 @@ def own_token() -> bytes:
     """
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
-        raise UsageError(f"{TOKEN_VARIABLE} is not set: set it to the same secret on all islands, before the launch")
+        raise UsageError(
+            f"{TOKEN_VARIABLE} is not set: set it to the same secret on all islands, before the launch"
+        )
     return token.encode()
 
 
@@ -287,7 +299,9 @@ def start_rendezvous(address: tuple[str, int]) -> None:
         )
     memory = RunMemory.of_environment()
     if memory is not None:
-        with best_effort("telling hfscale run of the rendezvous", memory.folder, (OSError, psutil.Error)):
+        with best_effort(
+            "telling hfscale run of the rendezvous", memory.folder, (OSError, psutil.Error)
+        ):
             memory.let_outlive(psutil.Process(started.pid))
 
 

@@ -28,10 +28,13 @@ def encode(values: Tensor, compression: Compression) -> Tensor:
     if compression.density is None:
         rows = _rows(values, BLOCK)  # [B, S]
         scales = rows.abs().amax(dim=1)
-        return torch.cat([_bytes(scales), _pack(_quantize(rows, scales, compression.bits), compression.bits)])
+        return torch.cat(
+            [_bytes(scales), _pack(_quantize(rows, scales, compression.bits), compression.bits)]
+        )
     rows = _rows(values, CHUNK)  # [B, S]
     # Sorted positions make the payload a function of the values alone, whatever order topk returns equal ones in.
-    index = rows.abs().topk(compression.kept, dim=1, sorted=False).indices.sort(dim=1).values  # [B, K]
+    # [B, K]
+    index = rows.abs().topk(compression.kept, dim=1, sorted=False).indices.sort(dim=1).values
     kept = rows.gather(1, index)
     if compression.bits == 32:
         return torch.cat([_pack_positions(index), _bytes(kept)])
@@ -117,7 +120,9 @@ def _quantize(rows: Tensor, scales: Tensor, bits: int) -> Tensor:
     """Return the nearest level of each value, uint8, where level 0 is minus the row's scale and the last one plus."""
     # A row of zeros has the scale 0: every level means 0 there. NaN and infinity stay in the scale, and so in the row.
     unit = rows / torch.where(scales == 0, 1.0, scales)[:, None]
-    return ((unit.nan_to_num(0.0).clamp(-1, 1) + 1) * (_levels(bits) - 1) / 2).round().to(torch.uint8)
+    return (
+        ((unit.nan_to_num(0.0).clamp(-1, 1) + 1) * (_levels(bits) - 1) / 2).round().to(torch.uint8)
+    )
 
 
 def _dequantize(levels: Tensor, scales: Tensor, bits: int) -> Tensor:

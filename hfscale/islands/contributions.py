@@ -25,7 +25,11 @@ def finite_contributors(reply: Reply, received: Sequence[Tensor]) -> list[int]:
     """
     own = [float(value.isfinite().all()) for value in received] or [1.0] * len(reply.contributors)
     are_finite = ISLANDS.gather_numbers("islands: finite", own).amin(dim=0).tolist()
-    counted = [island for island, is_finite in zip(reply.contributors, are_finite, strict=True) if is_finite]
+    counted = [
+        island
+        for island, is_finite in zip(reply.contributors, are_finite, strict=True)
+        if is_finite
+    ]
     dropped = sorted(set(reply.contributors) - set(counted))
     if dropped:
         logger.warning(

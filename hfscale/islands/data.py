@@ -48,7 +48,9 @@ def island_share(dataset: Any, *, islands: int, island: int) -> Any:
     if isinstance(dataset, datasets.Dataset):
         share = dataset.select(shares[island])
         # A copy with other columns keeps this attribute. One sample per share needs no table of indices.
-        share.hfscale_shares = None if size == islands else [dataset.select(k)._indices for k in shares]
+        share.hfscale_shares = (
+            None if size == islands else [dataset.select(k)._indices for k in shares]
+        )
         return share
     return _Share(dataset, shares, island)
 
@@ -73,7 +75,13 @@ def read_share_of_epoch(loader: Any, *, island: int, epoch: int) -> None:
 
 
 def continue_data_at(
-    loader: Any, step: int, *, before: int, steps_per_epoch: int, samples_per_step: int, accumulation: int
+    loader: Any,
+    step: int,
+    *,
+    before: int,
+    steps_per_epoch: int,
+    samples_per_step: int,
+    accumulation: int,
 ) -> int | None:
     """Let a loader whose training begins at one step read what a training at a later step reads.
 
@@ -117,7 +125,9 @@ def continue_data_at(
 class _Continued(Sampler[int]):
     """The order of another sampler, whose first epoch begins later, and whose epochs have other numbers."""
 
-    def __init__(self, sampler: Any, *, epoch: int, shift: int, skipped: int, position: int, is_empty: bool) -> None:
+    def __init__(
+        self, sampler: Any, *, epoch: int, shift: int, skipped: int, position: int, is_empty: bool
+    ) -> None:
         self._sampler = sampler
         self._shift = shift
         parts = [slice(skipped), slice(position, None)]

@@ -12,17 +12,33 @@ from hfscale.islands.client import own_token
 class IslandArguments:
     """Options of `DiLoCoCallback`."""
 
-    islands: int = flag("Number of islands that train together across slow links (DiLoCo).", default=1)
+    islands: int = flag(
+        "Number of islands that train together across slow links (DiLoCo).", default=1
+    )
     island_rank: int = flag("Number of this island, from 0.", default=0)
-    island_rendezvous: str | None = flag("host:port where the islands meet, on the machine of island 0.")
+    island_rendezvous: str | None = flag(
+        "host:port where the islands meet, on the machine of island 0."
+    )
     island_steps: int = flag("Optimizer steps between two rounds of the islands (H).", default=100)
-    island_overlap_steps: int = flag("Steps that train while a round exchanges; its result is used then.", default=0)
-    island_fragments: int = flag("Parts of the parameters, of whole layers, that have rounds in turn.", default=1)
+    island_overlap_steps: int = flag(
+        "Steps that train while a round exchanges; its result is used then.", default=0
+    )
+    island_fragments: int = flag(
+        "Parts of the parameters, of whole layers, that have rounds in turn.", default=1
+    )
     island_quorum: int = flag("Least number of islands that a round needs.", default=1)
-    island_deadline_s: float = flag("Seconds that a round waits for islands that are late.", default=600.0)
-    island_bits: int = flag("Bits per value that islands exchange: 32, 8, 4, and 2 with a density.", default=32)
-    island_density: float | None = flag("Fraction of the values that islands exchange (top-k), such as 0.0156.")
-    outer_lr: float | None = flag("Learning rate of the outer optimizer. Default: 0.7, with a density 1.")
+    island_deadline_s: float = flag(
+        "Seconds that a round waits for islands that are late.", default=600.0
+    )
+    island_bits: int = flag(
+        "Bits per value that islands exchange: 32, 8, 4, and 2 with a density.", default=32
+    )
+    island_density: float | None = flag(
+        "Fraction of the values that islands exchange (top-k), such as 0.0156."
+    )
+    outer_lr: float | None = flag(
+        "Learning rate of the outer optimizer. Default: 0.7, with a density 1."
+    )
     outer_momentum: float | None = flag("Its Nesterov momentum. Default: 0.9, with a density 0.")
 
 

@@ -52,10 +52,14 @@ class OuterOptimizer:
         self._sizes = list(sizes or [values.numel()])
         self._fragments = torch.split(values, self._sizes)
         self._has_momentum = momentum > 0
-        self._optimizer = torch.optim.SGD(self._fragments, lr=lr, momentum=momentum, nesterov=self._has_momentum)
+        self._optimizer = torch.optim.SGD(
+            self._fragments, lr=lr, momentum=momentum, nesterov=self._has_momentum
+        )
         self._momentum = torch.zeros_like(values) if self._has_momentum else torch.zeros(0)
         if self._has_momentum:
-            for fragment, buffer in zip(self._fragments, torch.split(self._momentum, self._sizes), strict=True):
+            for fragment, buffer in zip(
+                self._fragments, torch.split(self._momentum, self._sizes), strict=True
+            ):
                 self._optimizer.state[fragment]["momentum_buffer"] = buffer
         self._residual = torch.zeros(0) if compression.lossless else torch.zeros_like(values)
         self._sent: Tensor | None = None
@@ -90,7 +94,11 @@ class OuterOptimizer:
         return self._sent
 
     def _residual_of(self, fragment: int | None) -> Tensor:
-        return self._residual if fragment is None else torch.split(self._residual, self._sizes)[fragment]
+        return (
+            self._residual
+            if fragment is None
+            else torch.split(self._residual, self._sizes)[fragment]
+        )
 
     def withdraw(self, *, anchor_stays: bool) -> None:
         """Take back the last pseudo-gradient, which has not been counted.
@@ -109,7 +117,11 @@ class OuterOptimizer:
     def _withdrawn(self) -> Tensor:
         """Return the error feedback of the last pseudo-gradient's fragment as if that had not been made."""
         fragment = self._sent_fragment
-        return self._residual_of(fragment) + self._decoded(None) - (self.anchor_of(fragment) - self._values)
+        return (
+            self._residual_of(fragment)
+            + self._decoded(None)
+            - (self.anchor_of(fragment) - self._values)
+        )
 
     def continued(self, values: Tensor) -> Tensor:
         """Return the anchor of the last pseudo-gradient's fragment, moved by what was trained since.
@@ -144,9 +156,13 @@ class OuterOptimizer:
         if not values:
             return 0.0, size
         mean = torch.stack(list(values)).mean(dim=0) if len(values) > 1 else values[0]
-        spread = sum(float((value - mean).square().sum(dtype=torch.float64)) for value in values) / len(values)
+        spread = sum(
+            float((value - mean).square().sum(dtype=torch.float64)) for value in values
+        ) / len(values)
         stepped = self._fragments if self._sent_fragment is None else [anchor]
-        for fragment, gradient in zip(stepped, torch.split(mean, [one.numel() for one in stepped]), strict=True):
+        for fragment, gradient in zip(
+            stepped, torch.split(mean, [one.numel() for one in stepped]), strict=True
+        ):
             fragment.grad = gradient
         self._optimizer.step()  # only those that have a gradient
         self._optimizer.zero_grad()
@@ -162,7 +178,11 @@ class OuterOptimizer:
             assert self._sent is not None
             encoded = self._sent
         else:
-            encoded = torch.frombuffer(payload, dtype=torch.uint8) if payload else torch.zeros(0, dtype=torch.uint8)
+            encoded = (
+                torch.frombuffer(payload, dtype=torch.uint8)
+                if payload
+                else torch.zeros(0, dtype=torch.uint8)
+            )
         return decode(encoded, self.anchor_of(self._sent_fragment).numel(), self.compression)
 
     # --- state ------------------------------------------------------------------------------------------------------
@@ -207,9 +227,17 @@ class OuterOptimizer:
         on_its_way = self._sent is not None and not self.compression.lossless
         residual = self._residual.clone()
         if on_its_way:
-            sent = residual if self._sent_fragment is None else torch.split(residual, self._sizes)[self._sent_fragment]
+            sent = (
+                residual
+                if self._sent_fragment is None
+                else torch.split(residual, self._sizes)[self._sent_fragment]
+            )
             sent.copy_(self._withdrawn())
-        return {"anchor": self.anchor.clone(), "momentum": self._momentum.clone(), "residual": residual}
+        return {
+            "anchor": self.anchor.clone(),
+            "momentum": self._momentum.clone(),
+            "residual": residual,
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Restore what `state_dict` returned. With another compression the residual is dropped.

@@ -43,8 +43,12 @@ class PartOfParameters:
         for name, parameter in model_of(trainer).named_parameters():
             if parameter.requires_grad:
                 layer = _layer(name)
-                self._fragments[-1 if layer is None else layer % fragments].append((name, parameter))
-        self.sizes = [sum(self._local(one).numel() for _, one in fragment) for fragment in self._fragments]
+                self._fragments[-1 if layer is None else layer % fragments].append(
+                    (name, parameter)
+                )
+        self.sizes = [
+            sum(self._local(one).numel() for _, one in fragment) for fragment in self._fragments
+        ]
         """Values of each fragment that this rank holds."""
         self.layers = 1 + max((_layer(name) or 0 for name, _ in self._of(None)), default=0)
         """Number of the last layer that this rank holds a part of, from 1."""
@@ -57,7 +61,11 @@ class PartOfParameters:
             if isinstance(parameter, DTensor):
                 coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or []
                 axes = zip(parameter.placements, coordinate, strict=True)
-                place = [[str(placement), index] for placement, index in axes if not placement.is_replicate()]
+                place = [
+                    [str(placement), index]
+                    for placement, index in axes
+                    if not placement.is_replicate()
+                ]
             rows.append([name, list(self._local(parameter).shape), place])
         if is_parallel_trainer(self._trainer):
             mesh = self._trainer.mesh
@@ -97,7 +105,9 @@ class PartOfParameters:
 
     def empty(self, fragment: int | None = None) -> torch.Tensor:
         """Return a tensor for the values of a fragment, or of all."""
-        return torch.empty(sum(self.sizes) if fragment is None else self.sizes[fragment], dtype=torch.float32)
+        return torch.empty(
+            sum(self.sizes) if fragment is None else self.sizes[fragment], dtype=torch.float32
+        )
 
     @torch.no_grad()
     def write(self, flat: torch.Tensor, fragment: int | None = None) -> None:
@@ -128,10 +138,18 @@ class PartOfParameters:
             return self._fragments[fragment]
         return [named for members in self._fragments for named in members]
 
-    def _split(self, flat: torch.Tensor, fragment: int | None) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    def _split(
+        self, flat: torch.Tensor, fragment: int | None
+    ) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Pair the parameters of a fragment with their parts of a flat tensor."""
         parameters = [parameter for _, parameter in self._of(fragment)]
-        return list(zip(parameters, flat.split([self._local(one).numel() for one in parameters]), strict=True))
+        return list(
+            zip(
+                parameters,
+                flat.split([self._local(one).numel() for one in parameters]),
+                strict=True,
+            )
+        )
 
     def _local(self, parameter: nn.Parameter) -> torch.Tensor:
         if isinstance(parameter, DTensor):

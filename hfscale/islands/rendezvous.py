@@ -160,7 +160,9 @@ class Rendezvous:
             if island is not None and part in island.connections:
                 return {"kind": "busy"}
             if island is None:
-                island = self._islands[number] = _Island(parts=hello["parts"], anchor=hello["anchor"])
+                island = self._islands[number] = _Island(
+                    parts=hello["parts"], anchor=hello["anchor"]
+                )
             self._all_left = False
             island.connections[part] = connection
             island.digests[part] = hello["digest"]
@@ -174,17 +176,25 @@ class Rendezvous:
     def _differs(self, hello: dict[str, Any]) -> str | None:
         if self._terms is None:
             self._terms = hello["terms"]
-        differing = [name for name, value in self._terms.items() if hello["terms"].get(name) != value]
-        if not differing and hello["layout"] != self._layouts.setdefault(hello["part"], hello["layout"]):
+        differing = [
+            name for name, value in self._terms.items() if hello["terms"].get(name) != value
+        ]
+        if not differing and hello["layout"] != self._layouts.setdefault(
+            hello["part"], hello["layout"]
+        ):
             differing = ["shapes of the shards"]
         if not differing:
             return None
-        values = ", ".join(f"{n} ({hello['terms'].get(n)} here, {self._terms.get(n)} there)" for n in differing)
+        values = ", ".join(
+            f"{n} ({hello['terms'].get(n)} here, {self._terms.get(n)} there)" for n in differing
+        )
         return f"island {hello['island']} differs from the others in: {values}"
 
     def _admit(self, number: int, island: _Island) -> None:
         """Await an island that has the current outer state; have the others sent to it."""
-        if island.anchor == self._anchor and (self._last is not None or self._equals_source(island)):
+        if island.anchor == self._anchor and (
+            self._last is not None or self._equals_source(island)
+        ):
             island.is_awaited = True
         else:
             island.needs_state = True
@@ -267,7 +277,9 @@ class Rendezvous:
         anchors = {anchor for anchor, _ in island.inbox.values()}
         if len(anchors) > 1:
             newest = max(anchors)
-            island.inbox = {part: state for part, state in island.inbox.items() if state[0] == newest}
+            island.inbox = {
+                part: state for part, state in island.inbox.items() if state[0] == newest
+            }
 
     def _has_peers(self, number: int) -> bool:
         return any(n != number and not other.needs_state for n, other in self._islands.items())
@@ -283,7 +295,12 @@ class Rendezvous:
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def _contribute(
-        self, connection: Connection, number: int, part: int, message: dict[str, Any], payload: bytearray
+        self,
+        connection: Connection,
+        number: int,
+        part: int,
+        message: dict[str, Any],
+        payload: bytearray,
     ) -> None:
         island = self._islands[number]
         with self._changed:
@@ -297,13 +314,19 @@ class Rendezvous:
                     self._round.overtaken_by = message["step"]
                     self._round = None
                     self._changed.notify_all()
-                current = self._round = self._round or _Round(step=message["step"], anchor=self._anchor)
+                current = self._round = self._round or _Round(
+                    step=message["step"], anchor=self._anchor
+                )
                 current.payloads.setdefault(number, {})[part] = payload
                 if len(current.payloads[number]) == island.parts:
                     current.complete.add(number)
                     current.first_at = current.first_at or time.monotonic()
                     self._changed.notify_all()
-            elif last is not None and message["anchor"] == last.anchor and message["step"] == last.step:
+            elif (
+                last is not None
+                and message["anchor"] == last.anchor
+                and message["step"] == last.step
+            ):
                 current = last
                 island.is_awaited = True
                 island.anchor = last.step
@@ -316,13 +339,23 @@ class Rendezvous:
         if current is None:
             self._wait_for_state(connection, number, part)
             return
-        self._wait(connection, lambda: self._close_if_due(current, message["quorum"], message["deadline_s"]))
+        self._wait(
+            connection,
+            lambda: self._close_if_due(current, message["quorum"], message["deadline_s"]),
+        )
         if current.overtaken_by is not None:
             connection.send({"kind": "ahead", "step": current.overtaken_by})
             return
         contributors = sorted(current.complete)
         sends = number == current.sender and number in current.complete
-        connection.send({"kind": "round", "step": current.step, "contributors": contributors, "send_state": sends})
+        connection.send(
+            {
+                "kind": "round",
+                "step": current.step,
+                "contributors": contributors,
+                "send_state": sends,
+            }
+        )
         for other in contributors:
             if other != number:
                 connection.send({"kind": "payload", "island": other}, current.payloads[other][part])
@@ -333,7 +366,11 @@ class Rendezvous:
             return True
         if current.first_at is None or len(current.complete) < quorum:
             return False
-        missing = [n for n, island in self._islands.items() if island.is_awaited and n not in current.complete]
+        missing = [
+            n
+            for n, island in self._islands.items()
+            if island.is_awaited and n not in current.complete
+        ]
         if missing and time.monotonic() - current.first_at < deadline_s:
             return False
         current.is_closed = True
@@ -378,7 +415,9 @@ class Rendezvous:
                 return
             if left:
                 island.connections = {
-                    part: other for part, other in island.connections.items() if other is not connection
+                    part: other
+                    for part, other in island.connections.items()
+                    if other is not connection
                 }
                 island.is_awaited = False
                 if island.connections:
@@ -425,7 +464,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The rendezvous of islands (docs/islands.md).")
     parser.add_argument("--host", default="", help="Address to listen on. Default: all interfaces.")
     parser.add_argument("--port", type=int, help="Port to listen on.")
-    parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)  # from the process that has started this one
+    # From the process that has started this one
+    parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
@@ -434,7 +474,11 @@ def main() -> None:
         parser.error("--port is missing: give the port of --island_rendezvous")
     try:
         taken_over = arguments.fd is not None
-        listener = socket.socket(fileno=arguments.fd) if taken_over else listen(arguments.host, arguments.port)
+        listener = (
+            socket.socket(fileno=arguments.fd)
+            if taken_over
+            else listen(arguments.host, arguments.port)
+        )
     except OSError as error:
         parser.error(f"--port {arguments.port} cannot be listened on ({error}): choose another")
     Rendezvous(token).serve(listener)

@@ -94,13 +94,16 @@ class LRScalingCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
-        self._decide(optimizer="adamw", batch_size=1)  # checks what is known before the optimizer and the batch are
+        # Checks what is known before the optimizer and the batch are
+        self._decide(optimizer="adamw", batch_size=1)
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Scale the optimizer as soon as it has been made."""
         self._begin_run()
         restorer = _ArgumentRestorer(adapter)
-        adapter.wrap_create_optimizer(lambda create: functools.partial(self._create_scaled, adapter, restorer, create))
+        adapter.wrap_create_optimizer(
+            lambda create: functools.partial(self._create_scaled, adapter, restorer, create)
+        )
 
     def _create_scaled(
         self,
@@ -116,7 +119,9 @@ class LRScalingCallback(AdapterCallback):
         optimizer = create(*args, **kwargs)
         self.scaling = scaling = self._decide(optimizer_name(trainer), global_batch_size(trainer))
         scale_to(trainer, scaling.factor)
-        restore_config = scale_deepspeed_config(trainer, factor=scaling.factor, warmup_factor=scaling.warmup_factor)
+        restore_config = scale_deepspeed_config(
+            trainer, factor=scaling.factor, warmup_factor=scaling.warmup_factor
+        )
         self._created = _Created(rates=given_rates(trainer), restore_config=restore_config)
         if scaling.factor == scaling.warmup_factor == 1:
             return optimizer
@@ -142,7 +147,8 @@ class LRScalingCallback(AdapterCallback):
         trainer = adapter.trainer
         created = self._created
         self._restore(adapter)
-        if created is None:  # the callback was added when the optimizer existed, or nothing called create_optimizer
+        # The callback was added when the optimizer existed, or nothing called create_optimizer
+        if created is None:
             if trainer.is_deepspeed_enabled:
                 raise UsageError(
                     "with DeepSpeed give LRScalingCallback to Trainer(callbacks=[...]), not add_callback()"
@@ -153,11 +159,17 @@ class LRScalingCallback(AdapterCallback):
         assert self.scaling is not None
         factor = self.scaling.factor
         saved = saved_state(state, "lr_scaling")
-        if state.global_step > 0 and (created is None or rates_in_use(trainer.optimizer) != created.rates):
+        if state.global_step > 0 and (
+            created is None or rates_in_use(trainer.optimizer) != created.rates
+        ):
             restored_factor = saved.get("factor", 1.0)  # of a checkpoint with its optimizer
             if restored_factor != factor:
                 scale_to(trainer, factor, contained=restored_factor)
-                logger.info("lr_scaling: resumed with factor %.4g, rescaled to %.4g", restored_factor, factor)
+                logger.info(
+                    "lr_scaling: resumed with factor %.4g, rescaled to %.4g",
+                    restored_factor,
+                    factor,
+                )
         rates = created.rates if created is not None else rates_in_use(trainer.optimizer)
         self._announce(trainer, state, rates)
         adapter.when_unused("learning rate", lambda: scale_to(trainer, 1.0))
@@ -178,7 +190,9 @@ class LRScalingCallback(AdapterCallback):
         given = [rate / scaling.factor for rate in rates]
         whose = " of this trial" if state.is_hyper_param_search else ""
         if scaling.factor == 1:
-            logger.info("lr_scaling: learning rate%s stays %s: %s", whose, _range(given), scaling.reason)
+            logger.info(
+                "lr_scaling: learning rate%s stays %s: %s", whose, _range(given), scaling.reason
+            )
             return
         foreign = foreign_rates(trainer.lr_scheduler, rates) if state.global_step == 0 else []
         if foreign or not rates:
@@ -194,11 +208,23 @@ class LRScalingCallback(AdapterCallback):
             )
             self._factor = None
             return
-        given_steps = next((vars(trainer.args)[name] for name in _WARMUP_ARGUMENTS if vars(trainer.args).get(name)), 0)
+        given_steps = next(
+            (
+                vars(trainer.args)[name]
+                for name in _WARMUP_ARGUMENTS
+                if vars(trainer.args).get(name)
+            ),
+            0,
+        )
         steps = _scaled_warmup(given_steps, scaling.warmup_factor)
         warmup = f"warm-up {steps:g}" + (" steps kept" if scaling.warmup_factor == 1 else " steps")
         logger.info(
-            "lr_scaling: learning rate%s %s -> %s, %s: %s", whose, _range(given), _range(rates), warmup, scaling.reason
+            "lr_scaling: learning rate%s %s -> %s, %s: %s",
+            whose,
+            _range(given),
+            _range(rates),
+            warmup,
+            scaling.reason,
         )
 
     def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
@@ -244,7 +270,9 @@ def _scaled_warmup(warmup_steps: float, factor: float) -> float:
     if factor == 1:
         return warmup_steps
     all_steps = math.nextafter(1.0, 0.0)  # 1.0 would be one step
-    return min(all_steps, warmup_steps * factor) if warmup_steps < 1 else round(warmup_steps * factor)
+    return (
+        min(all_steps, warmup_steps * factor) if warmup_steps < 1 else round(warmup_steps * factor)
+    )
 
 
 def _range(rates: list[float]) -> str:

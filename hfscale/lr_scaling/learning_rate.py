@@ -18,10 +18,17 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 _DEEPSPEED_LR_KEYS = {
     "optimizer": ("lr",),
-    "scheduler": ("warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"),
+    "scheduler": (
+        "warmup_min_lr",
+        "warmup_max_lr",
+        "cycle_min_lr",
+        "cycle_max_lr",
+        "lr_range_test_min_lr",
+    ),
 }
 _GROUP_LR_KEYS = ("lr", "initial_lr", "max_lr", "min_lr")  # the latter two are those of OneCycleLR
-_SCHEDULER_LR_KEYS = ("base_lrs", "max_lrs", "_last_lr")  # not every scheduler has them; Trainer logs `_last_lr`
+# Not every scheduler has them; Trainer logs `_last_lr`
+_SCHEDULER_LR_KEYS = ("base_lrs", "max_lrs", "_last_lr")
 
 _applied: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
 """The factor that the rates of an optimizer contain. An optimizer can take part in several trainings."""
@@ -89,7 +96,8 @@ def scale_to(trainer: Trainer, factor: float, *, contained: float | None = None)
         ratio = factor / _applied.get(optimizer, 1.0)
         scale_rates(optimizer, trainer.lr_scheduler, ratio)
         if optimizer.defaults.get("lr") is not None:
-            optimizer.defaults["lr"] *= ratio  # some schedulers of transformers read their peak there
+            # Some schedulers of transformers read their peak there
+            optimizer.defaults["lr"] *= ratio
     if isinstance(optimizer, Optimizer):
         _applied[optimizer] = factor
 
@@ -120,7 +128,9 @@ def scale_rates(optimizer: Any, scheduler: Any, ratio: float) -> None:
                 setattr(single, name, [lr * ratio for lr in getattr(single, name)])
 
 
-def scale_deepspeed_config(trainer: Trainer, *, factor: float, warmup_factor: float) -> Callable[[], None]:
+def scale_deepspeed_config(
+    trainer: Trainer, *, factor: float, warmup_factor: float
+) -> Callable[[], None]:
     """Scale the values from which DeepSpeed will build optimizer and scheduler.
 
     Args:
@@ -135,7 +145,9 @@ def scale_deepspeed_config(trainer: Trainer, *, factor: float, warmup_factor: fl
     before: list[tuple[dict[str, Any], str, float]] = []
     for section, keys in (*_DEEPSPEED_LR_KEYS.items(), ("scheduler", ("warmup_num_steps",))):
         params = config.get(section, {}).get("params", {})
-        before += [(params, key, params[key]) for key in keys if isinstance(params.get(key), int | float)]
+        before += [
+            (params, key, params[key]) for key in keys if isinstance(params.get(key), int | float)
+        ]
     for params, key, value in before:
         if key != "warmup_num_steps":
             params[key] = value * factor
@@ -164,8 +176,15 @@ def foreign_rates(scheduler: Any, expected: list[float]) -> list[float]:
     rates = vars(scheduler).get("base_lrs", [])
     if len(rates) != len(expected):
         return []
-    peaks = [group.get("max_lr", rate) for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True)]
-    return [float(peak) for peak, rate in zip(peaks, expected, strict=True) if abs(peak - rate) > 1e-6 * abs(rate)]
+    peaks = [
+        group.get("max_lr", rate)
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True)
+    ]
+    return [
+        float(peak)
+        for peak, rate in zip(peaks, expected, strict=True)
+        if abs(peak - rate) > 1e-6 * abs(rate)
+    ]
 
 
 def _schedulers(scheduler: Any) -> Iterator[Any]:

@@ -129,7 +129,9 @@ def find(baselines: Sequence[Baseline], workload: Workload, world_size: int) -> 
     for row in fewest_first:
         if row.workload.tokens_per_gpu * row.world_size == total:
             return Match(baseline=row, mode="strong")
-    recorded = ", ".join(f"{row.workload.tokens_per_gpu:,} on {row.world_size}" for row in fewest_first)
+    recorded = ", ".join(
+        f"{row.workload.tokens_per_gpu:,} on {row.world_size}" for row in fewest_first
+    )
     return (
         f"no baseline has {workload.tokens_per_gpu:,} tokens per GPU and step, or {total:,} in total "
         f"(recorded: {recorded})"
@@ -176,7 +178,11 @@ def read_baselines(path: Path) -> list[Baseline]:
 def _parse(row: dict[str, Any]) -> Baseline:
     workload = Workload(**{field.name: row["workload"][field.name] for field in fields(Workload)})
     speed = row["tokens_per_s_per_gpu"]
-    if not isinstance(speed, int | float) or isinstance(speed, bool) or not 0 < speed < float("inf"):
+    if (
+        not isinstance(speed, int | float)
+        or isinstance(speed, bool)
+        or not 0 < speed < float("inf")
+    ):
         raise ValueError(f"tokens_per_s_per_gpu is {speed!r}: it must be a positive number")
     return Baseline(
         workload=workload,

@@ -140,7 +140,8 @@ class ScalingMetricsCallback(AdapterCallback):
         self._release()  # of a training loop that `auto_find_batch_size` has restarted
         wandb_run, fingerprint = self._wandb_run, self._fingerprint
         self._begin_run()
-        self._wandb_run, self._fingerprint = wandb_run, fingerprint  # the latter is already a part of the collector
+        # The latter is already a part of the collector
+        self._wandb_run, self._fingerprint = wandb_run, fingerprint
         if wandb_run is not None:
             wandb_run.settle(state, last_logged_step=last_logged_step(adapter.run_dir()))
         adapter.at_training_end(self._release)
@@ -152,7 +153,11 @@ class ScalingMetricsCallback(AdapterCallback):
         for meter in self._meters:
             meter.begin(trainer, state)
         self._goodput_tracker = self._recorder.begin(
-            adapter.run_dir(), args, state, saved_goodput=saved_state(state, "goodput"), facts=self._efficiency.facts()
+            adapter.run_dir(),
+            args,
+            state,
+            saved_goodput=saved_state(state, "goodput"),
+            facts=self._efficiency.facts(),
         )
         self._goodput.goodput_tracker = self._goodput_tracker
         if state.is_world_process_zero:
@@ -201,10 +206,14 @@ class ScalingMetricsCallback(AdapterCallback):
                 meter.step_end(state)
         # A save may come before the next log, so keep what it stores up to date, estimated from this process alone.
         tokens = self._counter.tokens - self._gathered_tokens
-        self._saved["tokens_seen"] = self._tokens_seen + tokens * args.world_size // self._ranks_with_same_tokens
+        self._saved["tokens_seen"] = (
+            self._tokens_seen + tokens * args.world_size // self._ranks_with_same_tokens
+        )
         self._goodput_tracker.update(self._clock.seconds_until_now(COMPUTE))
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._recorder.saved(state, seconds=self._clock.elapsed())
 
     def on_log(
@@ -235,7 +244,9 @@ class ScalingMetricsCallback(AdapterCallback):
     ) -> None:
         self._release()
         advice = self._noise.advice if self._noise is not None else None
-        self._recorder.ended(state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice)
+        self._recorder.ended(
+            state, split=dict(saved_state(state, "goodput").get("seconds", {})), advice=advice
+        )
         if self._wandb_run is not None:
             self._wandb_run.publish(args, state)
 
@@ -274,7 +285,9 @@ class ScalingMetricsCallback(AdapterCallback):
             numbers |= meter.numbers(state)
         return numbers
 
-    def keys(self, columns: Columns, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+    def keys(
+        self, columns: Columns, state: TrainerState, logs: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return the metric keys of the window that ends now. It is called on every rank.
 
         Args:
@@ -290,7 +303,9 @@ class ScalingMetricsCallback(AdapterCallback):
             return {}
         waits = [
             wait_s / training_s
-            for wait_s, training_s in zip(columns["data_wait_s"], columns["training_s"], strict=True)
+            for wait_s, training_s in zip(
+                columns["data_wait_s"], columns["training_s"], strict=True
+            )
         ]
         keys = self._rates(columns, window)
         keys["scaling/data_wait_fraction"] = max(waits)
@@ -326,13 +341,19 @@ class ScalingMetricsCallback(AdapterCallback):
         elif self._is_first_log:
             instead = "scaling/samples_per_s is" if samples else "no rate is"
             batch = ", ".join(self._counter.inputs) or "no tensors that hfscale has seen"
-            logger.info("scaling/tokens_per_s is not logged: the batches are %s; %s logged instead", batch, instead)
+            logger.info(
+                "scaling/tokens_per_s is not logged: the batches are %s; %s logged instead",
+                batch,
+                instead,
+            )
         if samples:
             keys["scaling/samples_per_s"] = samples / window.seconds
         self._is_first_log = False
         return keys
 
-    def _window(self, columns: Columns, state: TrainerState, grad_norm: float | None) -> Window | None:
+    def _window(
+        self, columns: Columns, state: TrainerState, grad_norm: float | None
+    ) -> Window | None:
         """Combine the numbers of all ranks, and count their tokens; None if nothing was trained on."""
         steps = state.global_step - self._logged_step
         self._logged_step = state.global_step

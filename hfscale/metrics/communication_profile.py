@@ -101,7 +101,9 @@ class Timeline:
                 gloo_threads.add(event.start_thread_id())
             elif name.startswith("aten::"):
                 operators[event.start_thread_id()].append((event.start_ns(), event.end_ns()))
-        computation = [interval for thread in operators.keys() - gloo_threads for interval in operators[thread]]
+        computation = [
+            interval for thread in operators.keys() - gloo_threads for interval in operators[thread]
+        ]
         return cls(communication=communication, computation=computation)
 
     @property
@@ -118,7 +120,9 @@ class Timeline:
         return (max(end for _, end in intervals) - min(start for start, _ in intervals)) * 1e-9
 
 
-def exposed_of_step(parts: Sequence[Timeline], *, micro_batches: int = 1, before_s: float = 0.0) -> Exposed | None:
+def exposed_of_step(
+    parts: Sequence[Timeline], *, micro_batches: int = 1, before_s: float = 0.0
+) -> Exposed | None:
     """Compute the exposed communication of a step from the micro-batches of it that were profiled.
 
     Args:
@@ -149,7 +153,11 @@ class SampledSteps:
     """
 
     def __init__(
-        self, device: torch.device, *, every: int = SAMPLE_EVERY_STEPS, first: int = FIRST_SAMPLE_STEP
+        self,
+        device: torch.device,
+        *,
+        every: int = SAMPLE_EVERY_STEPS,
+        first: int = FIRST_SAMPLE_STEP,
     ) -> None:
         self.every = every
         self.last: Exposed | None = None
@@ -195,7 +203,9 @@ class SampledSteps:
         self._next = self._steps + self.every
         read = Timeline.of_gpu if self._on_gpu else Timeline.of_cpu
         parts = [read(_events(done)) for done in self._profiles]
-        self.last = exposed_of_step(parts, micro_batches=self._micro_batches, before_s=self._before_s)
+        self.last = exposed_of_step(
+            parts, micro_batches=self._micro_batches, before_s=self._before_s
+        )
         self.stop()
 
     def stop(self) -> None:
@@ -214,12 +224,17 @@ class SampledSteps:
         self._synchronize()  # kernels of the micro-batch before are not part of this one
         if not self._profiles:
             self._before_s = time.perf_counter() - self._begun_s
-        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # otherwise its first start writes lines to standard error
-        started = profile(activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU])
+        # Otherwise its first start writes lines to standard error
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        started = profile(
+            activities=[ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU]
+        )
         try:
             started.start()
         except RuntimeError as error:
-            logger.info("scaling/comm_fraction is not logged: the profiler does not start here: %s", error)
+            logger.info(
+                "scaling/comm_fraction is not logged: the profiler does not start here: %s", error
+            )
             self.stop()
             self._next = sys.maxsize
             return

@@ -93,11 +93,17 @@ class ExpertLoad:
         if self._has_trained and not self._has_been_judged:
             self._has_been_judged = True
             if not totals.any():
-                logger.warning("experts: moe/max_load and moe/entropy are not logged: %s", NOTHING_COUNTED)
+                logger.warning(
+                    "experts: moe/max_load and moe/entropy are not logged: %s", NOTHING_COUNTED
+                )
         self._warn_about_dead_experts([layer[:-1] for layer in layers])
-        return keys_of([layer[:-1] for layer in layers], unassigned=sum(layer[-1] for layer in layers))
+        return keys_of(
+            [layer[:-1] for layer in layers], unassigned=sum(layer[-1] for layer in layers)
+        )
 
-    def keys(self, exchanged: Any, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+    def keys(
+        self, exchanged: Any, state: TrainerState, logs: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return the metric keys that rank 0 has computed. It is called on every rank.
 
         Args:

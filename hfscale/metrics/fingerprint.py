@@ -81,11 +81,20 @@ class RunFingerprint:
             numbers[f"{name}_low"] = float(sums.get(name, 0) % 2**32)
             numbers[f"{name}_high"] = float(sums.get(name, 0) >> 32)
             numbers[f"{name}_seen"] = float(name in sums)
-        square, total, elements = self._weights.tolist() if self._weights is not None else (0.0, 0.0, 0.0)
+        square, total, elements = (
+            self._weights.tolist() if self._weights is not None else (0.0, 0.0, 0.0)
+        )
         self._weights = None
-        return {**numbers, "weights_square": square, "weights_sum": total, "weights_elements": elements}
+        return {
+            **numbers,
+            "weights_square": square,
+            "weights_sum": total,
+            "weights_elements": elements,
+        }
 
-    def keys(self, columns: Columns, state: "TrainerState", logs: Mapping[str, float]) -> dict[str, float]:
+    def keys(
+        self, columns: Columns, state: "TrainerState", logs: Mapping[str, float]
+    ) -> dict[str, float]:
         """Write the line of the log; there are no metric keys.
 
         Args:
@@ -104,7 +113,9 @@ class RunFingerprint:
                 total += sum(int(high) for high in columns[f"{name}_high"]) << 32
                 line[name] = f"{total % MODULUS:016x}"
         line["copies"] = self._copies
-        line["rng"] = hashlib.blake2b(repr(list(columns["rng"])).encode(), digest_size=8).hexdigest()
+        line["rng"] = hashlib.blake2b(
+            repr(list(columns["rng"])).encode(), digest_size=8
+        ).hexdigest()
         elements = sum(columns["weights_elements"])
         if elements:
             line["weights"] = {
@@ -130,7 +141,8 @@ def weight_sums(model: torch.nn.Module) -> torch.Tensor | None:
     """
     totals: torch.Tensor | None = None
     for parameter in model.parameters():
-        held: Any = getattr(parameter, "ds_tensor", parameter)  # what ZeRO-3 keeps of it on this rank
+        # What ZeRO-3 keeps of it on this rank
+        held: Any = getattr(parameter, "ds_tensor", parameter)
         held = held.detach()
         local = held.to_local() if isinstance(held, DTensor) else held
         if local.dtype not in _FLOATS or local.device.type not in _DEVICES or not local.numel():
@@ -138,6 +150,8 @@ def weight_sums(model: torch.nn.Module) -> torch.Tensor | None:
         if is_traceable_wrapper_subclass(local):
             continue
         norm = torch.linalg.vector_norm(local, dtype=torch.float64)
-        sums = torch.stack([norm * norm, local.sum(dtype=torch.float64), norm.new_tensor(float(local.numel()))])
+        sums = torch.stack(
+            [norm * norm, local.sum(dtype=torch.float64), norm.new_tensor(float(local.numel()))]
+        )
         totals = sums if totals is None else totals + sums.to(totals.device)
     return totals

@@ -50,13 +50,19 @@ _NOT_COUNTED = (
 _COUNTED_ATTENTION = (None, "eager", "sdpa")
 
 
-def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+def _attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+) -> int:
     """Count the scores again, and the gradients of value, scores, query and key."""
-    flops: int = query.shape[:-1].numel() * key.shape[-2] * (6 * query.shape[-1] + 4 * value.shape[-1])
+    flops: int = (
+        query.shape[:-1].numel() * key.shape[-2] * (6 * query.shape[-1] + 4 * value.shape[-1])
+    )
     return flops
 
 
@@ -120,7 +126,10 @@ class StepFlops(TorchDispatchMode):
         if formula is None:
             registered = flop_registry.get(getattr(func, "overloadpacket", func))
             if registered is None:
-                if name.partition("::")[0] not in _WITHOUT_FLOPS or name.partition(".")[0] in _NOT_COUNTED:
+                if (
+                    name.partition("::")[0] not in _WITHOUT_FLOPS
+                    or name.partition(".")[0] in _NOT_COUNTED
+                ):
                     self.not_counted.add(name.partition(".")[0])
                 return self._run_without_formula(func, args, kwargs)
             formula = registered
@@ -156,17 +165,24 @@ def reason_not_to_count(trainer: Trainer) -> str | None:
     """
     if (
         is_parallel_trainer(trainer)
-        or trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1
+        or trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
+        > 1
         or _shares_layers(trainer)
     ):
-        return "FLOPs are not counted where ranks share a sequence, a matrix or the experts of a layer"
+        return (
+            "FLOPs are not counted where ranks share a sequence, a matrix or the experts of a layer"
+        )
     if isinstance(trainer.model_wrapped, nn.DataParallel):
         return "FLOPs are not counted in the threads of nn.DataParallel"
     model = model_of(trainer)
-    if any(is_compiled(module) for root in (trainer.model_wrapped, model) for module in root.modules()):
+    if any(
+        is_compiled(module) for root in (trainer.model_wrapped, model) for module in root.modules()
+    ):
         return "FLOPs of a compiled model cannot be counted"
     for module in model.modules():
-        attention = attention_implementation(module.config) if isinstance(module, PreTrainedModel) else None
+        attention = (
+            attention_implementation(module.config) if isinstance(module, PreTrainedModel) else None
+        )
         if attention not in _COUNTED_ATTENTION:
             return f"the FLOPs of {attention} cannot be counted (attn_implementation sdpa or eager can)"
     return None
@@ -183,7 +199,9 @@ def has_own_loss(trainer: Trainer) -> bool:
     Args:
         trainer (`Trainer`): the Trainer; a `ParallelTrainer` computes the loss of Trainer.
     """
-    return type(trainer).compute_loss is not Trainer.compute_loss and not is_parallel_trainer(trainer)
+    return type(trainer).compute_loss is not Trainer.compute_loss and not is_parallel_trainer(
+        trainer
+    )
 
 
 def extends_loss(trainer: Trainer) -> bool:

@@ -53,14 +53,20 @@ class FlopsFit:
         predicted = self.predict(work)
         self._work.append(work)
         self._flops.append((model_flops, hardware_flops))
-        self._is_settled = predicted is not None and abs(predicted[0] - model_flops) <= _AGREES * model_flops
+        self._is_settled = (
+            predicted is not None and abs(predicted[0] - model_flops) <= _AGREES * model_flops
+        )
         counted = np.array(self._flops)
-        self._units = np.maximum(np.max(self._work, axis=0), 1.0) / _WEIGHTS  # counted work is about 1 in these units
+        # Counted work is about 1 in these units
+        self._units = np.maximum(np.max(self._work, axis=0), 1.0) / _WEIGHTS
         rows = np.array(self._work) / self._units
         self._solution = np.linalg.lstsq(rows, counted, rcond=1e-4)[0]
-        self._explained = np.linalg.pinv(rows, rcond=1e-4) @ rows  # projects on what the counted steps tell
+        # Projects on what the counted steps tell
+        self._explained = np.linalg.pinv(rows, rcond=1e-4) @ rows
         if len(self._work) == MAX_COUNTED_STEPS:
-            self._is_settled = bool((np.abs(rows @ self._solution - counted) <= _FITS * counted).all())
+            self._is_settled = bool(
+                (np.abs(rows @ self._solution - counted) <= _FITS * counted).all()
+            )
 
     def note(self, work: Sequence[float]) -> None:
         """Take a step into account that was not counted: if its shape is new, the next steps will be counted.

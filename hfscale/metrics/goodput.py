@@ -132,7 +132,9 @@ class Rate:
     """`as given`, or the provider, the kind of price and the date."""
 
 
-def rate(device_name: str, usd_per_gpu_hour: float | None, *, prices: Path | None = None) -> Rate | None:
+def rate(
+    device_name: str, usd_per_gpu_hour: float | None, *, prices: Path | None = None
+) -> Rate | None:
     """Return the price of one device per hour.
 
     Of several offers the cheapest on-demand one is taken: it is the least that the run costs without a contract.

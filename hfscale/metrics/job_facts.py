@@ -12,7 +12,14 @@ from hfscale.trainer.strategy import running_strategy
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-_LEFT_OUT = ("id2label", "label2id", "quantization_config", "torch_dtype", "dtype", "task_specific_params")
+_LEFT_OUT = (
+    "id2label",
+    "label2id",
+    "quantization_config",
+    "torch_dtype",
+    "dtype",
+    "task_specific_params",
+)
 """Keys of a model's config that are large, or not of its shape."""
 
 
@@ -42,10 +49,14 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     return {
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
         "layout": layout_axes(trainer, strategy),
-        "zero": {"fsdp2": 3, "parallel": 3, "native": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(strategy, 0),
+        "zero": {"fsdp2": 3, "parallel": 3, "native": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(
+            strategy, 0
+        ),
         "micro_batch": args.train_batch_size,
         "method": adapter_method if adapters else "full",
-        "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16) if adapters else 16,
+        "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16)
+        if adapters
+        else 16,
         "optimizer": requested_optimizer(args),
         "compile": bool(args.torch_compile),
         "fused_loss": _fuses_loss(args),
@@ -70,7 +81,10 @@ def _offload(trainer: "Trainer") -> str:
     state = trainer.accelerator.state
     if state.deepspeed_plugin is not None:
         zero = state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-        devices = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("param", "optimizer")]
+        devices = [
+            (zero.get(f"offload_{part}") or {}).get("device", "none")
+            for part in ("param", "optimizer")
+        ]
         if devices[0] != "none":
             return "full"
         return "optimizer" if devices[1] != "none" else "none"

@@ -31,7 +31,9 @@ class ProfilerCallback(TrainerCallback):
     def __init__(self, steps: Sequence[int]) -> None:
         for step in steps:
             if step < 1:
-                raise ParameterError("steps", list(steps), f"{step} is below 1, and steps are counted from 1")
+                raise ParameterError(
+                    "steps", list(steps), f"{step} is below 1, and steps are counted from 1"
+                )
         self.steps = frozenset(steps)
         self._profile: profile | None = None
 

@@ -98,10 +98,15 @@ class RunRecorder:
             last_alive = last_sign_of_life(folder)
             begin_records(folder, state.global_step)
             events = read_events(folder)
-        saves = [(e["time"], e["seconds"]) for e in events if e["event"] == "save" and e["step"] == state.global_step]
+        saves = [
+            (e["time"], e["seconds"])
+            for e in events
+            if e["event"] == "save" and e["step"] == state.global_step
+        ]
         is_relaunch = bool(events) or state.global_step > 0
         lost_launches = 0
-        if state.global_step > 0 and not events:  # the files of the launches before were lost with their disk
+        # The files of the launches before were lost with their disk
+        if state.global_step > 0 and not events:
             lost_launches = int(os.environ.get(RESTARTS_VARIABLE, "0"))
         self._write(
             "launch",
@@ -142,7 +147,12 @@ class RunRecorder:
     def _alarmed(self, alarm: Alarm) -> None:
         """Record an alarm, in whichever thread it is raised."""
         if self._folder is not None:
-            fields = {"event": "alarm", "kind": alarm.kind, "level": alarm.level, "text": alarm.text}
+            fields = {
+                "event": "alarm",
+                "kind": alarm.kind,
+                "level": alarm.level,
+                "text": alarm.text,
+            }
             with best_effort(WRITING, self._folder / TIMELINE_NAME):
                 line = {"step": alarm.step, "time": alarm.time, **fields}
                 append_record(self._folder / TIMELINE_NAME, line)
@@ -161,7 +171,11 @@ class RunRecorder:
             rate (`Rate`, *optional*): the price of a GPU; None if it is unknown.
         """
         self._workload_is_written = True
-        price = {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source} if rate is not None else {}
+        price = (
+            {"usd_per_gpu_hour": rate.usd_per_gpu_hour, "price_source": rate.source}
+            if rate is not None
+            else {}
+        )
         self._write("workload", state, **facts, **price)
 
     def setup(self, state: "TrainerState", facts: Mapping[str, Any]) -> None:
@@ -203,7 +217,11 @@ class RunRecorder:
         """
         if self._folder is None:
             return
-        kept = {key: value for key, value in logs.items() if key in _TRAINER_KEYS or key.startswith(METRIC_PREFIXES)}
+        kept = {
+            key: value
+            for key, value in logs.items()
+            if key in _TRAINER_KEYS or key.startswith(METRIC_PREFIXES)
+        }
         line = {"step": state.global_step, "time": time.time(), **kept}
         with best_effort(WRITING, self._folder / JSONL_NAME):
             append_record(self._folder / JSONL_NAME, line, durable=durable)
@@ -225,7 +243,11 @@ class RunRecorder:
             state (`TrainerState`): the state of the Trainer, for its step.
             logs (`Mapping[str, float]`): the keys that Trainer logs after an evaluation.
         """
-        self._write("evaluation", state, metrics={key: value for key, value in logs.items() if is_of_evaluation(key)})
+        self._write(
+            "evaluation",
+            state,
+            metrics={key: value for key, value in logs.items() if is_of_evaluation(key)},
+        )
 
     def found(self, state: "TrainerState", finding: Finding) -> None:
         """Record a bottleneck that the triage has named.
@@ -236,7 +258,9 @@ class RunRecorder:
         """
         self._write("finding", state, **finding.to_cause())
 
-    def ended(self, state: "TrainerState", *, split: Mapping[str, float], advice: str | None) -> None:
+    def ended(
+        self, state: "TrainerState", *, split: Mapping[str, float], advice: str | None
+    ) -> None:
         """Record the end of the training.
 
         Args:
@@ -246,7 +270,9 @@ class RunRecorder:
         """
         self._record_failures(state)
         extra = {"advice": advice} if advice is not None else {}
-        self._write("end", state, seconds={phase: round(s, 3) for phase, s in split.items()}, **extra)
+        self._write(
+            "end", state, seconds={phase: round(s, 3) for phase, s in split.items()}, **extra
+        )
 
     def _write(self, event: str, state: "TrainerState", **fields: Any) -> None:
         if self._folder is None:
@@ -260,7 +286,12 @@ class RunRecorder:
         counts = take_counts() if self._folder is not None else {}
         if counts and self._folder is not None:
             try:
-                line = {"event": "failures", "step": state.global_step, "time": time.time(), "counts": counts}
+                line = {
+                    "event": "failures",
+                    "step": state.global_step,
+                    "time": time.time(),
+                    "counts": counts,
+                }
                 append_record(self._folder / TIMELINE_NAME, line)
             except OSError:  # the next log tries again
                 return_counts(counts)

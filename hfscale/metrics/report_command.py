@@ -40,11 +40,15 @@ EXAMPLES = (
 
 
 def run(
-    output_dir: Annotated[Path, typer.Argument(metavar="OUTPUT_DIR", help="The --output_dir of a run.")],
+    output_dir: Annotated[
+        Path, typer.Argument(metavar="OUTPUT_DIR", help="The --output_dir of a run.")
+    ],
     other: Annotated[
         Path | None, typer.Argument(metavar="[OTHER]", help="That of another run, to compare both.")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write an HTML page (one file, needs no network).")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write an HTML page (one file, needs no network).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Report on a run, finished or not, or compare two, from the files in their output directories."""
@@ -67,7 +71,15 @@ def _compare(found: TwoRuns, html: Path | None, *, as_json: bool) -> None:
         write_comparison(found, html)
     if as_json:
         reports = [_to_dict(run) for run in found.runs]
-        print(json.dumps({**found.to_dict(), "runs": reports, "html": str(html) if html is not None else None}))
+        print(
+            json.dumps(
+                {
+                    **found.to_dict(),
+                    "runs": reports,
+                    "html": str(html) if html is not None else None,
+                }
+            )
+        )
         return
     _show_two(found)
     if html is not None:
@@ -106,7 +118,13 @@ def _to_dict(found: Run) -> dict[str, object]:
         "headline": {tile.name: tile.value if tile.is_known else None for tile in headline(found)},
         "metrics": dict(found.records[-1]) if found.records else {},
         "priorities": [
-            {"title": one.check, "share": one.share, "numbers": one.problem, "mend": one.fix, "fix": one.fix}
+            {
+                "title": one.check,
+                "share": one.share,
+                "numbers": one.problem,
+                "mend": one.fix,
+                "fix": one.fix,
+            }
             for one in bottlenecks(found)
         ],
         "prediction": predicted.to_dict()
@@ -162,7 +180,11 @@ def _console() -> "Console":
 def _show_prediction(console: "Console", found: Prediction | str) -> None:
     from rich.text import Text
 
-    lines = [f"not compared: {found}"] if isinstance(found, str) else [*comparison(found), *found.assumptions]
+    lines = (
+        [f"not compared: {found}"]
+        if isinstance(found, str)
+        else [*comparison(found), *found.assumptions]
+    )
     for line in lines:
         console.print(Text(f"  {line[:1].upper() + line[1:]}."))
 
@@ -225,7 +247,9 @@ def _checkpoints(found: Run) -> "Table":
     table = Table.grid(padding=(0, 2))
     for one in found.checkpoints:
         state = "committed" if one.is_committed else "incomplete"
-        table.add_row(Text(f"  {one.name}"), size(one.bytes) if one.bytes is not None else "", state)
+        table.add_row(
+            Text(f"  {one.name}"), size(one.bytes) if one.bytes is not None else "", state
+        )
     return table
 
 

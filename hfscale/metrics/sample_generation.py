@@ -100,7 +100,9 @@ class SampleGenerationCallback(AdapterCallback):
         trainer = TrainerAdapter.current().trainer
         reason = reason_not_to_generate(trainer)
         if reason is not None:
-            raise UsageError(f"no samples can be generated during the training: {reason}; leave the prompts out")
+            raise UsageError(
+                f"no samples can be generated during the training: {reason}; leave the prompts out"
+            )
         tokenizer = trainer.processing_class
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise UsageError("samples need a tokenizer: pass it to the Trainer as processing_class")
@@ -108,13 +110,17 @@ class SampleGenerationCallback(AdapterCallback):
         for number, prompt in enumerate(self.prompts, start=1):
             text = _rendered(prompt, tokenizer, number)
             self._texts.append(text)
-            self._ids.append(tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"])
+            self._ids.append(
+                tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+            )
         self._config = self._generation_config(kwargs["model"], tokenizer)
         if state.is_world_process_zero:
             with best_effort(WRITING, output_folder(args) / SAMPLES_NAME):
                 begin_lines(output_folder(args) / SAMPLES_NAME, state.global_step)
 
-    def _generation_config(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+    def _generation_config(
+        self, model: Any, tokenizer: PreTrainedTokenizerBase
+    ) -> GenerationConfig:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         lengths = [len(ids) for ids in self._ids]
         if 0 in lengths:
@@ -130,7 +136,9 @@ class SampleGenerationCallback(AdapterCallback):
             new_tokens = min(new_tokens, positions - longest)
         stops = stop_tokens(model.generation_config, tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
-        sampling = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.temperature else {}
+        sampling = (
+            {"temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.temperature else {}
+        )
         return GenerationConfig(
             max_new_tokens=new_tokens,
             do_sample=self.temperature > 0,
@@ -180,13 +188,18 @@ class SampleGenerationCallback(AdapterCallback):
                 for call in range(calls if together else len(mine)):
                     # A rank without a prompt of its own repeats the last one, as the others need it in each forward.
                     index = mine[call] if call < len(mine) else len(self.prompts) - 1
-                    answers[index] = self._answer(model, index, trainer.processing_class, together=together)
+                    answers[index] = self._answer(
+                        model, index, trainer.processing_class, together=together
+                    )
         except Exception as failure:
-            if together or not distributed.is_distributed():  # the others wait in a forward: the launcher ends them
+            # The others wait in a forward: the launcher ends them
+            if together or not distributed.is_distributed():
                 raise
             error = failure
         message = f"{type(error).__name__}: {error}" if error else None
-        gathered = TRAINING.gather("samples", [message, {i: answers[i] for i in mine if i in answers}])
+        gathered = TRAINING.gather(
+            "samples", [message, {i: answers[i] for i in mine if i in answers}]
+        )
         for failed, (text, _) in enumerate(gathered):
             if text is not None:
                 raise HfScaleError(f"rank {failed} could not generate samples: {text}") from error
@@ -215,7 +228,9 @@ class SampleGenerationCallback(AdapterCallback):
     def _write(self, path: Path, state: TrainerState, samples: list[dict[str, Any]]) -> None:
         for number, sample in enumerate(samples, start=1):
             with best_effort(WRITING, path):
-                append_record(path, {"step": state.global_step, "sample": number, **sample}, verbatim=True)
+                append_record(
+                    path, {"step": state.global_step, "sample": number, **sample}, verbatim=True
+                )
             logger.info(
                 "step %d, sample %d: %s -> %s",
                 state.global_step,
@@ -246,7 +261,9 @@ def read_prompts(path: Path | str) -> list[Prompt]:
         raise DataError(f"the prompts {path} cannot be read: {reason}") from error
     is_records = path.suffix in (".jsonl", ".json")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    prompts = [_prompt_of(line, f"{path}:{number}") if is_records else line for number, line in numbered]
+    prompts = [
+        _prompt_of(line, f"{path}:{number}") if is_records else line for number, line in numbered
+    ]
     if not prompts:
         raise DataError(f"{path} has no prompt: write one per line")
     return prompts
@@ -260,12 +277,18 @@ def _prompt_of(line: str, place: str) -> Prompt:
     prompt = record.get("messages", record.get("prompt")) if isinstance(record, dict) else None
     if isinstance(prompt, str) and prompt:
         return prompt
-    if not (isinstance(prompt, list) and prompt and all(isinstance(turn, dict) and "role" in turn for turn in prompt)):
+    if not (
+        isinstance(prompt, list)
+        and prompt
+        and all(isinstance(turn, dict) and "role" in turn for turn in prompt)
+    ):
         raise DataError(
             f'{place} has neither "prompt" (a text or messages) nor "messages" (each with a role): add one of them'
         )
     if prompt[-1]["role"] == "assistant":
-        raise DataError(f"{place}: the last message is the assistant's, which the model is to write: remove it")
+        raise DataError(
+            f"{place}: the last message is the assistant's, which the model is to write: remove it"
+        )
     return {"messages": prompt, **({"tools": record["tools"]} if record.get("tools") else {})}
 
 
@@ -273,11 +296,16 @@ def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, number: int) -
     if isinstance(prompt, str):
         return prompt
     if not tokenizer.chat_template:
-        raise UsageError(f"prompt {number} is a conversation and the tokenizer has no chat template: give one")
+        raise UsageError(
+            f"prompt {number} is a conversation and the tokenizer has no chat template: give one"
+        )
     try:
         return str(
             tokenizer.apply_chat_template(
-                list(prompt["messages"]), tools=prompt.get("tools"), tokenize=False, add_generation_prompt=True
+                list(prompt["messages"]),
+                tools=prompt.get("tools"),
+                tokenize=False,
+                add_generation_prompt=True,
             )
         )
     except Exception as error:

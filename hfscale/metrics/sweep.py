@@ -64,16 +64,23 @@ class Sweep:
 
     def __post_init__(self) -> None:
         if not self.recipe:
-            raise UsageError("give the recipe after --, for example: hfscale sweep --gpus 1,2 -- recipes/ddp/train.py")
+            raise UsageError(
+                "give the recipe after --, for example: hfscale sweep --gpus 1,2 -- recipes/ddp/train.py"
+            )
         if not Path(self.recipe[0]).is_file():
-            raise UsageError(f"recipe {self.recipe[0]} is not a file: give a script, then its flags")
+            raise UsageError(
+                f"recipe {self.recipe[0]} is not a file: give a script, then its flags"
+            )
         if self.repeats < 1:
             raise UsageError(f"--repeats is {self.repeats}: it must be at least 1")
         if self.steps < 2 * LOGS_PER_RUN:
-            raise UsageError(f"--steps is {self.steps}: a measurement needs at least {2 * LOGS_PER_RUN}")
+            raise UsageError(
+                f"--steps is {self.steps}: a measurement needs at least {2 * LOGS_PER_RUN}"
+            )
         if self.mode == "strong":
             for number in self.gpus:
-                self.batch_flags(number)  # reports a batch that does not divide before anything runs
+                # Reports a batch that does not divide before anything runs
+                self.batch_flags(number)
 
     def batch_flags(self, number: int) -> list[str]:
         """Return the flags that keep the global batch on a number of processes; none for weak scaling.
@@ -91,7 +98,11 @@ class Sweep:
             raise UsageError(
                 "--mode strong keeps the global batch: give --per_device_train_batch_size with the recipe's flags"
             )
-        total = per_device * (_flag_value(self.recipe, "gradient_accumulation_steps") or 1) * self.gpus[0]
+        total = (
+            per_device
+            * (_flag_value(self.recipe, "gradient_accumulation_steps") or 1)
+            * self.gpus[0]
+        )
         split = split_batch(total, number, per_device)
         if split is None:
             raise UsageError(
@@ -99,7 +110,10 @@ class Sweep:
                 f"multiple of {number}"
             )
         per_device, accumulation = split
-        return [f"--per_device_train_batch_size={per_device}", f"--gradient_accumulation_steps={accumulation}"]
+        return [
+            f"--per_device_train_batch_size={per_device}",
+            f"--gradient_accumulation_steps={accumulation}",
+        ]
 
     def command(self, number: int, output_dir: Path) -> list[str]:
         """Return the command line of one run.
@@ -160,7 +174,9 @@ class Measurement:
         Args:
             base (`Measurement`): the measurement on the fewest processes, with as many repeats.
         """
-        return statistics.median(own / other for own, other in zip(self.rates, base.rates, strict=True))
+        return statistics.median(
+            own / other for own, other in zip(self.rates, base.rates, strict=True)
+        )
 
     def spread(self) -> float:
         """Return (largest - smallest) / median speed; smaller differences between numbers of GPUs are noise."""
@@ -176,7 +192,10 @@ class Measurement:
             `dict[str, float]`: the share of each cause that takes more than 0.1%.
         """
         lost = max(1 - self.efficiency(base), 0.0)
-        added = {cause: (self.median(key) or 0.0) - (base.median(key) or 0.0) for cause, key in _SHARE_KEYS.items()}
+        added = {
+            cause: (self.median(key) or 0.0) - (base.median(key) or 0.0)
+            for cause, key in _SHARE_KEYS.items()
+        }
         skew = self.median("scaling/straggler_skew")
         if skew is not None and skew > 1:
             added["straggler"] = 1 - 1 / skew
@@ -196,7 +215,9 @@ class Measurement:
         medians = {key: value for key in names if (value := self.median(key)) is not None}
         medians["scaling/efficiency"] = self.efficiency(base)
         tokens = self.facts.get("tokens_per_gpu")
-        return triage(TriageInput.from_keys(medians, tokens_per_gpu=int(tokens) if tokens else None))
+        return triage(
+            TriageInput.from_keys(medians, tokens_per_gpu=int(tokens) if tokens else None)
+        )
 
     def baseline(self) -> Baseline:
         """Return the baseline that later runs are compared with.
@@ -207,7 +228,9 @@ class Measurement:
         try:
             workload = Workload(**{each.name: self.facts[each.name] for each in fields(Workload)})
         except KeyError as error:
-            raise HfScaleError(f"no baseline is recorded: the {TIMELINE_NAME} of the run has no {error}") from None
+            raise HfScaleError(
+                f"no baseline is recorded: the {TIMELINE_NAME} of the run has no {error}"
+            ) from None
         return Baseline(
             workload=workload,
             world_size=self.gpus,
@@ -237,7 +260,9 @@ def run_sweep(sweep: Sweep, *, log: Callable[[str], None]) -> list[Measurement]:
             _one_run(sweep, number, kept)
             _read(found[number], kept)
             rate = found[number].rates[-1]
-            log(f"{number} process{'es' if number > 1 else ''}, repeat {repeat + 1}: {rate:,.0f} tokens/s/GPU")
+            log(
+                f"{number} process{'es' if number > 1 else ''}, repeat {repeat + 1}: {rate:,.0f} tokens/s/GPU"
+            )
     return list(found.values())
 
 
@@ -253,13 +278,19 @@ def _one_run(sweep: Sweep, number: int, kept: Path) -> None:
                 if (output_dir / name).is_file():
                     shutil.move(output_dir / name, kept / name)
     except OSError as error:
-        raise StorageError(f"--output-dir {sweep.output_dir} cannot be written: {error.strerror}") from None
+        raise StorageError(
+            f"--output-dir {sweep.output_dir} cannot be written: {error.strerror}"
+        ) from None
 
 
 def _launch(command: Sequence[str], log: Path, sweep: Sweep) -> None:
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(  # noqa: S603  # a list of arguments, without a shell
-            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment(sweep.gpus)
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment(sweep.gpus),
         )
         try:
             code = process.wait(timeout=sweep.timeout_s)
@@ -274,7 +305,9 @@ def _launch(command: Sequence[str], log: Path, sweep: Sweep) -> None:
     # The output of a recipe may contain secrets from its command line.
     log.write_text(redact(log.read_text(encoding="utf-8", errors="replace")), encoding="utf-8")
     if code != 0:
-        raise HfScaleError(f"a run ended with exit code {code}: {failure_reason(log)} (full output: {log})")
+        raise HfScaleError(
+            f"a run ended with exit code {code}: {failure_reason(log)} (full output: {log})"
+        )
 
 
 def end_launcher(process: subprocess.Popen[bytes]) -> None:
@@ -291,7 +324,9 @@ def failure_reason(log: Path) -> str:
     """Return the error line of hfscale in a run's output, or else its last lines."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8").splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("hfscale: error")]
-    return errors[0].removeprefix("hfscale: error: ") if errors else " / ".join(lines[-_SHOWN_LINES:])
+    return (
+        errors[0].removeprefix("hfscale: error: ") if errors else " / ".join(lines[-_SHOWN_LINES:])
+    )
 
 
 def environment(gpus: Sequence[int], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -315,11 +350,15 @@ def _read(measurement: Measurement, kept: Path) -> None:
             "ScalingMetricsCallback, and its data must suffice for --steps"
         )
     steady = records[2:]  # the first two logs include start-up and warm-up
-    names = {key for record in steady for key, value in record.items() if isinstance(value, int | float)}
+    names = {
+        key for record in steady for key, value in record.items() if isinstance(value, int | float)
+    }
     medians = {name: statistics.median([r[name] for r in steady if name in r]) for name in names}
     measurement.keys.append(medians)
     measurement.rates.append(medians["scaling/tokens_per_s_per_gpu"])
-    measurement.facts = next((e for e in reversed(read_events(kept)) if e["event"] == "workload"), {})
+    measurement.facts = next(
+        (e for e in reversed(read_events(kept)) if e["event"] == "workload"), {}
+    )
 
 
 def _flag_value(recipe: Sequence[str], name: str) -> int | None:

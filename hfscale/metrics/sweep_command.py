@@ -15,25 +15,42 @@ from hfscale.metrics.baseline import record_baseline, user_file
 from hfscale.metrics.sweep import Measurement, Sweep, run_sweep
 
 _BAR_LENGTH = 40
-_LETTERS = {"data wait": "d", "exposed communication": "c", "straggler": "s", "bubble": "b", "not measured": "·"}
+_LETTERS = {
+    "data wait": "d",
+    "exposed communication": "c",
+    "straggler": "s",
+    "bubble": "b",
+    "not measured": "·",
+}
 
 
 def run(
     recipe: Annotated[
-        list[str] | None, typer.Argument(metavar="-- RECIPE …", help="The recipe's script and its flags.")
+        list[str] | None,
+        typer.Argument(metavar="-- RECIPE …", help="The recipe's script and its flags."),
     ] = None,
     gpus: Annotated[str, typer.Option(help="Numbers of processes, such as 1,2,4,8.")] = "1,2",
-    mode: Annotated[str, typer.Option(help="weak: equal work per process; strong: equal work in total.")] = "weak",
+    mode: Annotated[
+        str, typer.Option(help="weak: equal work per process; strong: equal work in total.")
+    ] = "weak",
     repeats: Annotated[int, typer.Option(help="How often each number of processes runs.")] = 3,
     steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 40,
-    config_file: Annotated[str, typer.Option(help="Config for accelerate launch: a shipped name or a file.")] = "ddp",
-    output_dir: Annotated[Path, typer.Option(help="Where the measurements are kept.")] = Path("runs/sweep"),
+    config_file: Annotated[
+        str, typer.Option(help="Config for accelerate launch: a shipped name or a file.")
+    ] = "ddp",
+    output_dir: Annotated[Path, typer.Option(help="Where the measurements are kept.")] = Path(
+        "runs/sweep"
+    ),
     baseline: Annotated[
         Path | None,
-        typer.Option(help="File that the baseline is recorded in (default: ~/.config/hfscale/baselines.json)."),
+        typer.Option(
+            help="File that the baseline is recorded in (default: ~/.config/hfscale/baselines.json)."
+        ),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds that one run may take.")] = 3600.0,
-    html: Annotated[Path | None, typer.Option(help="Also write an HTML page (one file, needs no network).")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write an HTML page (one file, needs no network).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Run a recipe on 1, 2, 4 … processes, compare their speeds and record the smallest as a baseline."""
@@ -45,7 +62,9 @@ def run(
         mode=mode,  # type: ignore[arg-type]
         repeats=repeats,
         steps=steps,
-        config_file=Path(config_file) if Path(config_file).is_file() else find_config(config_file).path,
+        config_file=Path(config_file)
+        if Path(config_file).is_file()
+        else find_config(config_file).path,
         output_dir=output_dir,
         timeout_s=timeout,
     )
@@ -77,8 +96,12 @@ def parse_gpus(text: str) -> tuple[int, ...]:
         UsageError: the text is not a list of different positive integers.
     """
     words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(words):
-        raise UsageError(f"--gpus is {text}: it must be a list of different positive integers, such as 1,2,4,8")
+    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(
+        words
+    ):
+        raise UsageError(
+            f"--gpus is {text}: it must be a list of different positive integers, such as 1,2,4,8"
+        )
     return tuple(sorted(int(word) for word in words))
 
 
@@ -87,7 +110,9 @@ def _check_gpus(gpus: Sequence[int]) -> None:
 
     available = torch.cuda.device_count()
     if 0 < available < max(gpus):
-        raise UsageError(f"--gpus is {max(gpus)}, but this machine has {available}: give at most that many")
+        raise UsageError(
+            f"--gpus is {max(gpus)}, but this machine has {available}: give at most that many"
+        )
 
 
 def to_dict(found: Sequence[Measurement], mode: str) -> dict[str, Any]:
@@ -132,7 +157,9 @@ def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
     table = make_table(*numbers, "", right=numbers)
     for row in answer["rows"]:
         full = round(_BAR_LENGTH * min(row["efficiency"], 1.0))
-        lost = "".join(_LETTERS[cause] * round(_BAR_LENGTH * share) for cause, share in row["losses"].items())
+        lost = "".join(
+            _LETTERS[cause] * round(_BAR_LENGTH * share) for cause, share in row["losses"].items()
+        )
         table.add_row(
             str(row["gpus"]),
             str(row["global_batch_size"] or ""),
@@ -146,12 +173,18 @@ def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
     causes = {cause for row in answer["rows"] for cause in row["losses"]}
     if causes:
         console.print(
-            "lost: " + ", ".join(f"{letter} {cause}" for cause, letter in _LETTERS.items() if cause in causes)
+            "lost: "
+            + ", ".join(
+                f"{letter} {cause}" for cause, letter in _LETTERS.items() if cause in causes
+            )
         )
     for row in answer["rows"]:
         if row["finding"] is not None:
             found = row["finding"]
-            console.print(f"{row['gpus']} GPUs, {found['cause']}: {found['numbers']}; {found['fix']}", markup=False)
+            console.print(
+                f"{row['gpus']} GPUs, {found['cause']}: {found['numbers']}; {found['fix']}",
+                markup=False,
+            )
     console.print(f"Baseline: {path}", markup=False)
     if html is not None:
         console.print(f"Written: {html}", markup=False)

@@ -29,7 +29,9 @@ class FlopsModel:
     """Whether the backward recomputes the forward of the layers (activation checkpointing)."""
 
     @classmethod
-    def of(cls, model: nn.Module, args: "TrainingArguments", *, sizes: tuple[int, int] | None = None) -> "FlopsModel":
+    def of(
+        cls, model: nn.Module, args: "TrainingArguments", *, sizes: tuple[int, int] | None = None
+    ) -> "FlopsModel":
         """Read the FLOPs from a model (also one wrapped by PEFT) and its training arguments.
 
         Args:
@@ -55,7 +57,9 @@ class FlopsModel:
             parameters -= trainable
             _check_adapters(model)
         elif trainable != parameters:
-            raise UnsupportedModelError(f"only {trainable:,} of {parameters:,} parameters are trained")
+            raise UnsupportedModelError(
+                f"only {trainable:,} of {parameters:,} parameters are trained"
+            )
         if parameters != shape.total_parameters:
             # This is a classifier, or a changed model under a known config: its FLOPs are not those of the shape.
             raise UnsupportedModelError(
@@ -90,14 +94,18 @@ class FlopsModel:
         """
         if not self.recomputes:
             return self.model_flops_per_token(sequence_length)
-        return self.shape.hardware_flops_per_token(sequence_length, lora_parameters=self.lora_parameters)
+        return self.shape.hardware_flops_per_token(
+            sequence_length, lora_parameters=self.lora_parameters
+        )
 
 
 def _check_adapters(model: nn.Module) -> None:
     """Raise if something besides LoRA matrices is trained, such as a new head, or a copy of the embedding."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and ".lora_A." not in name and ".lora_B." not in name:
-            raise UnsupportedModelError(f"no FLOPs formula: {name} is trained besides the LoRA adapters")
+            raise UnsupportedModelError(
+                f"no FLOPs formula: {name} is trained besides the LoRA adapters"
+            )
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:

@@ -111,7 +111,9 @@ class TokenCounter:
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
-    def _enter(self, entry: BatchEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, entry: BatchEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if torch.compiler.is_compiling() or self._outermost is not None or is_replaying():
             return
         named = {**dict(zip(entry.names, args, strict=False)), **kwargs}
@@ -123,7 +125,11 @@ class TokenCounter:
         if not self._is_counted:
             return
         batches = [
-            {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and name != NOT_PADDING}
+            {
+                name: value
+                for name, value in batch.items()
+                if isinstance(value, torch.Tensor) and name != NOT_PADDING
+            }
             for batch in nested or [named]
         ]
         for tensors in batches:
@@ -160,7 +166,9 @@ class TokenCounter:
             length = tokens // samples if samples else 0
             media = 0
             self._counts.samples += samples
-        decoder = self._count_decoder(batch, shape) if entry.is_encoder_decoder else torch.Size((0, 0))
+        decoder = (
+            self._count_decoder(batch, shape) if entry.is_encoder_decoder else torch.Size((0, 0))
+        )
         sizes = (
             samples,
             tokens,
@@ -194,7 +202,9 @@ class TokenCounter:
         self._count_padding(tokens, mask if mask is not None and mask.shape == shape else None)
         return rows
 
-    def _count_decoder(self, batch: Mapping[str, torch.Tensor], main: torch.Size | None) -> torch.Size:
+    def _count_decoder(
+        self, batch: Mapping[str, torch.Tensor], main: torch.Size | None
+    ) -> torch.Size:
         """Count the sequences of the decoder and return their shape."""
         labels = batch.get("labels")
         mask = batch.get("decoder_attention_mask")
@@ -208,13 +218,16 @@ class TokenCounter:
         elif labels is not None and has_labels:
             shape = labels.shape
         else:
-            shape = main if main is not None else torch.Size((0, 0))  # classifiers give the decoder the same tokens
+            # Classifiers give the decoder the same tokens
+            shape = main if main is not None else torch.Size((0, 0))
             mask = batch.get("attention_mask") if mask is None else mask
         self.tokens += shape.numel()
         self._counts.tokens += shape.numel()
         if mask is None and labels is not None and has_labels:
             mask = labels != _IGNORED_LABEL
-        self._count_padding(shape.numel(), mask if mask is not None and mask.shape == shape else None)
+        self._count_padding(
+            shape.numel(), mask if mask is not None and mask.shape == shape else None
+        )
         return shape
 
     def _count_padding(self, tokens: int, mask: torch.Tensor | None) -> None:
@@ -266,5 +279,6 @@ def _token_shape(batch: Mapping[str, torch.Tensor], names: Sequence[str]) -> tor
         return batch["inputs_embeds"].shape[:-1]
     first = batch.get(names[0]) if names else None
     if first is not None and first.ndim == 2 and not first.is_floating_point():
-        return first.shape  # a model of the user's own, whose forward has another name for its tokens
+        # A model of the user's own, whose forward has another name for its tokens
+        return first.shape
     return None

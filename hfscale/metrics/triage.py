@@ -72,7 +72,11 @@ class TriageInput:
 
     @classmethod
     def from_keys(
-        cls, keys: Mapping[str, float], *, comm_over_backward: float | None = None, tokens_per_gpu: int | None = None
+        cls,
+        keys: Mapping[str, float],
+        *,
+        comm_over_backward: float | None = None,
+        tokens_per_gpu: int | None = None,
     ) -> "TriageInput":
         """Read the numbers from metric keys; a missing key leaves its number unknown.
 
@@ -109,7 +113,9 @@ def triage(measured: TriageInput) -> Finding | None:
         # A cause with a known share goes before one without.
         return max(over, key=lambda finding: finding.share or 0.0)
     if is_low:
-        return _largest_or_unknown([candidate.finding for candidate in candidates], measured.efficiency or 0.0)
+        return _largest_or_unknown(
+            [candidate.finding for candidate in candidates], measured.efficiency or 0.0
+        )
     return None
 
 
@@ -118,7 +124,9 @@ def _largest_or_unknown(candidates: Sequence[Finding], efficiency: float) -> Fin
     largest = max(known, key=lambda candidate: candidate.share or 0.0, default=None)
     if largest is not None and (largest.share or 0.0) >= EXPLAINS * (1 - efficiency):
         return largest
-    largest_text = f"; the largest, {largest.check}, is {largest.share:.0%}" if largest is not None else ""
+    largest_text = (
+        f"; the largest, {largest.check}, is {largest.share:.0%}" if largest is not None else ""
+    )
     return Finding(
         check="not measured",
         share=None,
@@ -157,7 +165,11 @@ def _communication(m: TriageInput) -> _Candidate | None:
         return None
     numbers = f"{m.comm_fraction:.0%} of the step is communication that no computation hides"
     over_limit = m.comm_fraction > COMM_LIMIT
-    if m.comm_over_backward is not None and m.comm_over_backward > 1 and m.tokens_per_gpu is not None:
+    if (
+        m.comm_over_backward is not None
+        and m.comm_over_backward > 1
+        and m.tokens_per_gpu is not None
+    ):
         # Communication does not grow with the tokens, but the backward does: this many would hide it.
         enough = m.tokens_per_gpu * m.comm_over_backward
         finding = Finding(
@@ -241,7 +253,11 @@ class TriageWatch:
         self._reported: str | None = None
 
     def check(
-        self, logs: Mapping[str, float], *, comm_over_backward: float | None, tokens_per_gpu: int | None
+        self,
+        logs: Mapping[str, float],
+        *,
+        comm_over_backward: float | None,
+        tokens_per_gpu: int | None,
     ) -> Finding | None:
         """Take one log into account, and log a new bottleneck.
 
@@ -261,7 +277,9 @@ class TriageWatch:
             return None
         in_all = set.intersection(*(set(keys) for keys in self._recent))
         mean = {key: sum(keys[key] for keys in self._recent) / TRIAGE_LOGS for key in in_all}
-        measured = TriageInput.from_keys(mean, comm_over_backward=comm_over_backward, tokens_per_gpu=tokens_per_gpu)
+        measured = TriageInput.from_keys(
+            mean, comm_over_backward=comm_over_backward, tokens_per_gpu=tokens_per_gpu
+        )
         finding = triage(measured)
         if finding is None or finding.check == self._reported:
             return None

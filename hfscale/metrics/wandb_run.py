@@ -142,7 +142,9 @@ class WandbRun(TrainerCallback):
         if self._run is None or not self._has_tokens:
             return
         for key in logs or ():
-            name = f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+            name = (
+                f"eval/{key.removeprefix('eval_')}" if key.startswith("eval_") else f"train/{key}"
+            )
             if name not in self._drawn and name != TOKENS_AXIS and not key.startswith("train_"):
                 self._run.define_metric(name, step_metric=TOKENS_AXIS)
             self._drawn.add(name)
@@ -170,10 +172,15 @@ class WandbRun(TrainerCallback):
         try:
             run = load_run(output_folder(args))
             write_page(run, path)
-        except (HfScaleError, OSError) as error:  # a training that has succeeded must not fail because of its report
+        except (
+            HfScaleError,
+            OSError,
+        ) as error:  # a training that has succeeded must not fail because of its report
             logger.warning("no report is uploaded to W&B: %s", error)
             return
-        summary: dict[str, float | str] = {key: value for key in _SUMMARY_KEYS if (value := run.last(key)) is not None}
+        summary: dict[str, float | str] = {
+            key: value for key in _SUMMARY_KEYS if (value := run.last(key)) is not None
+        }
         first = next(iter(bottlenecks(run)), None)
         if first is not None:
             summary["change_first"] = f"{first.check}: {first}"

@@ -18,18 +18,23 @@ EXAMPLES = (
 
 def run(
     output_dirs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="The --output_dir of each run, finished or not.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="The --output_dir of each run, finished or not."),
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")] = 8700,
-    host: Annotated[str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")] = (
-        "127.0.0.1"
-    ),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the page; 0: a free one.")
+    ] = 8700,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; any but this machine's own needs a token.")
+    ] = ("127.0.0.1"),
     token: Annotated[
         str | None, typer.Option(help=f"Secret that the page asks for; better in {TOKEN_VARIABLE}.")
     ] = None,
     textfile: Annotated[
         Path | None,
-        typer.Option(help="Also write the metrics to this file NAME.prom, for node_exporter's textfile collector."),
+        typer.Option(
+            help="Also write the metrics to this file NAME.prom, for node_exporter's textfile collector."
+        ),
     ] = None,
 ) -> None:
     """Show runs on a page that is updated while they go on, from the files in their output directories."""

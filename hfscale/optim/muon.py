@@ -70,7 +70,13 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        _check(lr=lr, weight_decay=weight_decay, momentum=momentum, iterations=iterations, adjust_lr=adjust_lr)
+        _check(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            iterations=iterations,
+            adjust_lr=adjust_lr,
+        )
         super().__init__(
             params,
             {
@@ -86,13 +92,17 @@ class Muon(Optimizer):
         self._dtype = dtype
         matrices = {id(parameter) for parameter in hidden_matrices(module)}
         # By position: Accelerate's FSDP2 replaces the parameters of an optimizer by sharded ones.
-        self._is_matrix = [[id(parameter) in matrices for parameter in group["params"]] for group in self.param_groups]
+        self._is_matrix = [
+            [id(parameter) in matrices for parameter in group["params"]]
+            for group in self.param_groups
+        ]
         if not any(map(any, self._is_matrix)):
             raise UsageError(
                 "Muon updates the matrices of hidden layers, and none of them is trained: use AdamW for this model"
             )
         self._adamw = AdamW(self._groups(matrices=False), betas=betas, eps=eps)
-        self._adamw.param_groups = []  # it gets its groups in each step: these parameters may be replaced by shards
+        # It gets its groups in each step: these parameters may be replaced by shards
+        self._adamw.param_groups = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -107,7 +117,9 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self._groups(matrices=True):
             self._update_matrices(group)
-        self._adamw.param_groups = [self._adamw.defaults | group for group in self._groups(matrices=False)]
+        self._adamw.param_groups = [
+            self._adamw.defaults | group for group in self._groups(matrices=False)
+        ]
         self._adamw.state = self.state
         self._adamw.step()
         self._adamw.param_groups = []
@@ -179,13 +191,19 @@ def _scale(shape: Iterable[int], adjust_lr: str) -> float:
     return _RMS_OF_ADAMW * math.sqrt(max(rows, columns))
 
 
-def _check(*, lr: float, weight_decay: float, momentum: float, iterations: int, adjust_lr: str) -> None:
+def _check(
+    *, lr: float, weight_decay: float, momentum: float, iterations: int, adjust_lr: str
+) -> None:
     for name, value in {"lr": lr, "weight_decay": weight_decay}.items():
         if not value >= 0.0:
             raise ParameterError(name, value, "Muon takes a number from 0")
     if not 0.0 <= momentum < 1.0:
-        raise ParameterError("momentum", momentum, "Muon takes a number from 0 to below 1, such as 0.95")
+        raise ParameterError(
+            "momentum", momentum, "Muon takes a number from 0 to below 1, such as 0.95"
+        )
     if not 1 <= iterations <= 20:
-        raise ParameterError("iterations", iterations, "Muon takes a number from 1 to 20, such as 5")
+        raise ParameterError(
+            "iterations", iterations, "Muon takes a number from 1 to 20, such as 5"
+        )
     if adjust_lr not in ("match_rms_adamw", "original"):
         raise ParameterError("adjust_lr", adjust_lr, "Muon takes match_rms_adamw or original")

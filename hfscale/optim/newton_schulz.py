@@ -45,7 +45,9 @@ def orthogonal_factor(matrix: Tensor, *, iterations: int, dtype: torch.dtype) ->
     return factor.mT if is_tall else factor
 
 
-def orthogonal_factors(matrices: Sequence[Tensor], *, iterations: int, dtype: torch.dtype) -> list[Tensor]:
+def orthogonal_factors(
+    matrices: Sequence[Tensor], *, iterations: int, dtype: torch.dtype
+) -> list[Tensor]:
     """Return this rank's part of the orthogonal factor of each matrix. Every rank calls it with the same matrices.
 
     Args:
@@ -67,11 +69,15 @@ def orthogonal_factors(matrices: Sequence[Tensor], *, iterations: int, dtype: to
         else:
             factors[index] = _gathered_factor(matrix, iterations=iterations, dtype=dtype)
     for (mesh, axis), found in exchanged.items():
-        exchange = _RowExchange(group=mesh.get_group(axis), ranks=mesh.size(axis), rank=mesh.get_local_rank(axis))
+        exchange = _RowExchange(
+            group=mesh.get_group(axis), ranks=mesh.size(axis), rank=mesh.get_local_rank(axis)
+        )
         indices = list(found)
         for begin in range(0, len(indices), exchange.ranks):
             chunk = indices[begin : begin + exchange.ranks]
-            parts = exchange.factors([found[index] for index in chunk], iterations=iterations, dtype=dtype)
+            parts = exchange.factors(
+                [found[index] for index in chunk], iterations=iterations, dtype=dtype
+            )
             factors.update(zip(chunk, parts, strict=True))
     return [factors[index] for index in range(len(matrices))]
 
@@ -91,7 +97,9 @@ def _sharded_axes(matrix: DTensor) -> list[int]:
 
 def _is_whole(matrix: DTensor) -> bool:
     """Return whether this rank holds whole matrices: the complete tensor, or some of the matrices of a stack."""
-    return all(matrix.ndim == 3 and _is_by_stack(matrix.placements[axis]) for axis in _sharded_axes(matrix))
+    return all(
+        matrix.ndim == 3 and _is_by_stack(matrix.placements[axis]) for axis in _sharded_axes(matrix)
+    )
 
 
 def _is_by_stack(placement: Placement) -> bool:
@@ -125,7 +133,9 @@ class _RowExchange:
     ranks: int
     rank: int
 
-    def factors(self, matrices: Sequence[DTensor], *, iterations: int, dtype: torch.dtype) -> list[Tensor]:
+    def factors(
+        self, matrices: Sequence[DTensor], *, iterations: int, dtype: torch.dtype
+    ) -> list[Tensor]:
         """Return this rank's rows of the factor of each matrix; there are at most as many matrices as ranks.
 
         The ranks beyond the number of matrices send their rows and compute nothing.
@@ -135,7 +145,9 @@ class _RowExchange:
         own = [rows[index][self.rank] * columns[index] for index in range(len(matrices))]
         padding = [0] * (self.ranks - len(matrices))
         here = self.rank if self.rank < len(matrices) else None
-        incoming = [0] * self.ranks if here is None else [count * columns[here] for count in rows[here]]
+        incoming = (
+            [0] * self.ranks if here is None else [count * columns[here] for count in rows[here]]
+        )
 
         parts = torch.cat([_local(matrix).to(dtype).flatten() for matrix in matrices])
         whole = parts.new_empty(sum(incoming))
@@ -145,7 +157,8 @@ class _RowExchange:
             whole = orthogonal_factor(matrix, iterations=iterations, dtype=dtype).flatten()
         dist.all_to_all_single(parts, whole, [*own, *padding], incoming, group=self.group)
         return [
-            part.view(rows[index][self.rank], columns[index]) for index, part in enumerate(torch.split(parts, own))
+            part.view(rows[index][self.rank], columns[index])
+            for index, part in enumerate(torch.split(parts, own))
         ]
 
     def _rows(self, total: int) -> list[int]:

@@ -53,7 +53,9 @@ class ParallelArguments:
         "sent to their experts (recipes/tp_pp).",
         default=True,
     )
-    virtual_stages: int | None = flag("Stages per pipeline rank, for the schedules that take several.")
+    virtual_stages: int | None = flag(
+        "Stages per pipeline rank, for the schedules that take several."
+    )
     dry_run: int | None = flag(
         "Do not train: build the program of this many ranks without weights or GPUs, print memory and schedule."
     )
@@ -150,7 +152,9 @@ def plan_stages(
         dp_replicate=parallel.dp_replicate_size,
         ep=parallel.ep_size,
     )
-    plan = StagePlan(schedule=parallel.pipeline_schedule, pp=layout.pp, virtual_stages=parallel.virtual_stages)
+    plan = StagePlan(
+        schedule=parallel.pipeline_schedule, pp=layout.pp, virtual_stages=parallel.virtual_stages
+    )
     plan.check_micro_batches(args.gradient_accumulation_steps)
     return layout, plan
 
@@ -183,7 +187,8 @@ def check_arguments(
         cp=cp,
         precision="fp16" if args.fp16 else precision,
         compile=bool(args.torch_compile),
-        fused_loss=bool(args.use_liger_kernel) or getattr(args, "fused_loss", "none") in ("chunked", "liger"),
+        fused_loss=bool(args.use_liger_kernel)
+        or getattr(args, "fused_loss", "none") in ("chunked", "liger"),
         optimizer=requested_optimizer(args),
         compression=gradient_compression(args),
         compute_metrics=bool(compute_metrics),

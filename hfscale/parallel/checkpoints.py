@@ -35,7 +35,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hfscale.checkpoint.contents import model_files, rng_name
 from hfscale.checkpoint.formats.dcp import dcp_errors, save_shards
-from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME, PART, ParallelMetadata, read_parallel_metadata
+from hfscale.checkpoint.formats.parallel import (
+    FOLDER,
+    PARALLEL_NAME,
+    PART,
+    ParallelMetadata,
+    read_parallel_metadata,
+)
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.checkpoint.pickles import load_archive
@@ -52,7 +58,8 @@ from hfscale.parallel.tensor import PackedParameter
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _FILE_BYTES = 5 * 10**9  # transformers' own size of a shard
-_GROUPS = 2  # of Trainer's optimizer, with and without weight decay; a mesh of several axes may make more of them
+# Of Trainer's optimizer, with and without weight decay; a mesh of several axes may make more of them
+_GROUPS = 2
 
 
 # --- the tensors of a checkpoint -------------------------------------------------------------------------------------
@@ -81,7 +88,9 @@ def model_tensors(parallelized: ParallelizedModel) -> dict[str, torch.Tensor]:
         return {name: p.data for name, p in parameters if p.requires_grad}
     tensors = {_canonical_name(parallelized, name): p.data for name, p in parameters}
     persistent = parallelized.model.state_dict().keys()
-    return tensors | {name: b for name, b in parallelized.model.named_buffers() if name in persistent}
+    return tensors | {
+        name: b for name, b in parallelized.model.named_buffers() if name in persistent
+    }
 
 
 def stored_tensors(
@@ -121,7 +130,9 @@ def load_model(checkpoint: Path, parallelized: ParallelizedModel) -> None:
         parallelized.tied.equalize()
 
 
-def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(
+    checkpoint: Path, parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer
+) -> None:
     """Read this rank's part of the optimizer's state from a checkpoint of any layout.
 
     Args:
@@ -134,7 +145,9 @@ def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer:
             shape.
     """
     shapes = _stored_shapes(checkpoint)
-    is_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    is_on_device = any(
+        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
+    )
     states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     wanted: dict[str, torch.Tensor] = {}
     for name, parameter in _optimized_parameters(parallelized, optimizer):
@@ -144,7 +157,9 @@ def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer:
         for key in sorted(keys):
             shape = shapes.get(prefix + key)
             if shape is not None and len(shape) == 0:
-                state = torch.zeros((), dtype=torch.float32, device=parameter.device if is_on_device else "cpu")
+                state = torch.zeros(
+                    (), dtype=torch.float32, device=parameter.device if is_on_device else "cpu"
+                )
             elif shape is None or shape == parameter.shape:
                 state = torch.zeros_like(parameter.data)
             else:
@@ -160,11 +175,15 @@ def load_optimizer(checkpoint: Path, parallelized: ParallelizedModel, optimizer:
         optimizer.state[parameter] = {key: tensor.clone() for key, tensor in tensors.items()}
 
 
-def _read_tensors(checkpoint: Path, parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]) -> None:
+def _read_tensors(
+    checkpoint: Path, parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]
+) -> None:
     """Read into `tensors`. A conversion writes packed parameters in one piece: each rank reads these completely, one
     after the other into host memory, and keeps its shard."""
     shapes = _stored_shapes(checkpoint)
-    in_one_piece = {n: t for n, t in tensors.items() if n in shapes and _packing(parallelized, n, t) is not None}
+    in_one_piece = {
+        n: t for n, t in tensors.items() if n in shapes and _packing(parallelized, n, t) is not None
+    }
     others = {name: tensor for name, tensor in tensors.items() if name not in in_one_piece}
     try:
         with dcp_errors():
@@ -172,7 +191,8 @@ def _read_tensors(checkpoint: Path, parallelized: ParallelizedModel, tensors: di
         for name, tensor in sorted(in_one_piece.items()):
             full = torch.empty(shapes[name], dtype=tensor.dtype)
             with dcp_errors(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` is intended
+                # `no_dist` is intended
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 dcp.load({name: full}, checkpoint_id=checkpoint / FOLDER, no_dist=True)
             copy_local_shard(tensor, full)
     except PROGRAM_ERRORS:
@@ -206,17 +226,24 @@ def _canonical_name(parallelized: ParallelizedModel, name: str) -> str:
     return name
 
 
-def _unpacked(parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _unpacked(
+    parallelized: ParallelizedModel, tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor as one rectangle of a complete one: a packed parameter as its matrices, sharing its memory."""
     for name, tensor in tensors.items():
         packing = _packing(parallelized, name, tensor)
         if packing is None:
             yield name, tensor
         else:
-            yield from ((f"{name}{PART}{number}", part) for number, part in enumerate(_matrices(tensor, packing)))
+            yield from (
+                (f"{name}{PART}{number}", part)
+                for number, part in enumerate(_matrices(tensor, packing))
+            )
 
 
-def _packing(parallelized: ParallelizedModel, name: str, tensor: torch.Tensor) -> PackedParameter | None:
+def _packing(
+    parallelized: ParallelizedModel, name: str, tensor: torch.Tensor
+) -> PackedParameter | None:
     if tensor.ndim == 0:
         return None
     return next((p for own, p in parallelized.packed.items() if f".{own}." in f".{name}."), None)
@@ -230,10 +257,17 @@ def _matrices(tensor: torch.Tensor, packing: PackedParameter) -> list[torch.Tens
     shape[packing.dim] //= packing.parts
     stride = torch.empty(shape, device="meta").stride()
     # Strided shards of the packed parameter are plain shards of each matrix.
-    placements = [Shard(packing.dim) if shard_dim(p) == packing.dim else p for p in tensor.placements]
+    placements = [
+        Shard(packing.dim) if shard_dim(p) == packing.dim else p for p in tensor.placements
+    ]
     return [
         DTensor.from_local(
-            piece, tensor.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            piece,
+            tensor.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
         )
         for piece in pieces
     ]
@@ -264,15 +298,24 @@ def write_weights(folder: Path, parallelized: ParallelizedModel, mesh: ParallelM
             continue
         tensors = revert_weight_conversion(parallelized.model, tensors)
         name = f"model-{mesh.pp_rank:05d}-{number:05d}.safetensors"
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
+        save_file(
+            {key: tensor.contiguous() for key, tensor in tensors.items()},
+            folder / name,
+            {"format": "pt"},
+        )
         index |= dict.fromkeys(tensors, name)
         size += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     indexes = TRAINING.gather("index of the exported weights", [index, size])
     if distributed.rank() == 0:
         # A weight that two stages hold (a tied one) is in two files; the index names the first.
         weight_map = {key: name for index, _ in reversed(indexes) for key, name in index.items()}
-        content = {"metadata": {"total_size": sum(size for _, size in indexes)}, "weight_map": weight_map}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        content = {
+            "metadata": {"total_size": sum(size for _, size in indexes)},
+            "weight_map": weight_map,
+        }
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
+            json.dumps(content, indent=1) + "\n", encoding="utf-8"
+        )
     TRAINING.barrier("exported weights are written")
 
 
@@ -297,8 +340,12 @@ def _files(parallelized: ParallelizedModel) -> Iterator[dict[str, torch.Tensor]]
 
 def _write_adapter(folder: Path, parallelized: ParallelizedModel, *, is_writer: bool) -> None:
     own = {name: _full_tensor(tensor) for name, tensor in model_tensors(parallelized).items()}
-    packed = safetensors.torch.save({name: tensor.contiguous() for name, tensor in own.items()} if is_writer else {})
-    gathered = [safetensors.torch.load(data) for data in TRAINING.gather_bytes("exported adapters", packed)]
+    packed = safetensors.torch.save(
+        {name: tensor.contiguous() for name, tensor in own.items()} if is_writer else {}
+    )
+    gathered = [
+        safetensors.torch.load(data) for data in TRAINING.gather_bytes("exported adapters", packed)
+    ]
     if distributed.rank() == 0:
         # In its files peft adds the names of its two wrappers and leaves out the adapter's own name.
         named = {
@@ -356,7 +403,9 @@ class ParallelCheckpointTrainer(Trainer):
     """Names of the trained parameters of the unsplit model."""
     _cached_model_files: dict[str, bytes] | None = None
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as Trainer does; a checkpoint of another strategy (DDP, FSDP2, ZeRO …) is converted first.
 
         Args:
@@ -374,7 +423,9 @@ class ParallelCheckpointTrainer(Trainer):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str):
-            resume_from_checkpoint = readable_checkpoint(self.args, resume_from_checkpoint, strategy="parallel")
+            resume_from_checkpoint = readable_checkpoint(
+                self.args, resume_from_checkpoint, strategy="parallel"
+            )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -417,7 +468,11 @@ class ParallelCheckpointTrainer(Trainer):
 
     def _group_options(self) -> list[dict[str, Any]]:
         """Return the options of the optimizer's groups in the unsplit model; they differ by their weight decay."""
-        group = {key: value for key, value in self._torch_optimizer.param_groups[0].items() if key != "params"}
+        group = {
+            key: value
+            for key, value in self._torch_optimizer.param_groups[0].items()
+            if key != "params"
+        }
         return [group | {"weight_decay": decay} for decay in (self.args.weight_decay, 0.0)]
 
     def _scheduler_file(self) -> bytes | None:
@@ -427,7 +482,10 @@ class ParallelCheckpointTrainer(Trainer):
         if len(set(saved["base_lrs"])) > 1:
             return None
         groups = len(saved["base_lrs"])
-        of_two = {k: v[:1] * _GROUPS if isinstance(v, list) and len(v) == groups else v for k, v in saved.items()}
+        of_two = {
+            k: v[:1] * _GROUPS if isinstance(v, list) and len(v) == groups else v
+            for k, v in saved.items()
+        }
         buffer = io.BytesIO()
         torch.save(of_two, buffer)
         return buffer.getvalue()
@@ -457,7 +515,9 @@ class ParallelCheckpointTrainer(Trainer):
         else:
             write_weights(folder, self.parallelized, self.mesh)
         if self.args.should_save:
-            for name, content in (self.checkpoint_files() if _internal_call else self._model_files()).items():
+            for name, content in (
+                self.checkpoint_files() if _internal_call else self._model_files()
+            ).items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
 
@@ -466,7 +526,9 @@ class ParallelCheckpointTrainer(Trainer):
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: nn.Module | None = None
+    ) -> None:
         if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
             raise CheckpointError(
                 f"{resume_from_checkpoint} was not written by ParallelTrainer and has no manifest: convert it with "
@@ -487,11 +549,15 @@ class ParallelCheckpointTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore each rank's own random state. In another layout all ranks get that of the first rank: they all
         started with one seed, and ranks that share a matrix must drop out the same elements."""
-        if checkpoint is None or read_parallel_metadata(Path(checkpoint)).layout == asdict(self.layout):
+        if checkpoint is None or read_parallel_metadata(Path(checkpoint)).layout == asdict(
+            self.layout
+        ):
             super()._load_rng_state(checkpoint)
             return
         with tempfile.TemporaryDirectory() as folder:
-            copy_first_rng_state(Path(checkpoint), Path(folder) / rng_name(self), world_size=self.args.world_size)
+            copy_first_rng_state(
+                Path(checkpoint), Path(folder) / rng_name(self), world_size=self.args.world_size
+            )
             super()._load_rng_state(folder)
 
     def _load_best_model(self) -> None:

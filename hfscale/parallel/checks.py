@@ -50,7 +50,8 @@ def check_config(
         tp_plan=bool(text.base_model_tp_plan),
         rope_type=_rope_type(config),
         quantized=bool(getattr(config, "quantization_config", None)),
-        attention=attention_implementation(config),  # a bare config, which no model has been made from, names none
+        # A bare config, which no model has been made from, names none
+        attention=attention_implementation(config),
     )
     check_support(asked, speaker=speaker)
     if plan.stages > 1 and config.model_type not in PIPELINE_TESTED:
@@ -76,7 +77,11 @@ def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     shares = can_share_heads(text)
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and _divides_or_shares(n, kv_heads, shares=shares)]
+    legal = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and _divides_or_shares(n, kv_heads, shares=shares)
+    ]
     if tp not in legal:
         what = f"{heads} attention heads" if heads % tp else f"{kv_heads} key-value heads"
         nearest = min(legal, key=lambda n: abs(n - tp))
@@ -85,7 +90,9 @@ def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
             f"(one of {', '.join(map(str, legal[:12]))})"
         )
     if -(-text.vocab_size // tp) * (tp - 1) >= text.vocab_size:
-        raise LayoutError(f"`tp_size` is {tp}, too many for the model's {text.vocab_size} vocabulary entries")
+        raise LayoutError(
+            f"`tp_size` is {tp}, too many for the model's {text.vocab_size} vocabulary entries"
+        )
 
 
 def _divides_or_shares(tp: int, kv_heads: int, *, shares: bool) -> bool:
@@ -96,5 +103,7 @@ def _divides_or_shares(tp: int, kv_heads: int, *, shares: bool) -> bool:
 def _rope_type(config: PreTrainedConfig) -> str | None:
     """Return how a model computes rotary angles, of which some depend on the longest position; None if unknown."""
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} - {None}
+    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} - {
+        None
+    }
     return min(kinds, key=lambda kind: (kind not in ("dynamic", "longrope"), kind), default=None)

@@ -35,12 +35,15 @@ from hfscale.parallel.losses import IGNORED_LABEL
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.batches import NOT_PADDING
 
-_PACKED_POSITIONS = "packed_position_ids"  # positions of complete sequences, passed along with the model's keywords
+# Positions of complete sequences, passed along with the model's keywords
+_PACKED_POSITIONS = "packed_position_ids"
 _INPUTS = ("input_ids", "labels", "shift_labels", "position_ids", "attention_mask")
 _kernel_numbers = count()
 
 
-def local_positions(length: int, rank: int, ranks: int, device: torch.device | str = "cpu") -> torch.Tensor:
+def local_positions(
+    length: int, rank: int, ranks: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Compute the positions of the tokens that a rank holds: those of chunks `rank` and 2 x ranks - 1 - `rank`.
 
     Args:
@@ -86,7 +89,9 @@ class ContextParallel:
         UnsupportedModelError: the model does not look up its attention by name.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parts: int = 1) -> None:
+    def __init__(
+        self, model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parts: int = 1
+    ) -> None:
         self.mesh = mesh
         self.rank = mesh.get_local_rank()
         self.ranks = mesh.size()
@@ -148,8 +153,14 @@ class ContextParallel:
             sharded["shift_labels"] = shift_labels[:, positions]
 
         given = inputs.get("position_ids")
-        sharded["position_ids"] = positions.expand(batch, -1) if given is None else given[:, positions]
-        if given is not None and "attention_mask" not in inputs and find_packed_sequence_indices(given) is not None:
+        sharded["position_ids"] = (
+            positions.expand(batch, -1) if given is None else given[:, positions]
+        )
+        if (
+            given is not None
+            and "attention_mask" not in inputs
+            and find_packed_sequence_indices(given) is not None
+        ):
             # As in transformers: without a mask, positions that restart separate packed sequences.
             sharded[_PACKED_POSITIONS] = given
         if "attention_mask" in inputs and bool(inputs["attention_mask"].all()):
@@ -157,7 +168,9 @@ class ContextParallel:
         return sharded
 
     def _check_inputs(self, inputs: dict[str, torch.Tensor]) -> None:
-        unknown = sorted(inputs.keys() - set(_INPUTS)) + [name for name, value in inputs.items() if value.ndim != 2]
+        unknown = sorted(inputs.keys() - set(_INPUTS)) + [
+            name for name, value in inputs.items() if value.ndim != 2
+        ]
         if unknown:
             raise UsageError(
                 f"`cp_size` is {self.ranks}: input {unknown[0]} is none of {', '.join(_INPUTS)} of shape (batch, "
@@ -207,7 +220,9 @@ class ContextParallel:
             The tensor of the complete sequence, S long along `dim`, equal on every rank.
         """
         shards = DTensor.from_local(local, self.mesh, [Shard(dim)], run_check=False)
-        gathered = shards.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        gathered = shards.redistribute(placements=[Replicate()]).to_local(
+            grad_placements=[Partial()]
+        )
         return restore_order(gathered, self.ranks, dim)
 
     def _attend(
@@ -232,13 +247,16 @@ class ContextParallel:
         for chunk_query, number in zip(query.split(chunk, dim=2), self._chunks, strict=True):
             visible = (number + 1) * chunk
             bias = self._causal_biases[chunk, visible]
-            output, _ = attend(module, chunk_query, key[:, :, :visible], value[:, :, :visible], bias, **options)
+            output, _ = attend(
+                module, chunk_query, key[:, :, :visible], value[:, :, :visible], bias, **options
+            )
             outputs.append(output)
         return torch.cat(outputs, dim=1), None
 
     def _original_attention(self, module: nn.Module) -> Callable[..., tuple[torch.Tensor, Any]]:
         attend: Callable[..., tuple[torch.Tensor, Any]]
-        if self._original == "eager":  # each family has its own, under the same name in the file of its attention
+        # Each family has its own, under the same name in the file of its attention
+        if self._original == "eager":
             attend = sys.modules[type(module).__module__].eager_attention_forward
         else:
             attend = AttentionInterface()[self._original]
@@ -262,10 +280,15 @@ class ContextParallel:
         packed = self._packed_positions
         indices = find_packed_sequence_indices(packed) if packed is not None else None
         is_causal = allow_is_causal_skip and indices is None and not self._is_padded
-        if self._original == "sdpa" and is_causal and (local_size is None or kv_length < local_size):
+        if (
+            self._original == "sdpa"
+            and is_causal
+            and (local_size is None or kv_length < local_size)
+        ):
             return None
         if packed is not None and indices is not None:
-            from transformers.masking_utils import packed_sequence_compatibility_function  # from 5.23
+            # From 5.23
+            from transformers.masking_utils import packed_sequence_compatibility_function
 
             mask_function = packed_sequence_compatibility_function(mask_function, packed, indices)
         positions = local_positions(kv_length, self.rank, self.ranks, device)

@@ -102,10 +102,14 @@ def dry_run(
         MissingDependencyError: transformers is older than 5.23.
     """
     if dist.is_initialized():
-        raise UsageError("`dry_run` simulates all ranks in one process: start it with python, not accelerate launch")
+        raise UsageError(
+            "`dry_run` simulates all ranks in one process: start it with python, not accelerate launch"
+        )
     require("ParallelTrainer", "dry_run")
     config = make_model().config
-    check_config(config, layout, plan, sequence_parallel=sequence_parallel, speaker=speaker_of(args))
+    check_config(
+        config, layout, plan, sequence_parallel=sequence_parallel, speaker=speaker_of(args)
+    )
     # Pipeline ranks whose stages have the same numbers of layers hold the same, so each kind is built once.
     built: dict[tuple[object, ...], ParallelizedModel] = {}
     specs: list[StageSpec] = []
@@ -117,7 +121,9 @@ def dry_run(
             built[_kind(specs, plan, pp_rank)] = parallelized
         own = [specs[index] for index in plan.stages_of(pp_rank)]
         parallelized = built[_kind(specs, plan, pp_rank)]
-        ranks.append(_memory(parallelized, own, layout, plan, args, pp_rank, block_size, sequence_parallel))
+        ranks.append(
+            _memory(parallelized, own, layout, plan, args, pp_rank, block_size, sequence_parallel)
+        )
     return ranks
 
 
@@ -173,7 +179,9 @@ def _memory(
         layout=layout,
         seq_len=block_size,
         micro_batch=args.per_device_train_batch_size,
-        global_batch=args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size,
+        global_batch=args.per_device_train_batch_size
+        * args.gradient_accumulation_steps
+        * layout.data_parallel_size,
         zero=3,  # bf16 weights, as `parallelize_model` gathers them
         precision="bf16" if args.bf16 else "fp32",
         activation_checkpointing="full" if recomputes_activations(args) else "none",
@@ -189,10 +197,16 @@ def _memory(
     if layout.pp > 1:
         working += transient_bytes(job)
         working += new_gradient_bytes(job, sum(_local_size(p) * _shards(p) for p in trained))
-    held = held_bytes(job, pp_rank, sum(len(spec.layers) for spec in specs), kept_and_waiting(job, constants))
+    held = held_bytes(
+        job, pp_rank, sum(len(spec.layers) for spec in specs), kept_and_waiting(job, constants)
+    )
     in_flight = plan.in_flight(pp_rank, job.micro_batches)
     has_loss = any(spec.is_last for spec in specs)
-    loss = loss_bytes(job, constants) + in_flight * end_activations(job, constants) if has_loss else 0.0
+    loss = (
+        loss_bytes(job, constants) + in_flight * end_activations(job, constants)
+        if has_loss
+        else 0.0
+    )
     return RankMemory(
         pp_rank=pp_rank,
         layers=" ".join(f"{spec.layers.start}-{spec.layers.stop - 1}" for spec in specs),
@@ -205,13 +219,19 @@ def _memory(
 
 
 def _gathered_bytes(
-    parameters: Iterable[nn.Parameter], layout: ParallelLayout, *, bytes_per_weight: int, sums_gradients: bool
+    parameters: Iterable[nn.Parameter],
+    layout: ParallelLayout,
+    *,
+    bytes_per_weight: int,
+    sums_gradients: bool,
 ) -> float:
     if layout.dp_shard * layout.cp == 1:
         return 0.0
     weights = [_local_size(p) * _shards(p) * bytes_per_weight for p in parameters]
     # Gradients of several micro-batches are summed before they are reduced and sharded, with the last one.
-    gradients = sum(_local_size(p) * _shards(p) * _GRADIENT_BYTES for p in parameters if p.requires_grad)
+    gradients = sum(
+        _local_size(p) * _shards(p) * _GRADIENT_BYTES for p in parameters if p.requires_grad
+    )
     # In a pipeline all weights stay gathered until then, too; a single stage gathers layer by layer.
     gathered = max(weights) if layout.pp == 1 else sum(weights)
     return gathered + (gradients if sums_gradients else 0.0)
@@ -230,7 +250,9 @@ def _local_size(parameter: nn.Parameter) -> int:
     return local_tensor(parameter).numel()
 
 
-def print_dry_run(ranks: list[RankMemory], layout: ParallelLayout, plan: StagePlan, args: TrainingArguments) -> None:
+def print_dry_run(
+    ranks: list[RankMemory], layout: ParallelLayout, plan: StagePlan, args: TrainingArguments
+) -> None:
     """Print a table of the memory per pipeline rank in GiB, and the share of time in which a rank waits.
 
     Args:
@@ -240,10 +262,25 @@ def print_dry_run(ranks: list[RankMemory], layout: ParallelLayout, plan: StagePl
         args (`TrainingArguments`): its `gradient_accumulation_steps` are the micro-batches.
     """
     micro_batches = args.gradient_accumulation_steps
-    table = Table("pp rank", "layers", "parameters", "states", "gathered", "activations", "loss", "GiB", box=None)
+    table = Table(
+        "pp rank",
+        "layers",
+        "parameters",
+        "states",
+        "gathered",
+        "activations",
+        "loss",
+        "GiB",
+        box=None,
+    )
     for rank in ranks:
         row = (rank.states, rank.gathered, rank.activations, rank.loss, rank.total)
-        table.add_row(str(rank.pp_rank), rank.layers, f"{rank.parameters / 1e9:.2f}B", *(f"{gib:.1f}" for gib in row))
+        table.add_row(
+            str(rank.pp_rank),
+            rank.layers,
+            f"{rank.parameters / 1e9:.2f}B",
+            *(f"{gib:.1f}" for gib in row),
+        )
     console = Console(width=110)
     console.print(f"{layout.world_size} ranks: {layout}")
     console.print(table)

@@ -60,7 +60,11 @@ def expert_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     generic = expert_rules(model.ep_plan)
     names = [name for name, _ in model.named_parameters()]
     names += [name for name, module in model.named_modules() if not is_lora_layer(module)]
-    plan = {name: style for name in names if (style := generic.get(_LAYER_NUMBER.sub(".*", _plain(name)))) is not None}
+    plan = {
+        name: style
+        for name in names
+        if (style := generic.get(_LAYER_NUMBER.sub(".*", _plain(name)))) is not None
+    }
     modules = [name for name, style in plan.items() if style == DISPATCH_STYLE]
     if not modules:
         raise UnsupportedModelError(
@@ -118,10 +122,13 @@ def apply_expert_parallel(
         mesh (`ParallelMesh`): all ranks.
         turns (`Turns`, *optional*): has the exchange of one pass overlap with another pass; absent: a pass waits.
     """
-    from transformers.distributed.expert_parallel import apply_expert_parallelism  # absent before 5.21
+    # Absent before 5.21
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     assert mesh.expert_mesh is not None  # expert parallelism is asked for
-    present = {name for items in (model.named_parameters(), model.named_modules()) for name, _ in items}
+    present = {
+        name for items in (model.named_parameters(), model.named_modules()) for name, _ in items
+    }
     own = {name: style for name, style in plan.items() if name in present}
     exchange = "all_to_all" if turns is None else register_overlapped_exchange(turns)
     if own:
@@ -137,7 +144,9 @@ def modules_of_experts(model: nn.Module, plan: Mapping[str, str]) -> Iterable[tu
         model (`nn.Module`): a model that may lack the modules of other stages.
         plan (`Mapping`): the result of `expert_parallel_plan` for the unsplit model.
     """
-    return ((name, module) for name, module in model.named_modules() if plan.get(name) == DISPATCH_STYLE)
+    return (
+        (name, module) for name, module in model.named_modules() if plan.get(name) == DISPATCH_STYLE
+    )
 
 
 def shard_experts(

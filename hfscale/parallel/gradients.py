@@ -101,7 +101,9 @@ class TiedWeight:
             head.copy_(embedding)
 
 
-def _pair_group(mesh: ParallelMesh, first: int, last: int) -> tuple[dist.ProcessGroup | None, int | None]:
+def _pair_group(
+    mesh: ParallelMesh, first: int, last: int
+) -> tuple[dist.ProcessGroup | None, int | None]:
     """Make the groups of corresponding ranks of the first and last stage, on every rank; return this rank's group and
     the global rank that holds its head."""
     ranks = mesh.device_mesh.mesh.flatten(1)  # (pp, all other axes)
@@ -132,7 +134,9 @@ def gradient_norm(parameters: Sequence[nn.Parameter], mesh: ParallelMesh) -> tor
     for parameter in parameters:
         if parameter.grad is not None:
             by_copies[_copies(parameter.grad, mesh)].append(local_tensor(parameter.grad))
-    squares = torch.zeros((), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+    squares = torch.zeros(
+        (), device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32
+    )
     for copies, gradients in by_copies.items():
         squares += torch.nn.utils.get_total_norm(gradients).to(squares.dtype) ** 2 / copies
     dist.all_reduce(squares)

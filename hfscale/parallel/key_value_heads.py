@@ -30,7 +30,9 @@ def can_share_heads(config: PreTrainedConfig) -> bool:
     return any(name.endswith(".k_proj") and style == "colwise" for name, style in plan.items())
 
 
-def plan_shared_heads(model: PreTrainedModel, tensor_plan: dict[str, str], tp_size: int) -> tuple[str, ...]:
+def plan_shared_heads(
+    model: PreTrainedModel, tensor_plan: dict[str, str], tp_size: int
+) -> tuple[str, ...]:
     """Change the tensor-parallel plan so that every rank holds the projections to fewer heads than ranks.
 
     Args:
@@ -48,7 +50,11 @@ def plan_shared_heads(model: PreTrainedModel, tensor_plan: dict[str, str], tp_si
             full_name = f"{name}.{own}"
             if not isinstance(projection, nn.Module) or not hasattr(attention, "head_dim"):
                 continue
-            parts = [part for part in tensor_plan if part == full_name or part.startswith(f"{full_name}.")]
+            parts = [
+                part
+                for part in tensor_plan
+                if part == full_name or part.startswith(f"{full_name}.")
+            ]
             is_split = any(tensor_plan[part] == "colwise" for part in parts)
             if not is_split or _heads_of(projection, attention) % tp_size == 0:
                 continue
@@ -61,7 +67,11 @@ def plan_shared_heads(model: PreTrainedModel, tensor_plan: dict[str, str], tp_si
 
 
 def apply_shared_heads(
-    model: PreTrainedModel, shared: Collection[str], mesh: DeviceMesh, *, summed_blocks: Collection[str]
+    model: PreTrainedModel,
+    shared: Collection[str],
+    mesh: DeviceMesh,
+    *,
+    summed_blocks: Collection[str],
 ) -> None:
     """Hook projections that every rank holds, in place, so that each rank uses the heads of its own query heads.
 
@@ -91,7 +101,9 @@ def _heads_of(projection: Any, attention: Any) -> int:
     return int(projection.out_features) // int(attention.head_dim)
 
 
-def _keep_head(number: int, width: int, module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+def _keep_head(
+    number: int, width: int, module: nn.Module, args: Any, output: torch.Tensor
+) -> torch.Tensor:
     """(batch, sequence, heads x width) -> (batch, sequence, width)."""
     return output.narrow(-1, number * width, width)
 

@@ -29,7 +29,8 @@ from hfscale.errors import UnsupportedModelError
 
 IGNORED_LABEL = -100
 """The label of positions that transformers' losses leave out."""
-_GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")  # of a head whose complete logits every rank gets
+# Of a head whose complete logits every rank gets
+_GATHERED_STYLES = ("colwise_gather_output", "colwise_rep")
 
 
 # --- cross-entropy over a sharded vocabulary -------------------------------------------------------------------------
@@ -151,7 +152,13 @@ class VocabParallelLoss:
             The loss, a scalar.
         """
         shifted = None if shift_labels else labels
-        return self(model_output["logits"], labels, self.vocabulary, num_items_in_batch, shift_labels=shifted)
+        return self(
+            model_output["logits"],
+            labels,
+            self.vocabulary,
+            num_items_in_batch,
+            shift_labels=shifted,
+        )
 
     def _entries(self) -> range:
         """Return the entries of the vocabulary whose logits this rank has."""
@@ -160,13 +167,22 @@ class VocabParallelLoss:
         return range(first, min(first + most, self.vocabulary))
 
     def _mean(
-        self, logits: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | int | None, ignored: int
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        items: torch.Tensor | int | None,
+        ignored: int,
     ) -> torch.Tensor:
         labels = labels.reshape(-1).to(logits.device)
         counts = labels != ignored
         first = self._entries().start
         losses: torch.Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]  # of torch
-            logits.flatten(0, -2), labels.clamp(min=0), self.epsilon, self.group, first, self.vocabulary
+            logits.flatten(0, -2),
+            labels.clamp(min=0),
+            self.epsilon,
+            self.group,
+            first,
+            self.vocabulary,
         )
         total = torch.where(counts, losses, 0.0).sum()
         return total / (counts.sum() if items is None else torch.as_tensor(items).to(total.device))
@@ -179,7 +195,9 @@ def without_shifting(smoother: Callable[..., torch.Tensor]) -> Callable[..., tor
         smoother (`callable`): the smoother for complete sequences.
     """
 
-    def smooth(model_output: Any, labels: torch.Tensor, shift_labels: bool = False, **options: Any) -> torch.Tensor:
+    def smooth(
+        model_output: Any, labels: torch.Tensor, shift_labels: bool = False, **options: Any
+    ) -> torch.Tensor:
         return smoother(model_output, labels, shift_labels=False, **options)
 
     return smooth
@@ -219,16 +237,29 @@ class RouterBalanceLoss:
     """
 
     def __init__(
-        self, model: PreTrainedModel, gather_sequence: Callable[[torch.Tensor, int], torch.Tensor] | None = None
+        self,
+        model: PreTrainedModel,
+        gather_sequence: Callable[[torch.Tensor, int], torch.Tensor] | None = None,
     ) -> None:
         config = model.config.get_text_config()
         # No public way to learn which module's output the model reports as router logits. test_parallel.py::
         # test_families_and_the_load_balancing_of_experts fails when it moves.
-        recorders = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
-        recorder = next((found["router_logits"] for found in recorders if "router_logits" in found), None)
-        experts: int | None = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        recorders = (
+            getattr(module, "_can_record_outputs", None) or {} for module in model.modules()
+        )
+        recorder = next(
+            (found["router_logits"] for found in recorders if "router_logits" in found), None
+        )
+        experts: int | None = getattr(config, "num_local_experts", None) or getattr(
+            config, "num_experts", None
+        )
         coefficient: float | None = getattr(config, "router_aux_loss_coef", None)
-        if recorder is None or not hasattr(recorder, "target_class") or experts is None or coefficient is None:
+        if (
+            recorder is None
+            or not hasattr(recorder, "target_class")
+            or experts is None
+            or coefficient is None
+        ):
             raise UnsupportedModelError(
                 f"output_router_logits is true: the load-balancing loss of {config.model_type} is not supported; set "
                 "it to false in the model's config"
@@ -289,9 +320,14 @@ class RouterBalanceLoss:
         if self.has_added_rows and not_padding is not None:
             attention_mask = self._without_added_rows(attention_mask, not_padding)
         if self._gather_sequence is not None:
-            recorded = [self._gather_sequence(r.reshape(batch, -1, r.shape[-1]), 1).flatten(0, 1) for r in recorded]
+            recorded = [
+                self._gather_sequence(r.reshape(batch, -1, r.shape[-1]), 1).flatten(0, 1)
+                for r in recorded
+            ]
         losses = [
-            torch.as_tensor(load_balancing_loss_func((r,), self._experts, self._top_k, attention_mask))
+            torch.as_tensor(
+                load_balancing_loss_func((r,), self._experts, self._top_k, attention_mask)
+            )
             for r in recorded
         ]
         if not losses:
@@ -300,7 +336,9 @@ class RouterBalanceLoss:
         has_labels = (labels != IGNORED_LABEL).any() if labels is not None else 1.0
         return torch.stack(losses).sum() * share * has_labels
 
-    def _without_added_rows(self, attention_mask: torch.Tensor | None, not_padding: torch.Tensor) -> torch.Tensor:
+    def _without_added_rows(
+        self, attention_mask: torch.Tensor | None, not_padding: torch.Tensor
+    ) -> torch.Tensor:
         """Return a mask that is 0 in rows without a token, unless all are: a micro-batch that only fills the schedule,
         whose loss does not count, but would be NaN."""
         if self._gather_sequence is not None:

@@ -63,7 +63,10 @@ class ParallelMesh:
         """The index of the share of the samples that this rank reads, from 0; ranks that work on the same samples have
         the same index."""
         replica = self.device_mesh["dp_replicate"].get_local_rank()
-        return replica * self.layout.dp_shard + self.device_mesh["dp_shard_cp"].get_local_rank() // self.layout.cp
+        return (
+            replica * self.layout.dp_shard
+            + self.device_mesh["dp_shard_cp"].get_local_rank() // self.layout.cp
+        )
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
@@ -112,7 +115,8 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
         LayoutError: the layout has another number of ranks than the world.
     """
     if not dist.is_initialized() and layout.world_size == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a device mesh requires a group
+        # A device mesh requires a group
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout.check_world_size(dist.get_world_size())
     sizes = (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp)
     cp_mesh = None
@@ -124,7 +128,9 @@ def make_mesh(layout: ParallelLayout, device_type: str) -> ParallelMesh:
         expert_sizes = (layout.pp, layout.expert_replicas, layout.efsdp, layout.ep)
         expert_mesh = init_device_mesh(device_type, expert_sizes, mesh_dim_names=EXPERT_AXES)
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
-    return ParallelMesh(layout=layout, device_mesh=device_mesh, cp_mesh=cp_mesh, expert_mesh=expert_mesh)
+    return ParallelMesh(
+        layout=layout, device_mesh=device_mesh, cp_mesh=cp_mesh, expert_mesh=expert_mesh
+    )
 
 
 # --- shards of tensors -----------------------------------------------------------------------------------------------
@@ -156,7 +162,10 @@ def _local_shard(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         if axis == "tp" and isinstance(placement, StridedShard):
             # A packed parameter (gate and up in one): each of its matrices is sharded by itself.
             matrices = full.chunk(int(placement.split_factor), dim=placement.dim)
-            full = torch.cat([_chunk(matrix, placement.dim, size, rank) for matrix in matrices], dim=placement.dim)
+            full = torch.cat(
+                [_chunk(matrix, placement.dim, size, rank) for matrix in matrices],
+                dim=placement.dim,
+            )
         elif (dim := shard_dim(placement)) is not None:
             full = _chunk(full, dim, size, rank)
     return full

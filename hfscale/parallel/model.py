@@ -42,7 +42,12 @@ from hfscale.parallel.sequence import (
     plan_sequence_parallel,
 )
 from hfscale.parallel.stages import StagePlan
-from hfscale.parallel.tensor import PackedParameter, apply_tensor_parallel, packed_parameters, tensor_parallel_plan
+from hfscale.parallel.tensor import (
+    PackedParameter,
+    apply_tensor_parallel,
+    packed_parameters,
+    tensor_parallel_plan,
+)
 from hfscale.trainer.expert_adapters import add_own_adapters
 from hfscale.trainer.expert_counter import expert_layers
 
@@ -138,16 +143,22 @@ def parallelize_model(
     tensor_plan = tensor_parallel_plan(model, mesh.layout.tp) if mesh.layout.tp > 1 else {}
     if not expert_plan:
         check_adapters_of_experts(model, mesh.layout.tp)
-    tensor_plan = {name: style for name, style in tensor_plan.items() if not is_of_experts(name, expert_plan)}
+    tensor_plan = {
+        name: style for name, style in tensor_plan.items() if not is_of_experts(name, expert_plan)
+    }
     shared_heads = plan_shared_heads(model, tensor_plan, mesh.layout.tp)
     packed = packed_parameters(model)
     layers_with_experts = expert_layers(model)
     structure = ModelStructure.of(model)
     is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
     vocabulary = model.get_parameter(f"{structure.head}.weight").shape[0]
-    vocab_loss = VocabParallelLoss(group=mesh.tp_group, vocabulary=vocabulary) if is_sharded else None
+    vocab_loss = (
+        VocabParallelLoss(group=mesh.tp_group, vocabulary=vocabulary) if is_sharded else None
+    )
     sequence_plan = (
-        plan_sequence_parallel(model, structure, tensor_plan) if sequence_parallel and tensor_plan else None
+        plan_sequence_parallel(model, structure, tensor_plan)
+        if sequence_parallel and tensor_plan
+        else None
     )
     sequence_parts = mesh.layout.tp if sequence_plan is not None else 1
     turns = Turns() if expert_plan and overlap_exchange and plan.pairs_passes else None
@@ -174,7 +185,9 @@ def parallelize_model(
         apply_expert_parallel(model, expert_plan, mesh, turns=turns)
         # The adapters of an expert get their gradient on the ranks that hold the expert.
         partial_gradients |= {
-            n for n, _ in model.named_parameters() if ".lora_" in n and is_of_experts(n, expert_plan)
+            n
+            for n, _ in model.named_parameters()
+            if ".lora_" in n and is_of_experts(n, expert_plan)
         }
 
     # 5. Move real weights to the device after step 4, so that it never has to hold more than this rank's shards.
@@ -185,7 +198,16 @@ def parallelize_model(
     # 6. Make the stages after step 4, because they are views of its sharded modules, and before step 7, whose roots
     #    they are.
     stages = [
-        _make_stage(model, structure, spec, loss, balance, context, vocab_loss, tp_mesh if sequence_plan else None)
+        _make_stage(
+            model,
+            structure,
+            spec,
+            loss,
+            balance,
+            context,
+            vocab_loss,
+            tp_mesh if sequence_plan else None,
+        )
         for spec in own_specs
     ]
 
@@ -199,7 +221,11 @@ def parallelize_model(
     if was_on_meta and fill is not None:
         model.to_empty(device=device)
         _tie_weights(model, structure, plan)  # getting memory has made two parameters of a tied one
-        aliases = {f"{structure.head}.weight": f"{structure.token_embedding}.weight"} if structure.tied else {}
+        aliases = (
+            {f"{structure.head}.weight": f"{structure.token_embedding}.weight"}
+            if structure.tied
+            else {}
+        )
         fill(model, aliases)
         _tie_weights(model, structure, plan)
 
@@ -237,11 +263,17 @@ def _is_on_meta(model: nn.Module) -> bool:
 def _tie_weights(model: PreTrainedModel, structure: ModelStructure, plan: StagePlan) -> None:
     """Make embedding and head of a single stage one parameter again."""
     if structure.tied and plan.stages == 1:
-        model.get_submodule(structure.head).weight = model.get_submodule(structure.token_embedding).weight
+        model.get_submodule(structure.head).weight = model.get_submodule(
+            structure.token_embedding
+        ).weight
 
 
 def _tie_across_stages(
-    model: PreTrainedModel, structure: ModelStructure, mesh: ParallelMesh, plan: StagePlan, own: list[StageSpec]
+    model: PreTrainedModel,
+    structure: ModelStructure,
+    mesh: ParallelMesh,
+    plan: StagePlan,
+    own: list[StageSpec],
 ) -> TiedWeight:
     has_embedding = own[0].is_first
     has_head = own[-1].is_last
@@ -266,7 +298,9 @@ def _shard_over_tensor_ranks(
     tp_mesh = mesh.device_mesh["tp"]
     if sequence_plan is None:
         return apply_tensor_parallel(model, tensor_plan, tp_mesh)
-    partial = apply_tensor_parallel(model, sequence_plan.remaining_tensor_plan(tensor_plan), tp_mesh)
+    partial = apply_tensor_parallel(
+        model, sequence_plan.remaining_tensor_plan(tensor_plan), tp_mesh
+    )
     return partial | apply_sequence_parallel(model, structure, sequence_plan, tp_mesh)
 
 
@@ -286,7 +320,9 @@ def _make_stage(
         view.loss_function = vocab_loss
     stage_hidden_states = None
     if sequence_mesh is not None:
-        stage_hidden_states = insert_stage_input(view, structure, spec, sequence_mesh).stage_hidden_states
+        stage_hidden_states = insert_stage_input(
+            view, structure, spec, sequence_mesh
+        ).stage_hidden_states
     return Stage(view, structure, spec, loss, balance, stage_hidden_states, context)
 
 
@@ -305,7 +341,9 @@ def _shard_over_data_ranks(
     With several stages the parameters stay gathered between forward and backward, because gathering them for each
     micro-batch would cost more than the pipeline gains; a single stage gathers them twice, as full sharding does.
     """
-    packed_by_rows = {id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0}
+    packed_by_rows = {
+        id(p) for n, p in model.named_parameters() if n in packed and packed[n].dim == 0
+    }
     has_single_stage = stages[0].spec.stages == 1
     policy = MixedPrecisionPolicy()
     if compute_dtype is not None:
@@ -318,17 +356,22 @@ def _shard_over_data_ranks(
     options |= {
         # The rows of a packed parameter belong to several matrices: it is sharded by columns, so that each part stays
         # one rectangle.
-        "shard_placement_fn": lambda parameter: Shard(1) if id(parameter) in packed_by_rows else None,
+        "shard_placement_fn": lambda parameter: (
+            Shard(1) if id(parameter) in packed_by_rows else None
+        ),
         "mesh": mesh.data_mesh,
     }
-    is_shared = structure.tied and has_single_stage  # one weight with two uses is gathered with the whole stage
+    # One weight with two uses is gathered with the whole stage
+    is_shared = structure.tied and has_single_stage
     for unit in _fsdp_units(model, structure, is_shared=is_shared):
         fully_shard(unit, **options)
     for stage in stages:
         fully_shard(stage, **options)
 
 
-def _fsdp_units(model: PreTrainedModel, structure: ModelStructure, *, is_shared: bool) -> Iterator[Any]:
+def _fsdp_units(
+    model: PreTrainedModel, structure: ModelStructure, *, is_shared: bool
+) -> Iterator[Any]:
     """Yield the modules, or lists of modules, whose parameters are gathered together."""
     for layer in structure.layers_of(model):
         if not isinstance(layer, IdentityStage):
@@ -336,7 +379,11 @@ def _fsdp_units(model: PreTrainedModel, structure: ModelStructure, *, is_shared:
     embedding = model.get_submodule(structure.token_embedding)
     if not isinstance(embedding, IdentityStage) and not is_shared:
         yield embedding
-    tail = [model.get_submodule(name) for name in structure.after if not (is_shared and name == structure.head)]
+    tail = [
+        model.get_submodule(name)
+        for name in structure.after
+        if not (is_shared and name == structure.head)
+    ]
     if tail and not isinstance(tail[0], IdentityStage):
         yield tail
 

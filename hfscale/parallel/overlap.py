@@ -50,7 +50,9 @@ class Turns:
         self._turns: dict[str, threading.Semaphore] = {}
         self._error: BaseException | None = None
 
-    def run(self, forward: Callable[[], Any], backward: Callable[[], None], device: torch.device) -> Any:
+    def run(
+        self, forward: Callable[[], Any], backward: Callable[[], None], device: torch.device
+    ) -> Any:
         """Run a pair of passes; the backward pass has the first turn.
 
         Args:
@@ -69,7 +71,9 @@ class Turns:
         self._turns = {"forward": threading.Semaphore(0), "backward": threading.Semaphore(0)}
         self._both_run = True
         backward_in_modes = partial(_run_in_modes, backward, dispatch_modes())
-        other_thread = threading.Thread(target=self._run_backward, args=(backward_in_modes, stream), daemon=True)
+        other_thread = threading.Thread(
+            target=self._run_backward, args=(backward_in_modes, stream), daemon=True
+        )
         result = None
         try:
             other_thread.start()
@@ -184,7 +188,9 @@ class Pairs:
     def __init__(self, turns: Turns, actions: Sequence[Any], device: torch.device) -> None:
         self._turns = turns
         self._device = device
-        pairs = [action.sub_actions for action in actions if action is not None and action.sub_actions]
+        pairs = [
+            action.sub_actions for action in actions if action is not None and action.sub_actions
+        ]
         self._forwards = {(forward.stage_index, forward.microbatch_index) for forward, _ in pairs}
         self._waiting: Deferred | None = None
 
@@ -238,7 +244,9 @@ class OverlappedExperts:
         turns (`Turns`): the turns of this process.
     """
 
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, *, turns: Turns) -> None:
+    def __init__(
+        self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, *, turns: Turns
+    ) -> None:
         self._compute = experts.forward
         self._own: int = experts.num_experts  # type: ignore[assignment]  # an attribute of transformers' modules
         self._group = ep_mesh.get_group()
@@ -246,7 +254,9 @@ class OverlappedExperts:
         self._tp_mesh = tp_mesh
         self._turns = turns
 
-    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
         """Compute the experts' weighted sum for each token.
 
         Args:
@@ -264,7 +274,9 @@ class OverlappedExperts:
         order = torch.argsort(choices)  # by expert, which is by rank, too
         sent, received, numbers = self._count(choices)
         rows = hidden[order // chosen.shape[1]]
-        results = self._exchange(self._compute_rows(self._exchange(rows, sent, received), numbers), received, sent)
+        results = self._exchange(
+            self._compute_rows(self._exchange(rows, sent, received), numbers), received, sent
+        )
         by_choice = torch.empty_like(results).index_copy(0, order, results).view(*chosen.shape, -1)
         summed = (by_choice * weights.unsqueeze(-1)).sum(dim=1)
         return self._whole(summed, tokens) if self._tp_mesh.size() > 1 else summed
@@ -272,7 +284,9 @@ class OverlappedExperts:
     def _count(self, choices: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
         """Return how many rows this rank sends to each rank and receives from each, and the own expert of each row
         that it receives."""
-        counts = choices.new_zeros(self._ranks * self._own).scatter_add_(0, choices, torch.ones_like(choices))
+        counts = choices.new_zeros(self._ranks * self._own).scatter_add_(
+            0, choices, torch.ones_like(choices)
+        )
         counts = counts.view(self._ranks, self._own)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
@@ -290,7 +304,9 @@ class OverlappedExperts:
         if is_empty:
             rows, numbers = rows.sum(dim=0, keepdim=True), numbers.new_zeros(1)
         numbers = numbers.unsqueeze(-1)
-        results: torch.Tensor = self._compute(rows, numbers, torch.ones_like(numbers, dtype=rows.dtype))
+        results: torch.Tensor = self._compute(
+            rows, numbers, torch.ones_like(numbers, dtype=rows.dtype)
+        )
         return results[:0] if is_empty else results
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
@@ -301,7 +317,9 @@ class OverlappedExperts:
     def _whole(self, part: torch.Tensor, rows: int) -> torch.Tensor:
         """Gather the rows of all tensor parallel ranks, of which there are `rows`."""
         shape, stride = torch.Size([rows, part.shape[1]]), (part.shape[1], 1)
-        parts = DTensor.from_local(part.contiguous(), self._tp_mesh, [Shard(0)], shape=shape, stride=stride)
+        parts = DTensor.from_local(
+            part.contiguous(), self._tp_mesh, [Shard(0)], shape=shape, stride=stride
+        )
         return parts.full_tensor()
 
 
@@ -314,7 +332,8 @@ def register_overlapped_exchange(turns: Turns) -> str:
     Returns:
         The name of the implementation, for `apply_expert_parallelism`.
     """
-    from transformers.distributed.expert_parallel import EPImplementationInterface  # absent before 5.23
+    # Absent before 5.23
+    from transformers.distributed.expert_parallel import EPImplementationInterface
 
     name = "hfscale_overlapped"
     EPImplementationInterface.register(name, partial(OverlappedExperts, turns=turns))
@@ -340,10 +359,16 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(
-    rows: torch.Tensor, sent: list[int], received: list[int], group: Any, meanwhile: Callable[[], None]
+    rows: torch.Tensor,
+    sent: list[int],
+    received: list[int],
+    group: Any,
+    meanwhile: Callable[[], None],
 ) -> torch.Tensor:
     result = rows.new_empty(sum(received), *rows.shape[1:])
-    work = dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group, async_op=True)
+    work = dist.all_to_all_single(
+        result, rows.contiguous(), received, sent, group=group, async_op=True
+    )
     meanwhile()
     work.wait()
     return result

@@ -70,7 +70,13 @@ class ModelStructure:
             for name, module in model.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == depth and name.count(".") <= 2
         ]
-        if embedding is None or head is None or id(head) not in names or len(stacks) != 1 or "." not in stacks[0]:
+        if (
+            embedding is None
+            or head is None
+            or id(head) not in names
+            or len(stacks) != 1
+            or "." not in stacks[0]
+        ):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not a stack of {depth} layers between token embeddings and a head: it "
                 "cannot be split into pipeline stages; set `pp_size=1`"
@@ -93,7 +99,11 @@ class ModelStructure:
             else:
                 before.append(path)
         outermost = decoder.split(".")[0]
-        after += [name for name, child in model.named_children() if name != outermost and _has_parameters(child)]
+        after += [
+            name
+            for name, child in model.named_children()
+            if name != outermost and _has_parameters(child)
+        ]
         return cls(
             decoder=decoder,
             token_embedding=names[id(embedding)],
@@ -168,7 +178,9 @@ def layer_costs(model: PreTrainedModel, structure: ModelStructure) -> tuple[list
         The operations per token of each layer, in order, and those of the head.
     """
     config = model.config.get_text_config()
-    experts_per_token = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
+    experts_per_token = (
+        getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
+    )
     costs = [0.0] * structure.depth
     for name, parameter in model.named_parameters():
         layer = structure.layer_of(name)
@@ -244,7 +256,11 @@ class IdentityStage(nn.Identity):
     def __init__(self, original: nn.Module | None = None) -> None:
         super().__init__()
         for name, value in vars(original).items() if original is not None else ():
-            if isinstance(value, str | int | bool) and not name.startswith("_") and name != "training":
+            if (
+                isinstance(value, str | int | bool)
+                and not name.startswith("_")
+                and name != "training"
+            ):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -257,11 +273,15 @@ class ZeroPositions(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return zero, on the device of the arguments."""
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        device = next(
+            value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+        )
         return torch.zeros((), device=device)
 
 
-def remove_other_stages(model: PreTrainedModel, structure: ModelStructure, stages: Iterable[StageSpec]) -> None:
+def remove_other_stages(
+    model: PreTrainedModel, structure: ModelStructure, stages: Iterable[StageSpec]
+) -> None:
     """Remove from a model, in place, all modules that none of this rank's stages holds.
 
     A head that was tied to the embedding gets a weight of its own, under its own name, where there are several stages.
@@ -287,7 +307,9 @@ def remove_other_stages(model: PreTrainedModel, structure: ModelStructure, stage
         model.get_submodule(structure.head).weight = own
 
 
-def stage_view(model: PreTrainedModel, structure: ModelStructure, stage: StageSpec) -> PreTrainedModel:
+def stage_view(
+    model: PreTrainedModel, structure: ModelStructure, stage: StageSpec
+) -> PreTrainedModel:
     """Make a shallow copy of a model in which only the modules of one stage compute; modules are shared, not copied.
 
     Args:
@@ -305,7 +327,10 @@ def stage_view(model: PreTrainedModel, structure: ModelStructure, stage: StageSp
         setattr(decoder, name, child)
         decoder = child
     layers = structure.layers_of(model)
-    own = [layer if number in stage.layers else IdentityStage(layer) for number, layer in enumerate(layers)]
+    own = [
+        layer if number in stage.layers else IdentityStage(layer)
+        for number, layer in enumerate(layers)
+    ]
     setattr(decoder, structure.layers.rpartition(".")[2], nn.ModuleList(own))
     if not stage.is_first:
         _replace_embeddings(view, structure)

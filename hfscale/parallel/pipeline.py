@@ -71,7 +71,11 @@ def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str
         UsageError: an input is not a tensor of (rows, sequence).
     """
     batches = [{**batch, NOT_PADDING: _not_padding(batch)} for batch in batches]
-    copy = batches[-1] | _ignored(batches[-1]) | {NOT_PADDING: torch.zeros_like(batches[-1][NOT_PADDING])}
+    copy = (
+        batches[-1]
+        | _ignored(batches[-1])
+        | {NOT_PADDING: torch.zeros_like(batches[-1][NOT_PADDING])}
+    )
     batches += [copy] * (micro_batches - len(batches))
     rows = max(batch["input_ids"].shape[0] for batch in batches)
     length = max(batch["input_ids"].shape[1] for batch in batches)
@@ -114,7 +118,10 @@ def pad_to_multiple(inputs: dict[str, torch.Tensor], multiple: int) -> dict[str,
         The padded inputs.
     """
     rows, length = inputs["input_ids"].shape
-    return {name: _padded(name, value, rows, -(-length // multiple) * multiple) for name, value in inputs.items()}
+    return {
+        name: _padded(name, value, rows, -(-length // multiple) * multiple)
+        for name, value in inputs.items()
+    }
 
 
 def with_labels_of_first(inputs: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
@@ -132,7 +139,10 @@ def with_labels_of_first(inputs: dict[str, torch.Tensor], rows: int) -> dict[str
 
 def _ignored(batch: dict[str, torch.Tensor], after: int = 0) -> dict[str, torch.Tensor]:
     labels = {name: batch[name] for name in _PADDING if name in batch}
-    return {name: torch.cat([x[:after], torch.full_like(x[after:], IGNORED_LABEL)]) for name, x in labels.items()}
+    return {
+        name: torch.cat([x[:after], torch.full_like(x[after:], IGNORED_LABEL)])
+        for name, x in labels.items()
+    }
 
 
 def _padded(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Tensor:
@@ -140,7 +150,9 @@ def _padded(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Ten
     and then NaN gradients, even if its labels are ignored."""
     fill = _PADDING.get(name, 0)
     value = nn.functional.pad(value, (0, length - value.shape[1]), value=fill)
-    return nn.functional.pad(value, (0, 0, 0, rows - value.shape[0]), value=1 if name == "attention_mask" else fill)
+    return nn.functional.pad(
+        value, (0, 0, 0, rows - value.shape[0]), value=1 if name == "attention_mask" else fill
+    )
 
 
 def _split(inputs: dict[str, torch.Tensor], micro_batches: int) -> list[dict[str, torch.Tensor]]:
@@ -211,7 +223,9 @@ class Stage(nn.Module):
             return self._compute(inputs)
         self._balance.start_forward()
         output = self._compute(inputs | {"output_router_logits": False})
-        balance_loss = self._balance.finish_forward(attention_mask, not_padding, labels, hidden.shape[0])
+        balance_loss = self._balance.finish_forward(
+            attention_mask, not_padding, labels, hidden.shape[0]
+        )
         balance_loss = balance_loss.to(output.device)
         if self.spec.is_last:
             return output + balance_loss
@@ -224,7 +238,9 @@ class Stage(nn.Module):
             return self._loss(self.view, inputs)
         for name in ("labels", "shift_labels"):
             inputs.pop(name, None)
-        hidden: torch.Tensor = getattr(self.view, self._base_model)(**inputs, use_cache=False).last_hidden_state
+        hidden: torch.Tensor = getattr(self.view, self._base_model)(
+            **inputs, use_cache=False
+        ).last_hidden_state
         return hidden
 
     def take_balance_losses(self) -> list[torch.Tensor]:
@@ -331,7 +347,8 @@ class Pipeline:
         """
         parts = _split(inputs, micro_batches)
         stages = {stage.spec.index: stage for stage in self.stages}
-        received: dict[tuple[int, int], torch.Tensor] = {}  # (stage, micro-batch) -> its hidden states
+        # (stage, micro-batch) -> its hidden states
+        received: dict[tuple[int, int], torch.Tensor] = {}
         losses = []
         for tick in self.plan.forward_ticks(micro_batches):
             outputs = {}
@@ -346,7 +363,9 @@ class Pipeline:
                     losses.append(output)
                 else:
                     outputs[index, number] = output
-            shapes = {number: self._hidden_shape(*parts[number]["input_ids"].shape) for _, number in tick}
+            shapes = {
+                number: self._hidden_shape(*parts[number]["input_ids"].shape) for _, number in tick
+            }
             received |= self._exchange(tick, outputs, shapes)
         return self._sum(losses)
 
@@ -378,17 +397,23 @@ class Pipeline:
                     received[index + 1, number] = outputs[index, number]
             elif index in own:
                 output = outputs[index, number].contiguous()
-                transfers.append(dist.P2POp(dist.isend, output, group=self.group, group_peer=receiver))
+                transfers.append(
+                    dist.P2POp(dist.isend, output, group=self.group, group_peer=receiver)
+                )
             elif index + 1 in own:
                 buffer = torch.empty(shapes[number], dtype=self.dtype, device=self.device)
                 received[index + 1, number] = buffer
-                transfers.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=sender))
+                transfers.append(
+                    dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=sender)
+                )
         if transfers:
             for work in dist.batch_isend_irecv(transfers):
                 work.wait()
         return received
 
-    def _train_single_stage(self, micro_batches: int, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _train_single_stage(
+        self, micro_batches: int, inputs: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Accumulate gradients without a pipeline; the data parallel reduction follows the last backward pass."""
         (stage,) = self.stages
         losses = []
@@ -401,7 +426,10 @@ class Pipeline:
         return self._sum(losses)
 
     def _sum(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
-        losses = [*map(value_of, losses), *(loss for stage in self.stages for loss in stage.take_balance_losses())]
+        losses = [
+            *map(value_of, losses),
+            *(loss for stage in self.stages for loss in stage.take_balance_losses()),
+        ]
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach().float() for loss in losses]).sum()
@@ -423,7 +451,9 @@ class Pipeline:
                 scale_grads=False,  # the loss is already normalised by the tokens of the whole step
             )
             if self.turns is not None:
-                pairs = Pairs(self.turns, schedule.pipeline_order[dist.get_rank(self.group)], self.device)
+                pairs = Pairs(
+                    self.turns, schedule.pipeline_order[dist.get_rank(self.group)], self.device
+                )
                 for stage in stages:
                     stage.pairs = pairs
             self._schedules[key] = schedule
@@ -436,7 +466,9 @@ class Pipeline:
 
     def _torch_stage(self, stage: Stage, rows: int, length: int) -> "TimedStage":
         """Make a stage for torch's schedules. Its shapes are given, so that torch need not run the model."""
-        hidden = torch.empty(self._hidden_shape(rows, length), dtype=self.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            self._hidden_shape(rows, length), dtype=self.dtype, device="meta", requires_grad=True
+        )
         tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         timed = TimedStage(
@@ -490,7 +522,10 @@ class BusyClock:
         for recorded in spans.values():
             if recorded:
                 self._clock.wait_for(recorded[-1][1])
-        busy, total = (sum(self._clock.seconds(start, end) for start, end in spans[kind]) for kind in ("busy", "all"))
+        busy, total = (
+            sum(self._clock.seconds(start, end) for start, end in spans[kind])
+            for kind in ("busy", "all")
+        )
         return busy, total, len(spans["all"])
 
 
@@ -518,7 +553,9 @@ class TimedStage(ReceivingStage):
         else:
             take(prev_stage_outputs, mb_index)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run the backward pass of one micro-batch, or its part for the inputs, and add its time to `busy`."""
         run = partial(super().backward_one_chunk, bwd_chunk_id, value_of(loss), *args, **kwargs)
         self._timed(run if self.pairs is None else partial(self.pairs.run_backward, run))
@@ -567,7 +604,9 @@ class StageTimes:
         busy_s, schedules_s, schedules = self._clock.read()
         return {"busy_s": busy_s, "schedules_s": schedules_s, "schedules": schedules}
 
-    def keys(self, columns: Columns, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+    def keys(
+        self, columns: Columns, state: TrainerState, logs: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return the metrics of the numbers of all ranks. It is called on every rank.
 
         Args:

@@ -47,7 +47,8 @@ class ReceivingStage(PipelineStage):
         """Run the forward pass of one micro-batch."""
         self._drop_first_buffers()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._let_go(self.args_recv_info[fwd_chunk_id])  # what the backward pass needs, torch holds elsewhere
+        # What the backward pass needs, torch holds elsewhere
+        self._let_go(self.args_recv_info[fwd_chunk_id])
         return output
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:

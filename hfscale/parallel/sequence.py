@@ -83,7 +83,9 @@ def plan_sequence_parallel(
     for number in range(structure.depth):
         name = f"{structure.layers}.{number}"
         layer = model.get_submodule(name)
-        found["local_tokens"] += [f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)]
+        found["local_tokens"] += [
+            f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)
+        ]
         for child, module in layer.named_children():
             _classify(found, f"{name}.{child}", module, tensor_plan)
     for name in structure.after:
@@ -122,7 +124,9 @@ def _classify(
     found["local_tokens"] += [f"{own}.bias" for own in rowwise]
 
 
-def _linear_layers(name: str, module: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str | None]]:
+def _linear_layers(
+    name: str, module: nn.Module, plan: Mapping[str, str]
+) -> Iterator[tuple[str, str | None]]:
     """Yield name and style of each module with parameters; the style is None if a sharded block cannot contain it."""
     for own, part in module.named_modules(prefix=name):
         if any(True for _ in part.parameters(recurse=False)):
@@ -149,13 +153,21 @@ def apply_sequence_parallel(
     Returns:
         Names of the parameters that every rank holds completely, with only a part of their gradient.
     """
-    modules = {name: module for name, module in model.named_modules() if not isinstance(module, IdentityStage)}
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if not isinstance(module, IdentityStage)
+    }
     for name in plan.sharded:
         if name in modules:
-            modules[name].register_forward_pre_hook(partial(_gather_input, mesh, Partial()), with_kwargs=True)
+            modules[name].register_forward_pre_hook(
+                partial(_gather_input, mesh, Partial()), with_kwargs=True
+            )
     for name in plan.replicated:
         if name in modules:
-            modules[name].register_forward_pre_hook(partial(_gather_input, mesh, Replicate()), with_kwargs=True)
+            modules[name].register_forward_pre_hook(
+                partial(_gather_input, mesh, Replicate()), with_kwargs=True
+            )
             if name != structure.head:
                 modules[name].register_forward_hook(partial(_slice_output, mesh))
     for name in plan.colwise:
@@ -167,7 +179,9 @@ def apply_sequence_parallel(
     return {name for name, _ in model.named_parameters() if name in set(plan.local_tokens)}
 
 
-def _gather_input(mesh: DeviceMesh, gradient: Placement, module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _gather_input(
+    mesh: DeviceMesh, gradient: Placement, module: nn.Module, args: Any, kwargs: Any
+) -> Any:
     """Gather a block's first argument, (B, S / tp, hidden) -> (B, S, hidden).
 
     Where each rank has a part of the gradient (`Partial`), the backward is a reduce-scatter; where each has the
@@ -221,7 +235,9 @@ def _colwise_forward(linear: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
 def _rowwise_forward(linear: nn.Linear, mesh: DeviceMesh, features: torch.Tensor) -> torch.Tensor:
     """(B, S, features / tp) -> the sum over the ranks, (B, S / tp, hidden), by a reduce-scatter."""
     product = nn.functional.linear(features, local_tensor(linear.weight))
-    summed = DTensor.from_local(product, mesh, [Partial()], run_check=False).redistribute(placements=[_SEQUENCE_SHARD])
+    summed = DTensor.from_local(product, mesh, [Partial()], run_check=False).redistribute(
+        placements=[_SEQUENCE_SHARD]
+    )
     hidden = summed.to_local()
     return hidden if linear.bias is None else hidden + local_tensor(linear.bias)
 

@@ -4,7 +4,14 @@
 from dataclasses import dataclass
 
 from hfscale.errors import LayoutError, ParameterError
-from hfscale.facts.schedules import PAIRED_PASSES, SCHEDULES, bubble_fraction, in_flight, rank_of_stage, supports
+from hfscale.facts.schedules import (
+    PAIRED_PASSES,
+    SCHEDULES,
+    bubble_fraction,
+    in_flight,
+    rank_of_stage,
+    supports,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +31,23 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
-            raise ParameterError("pipeline_schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}")
+            raise ParameterError(
+                "pipeline_schedule", self.schedule, f"use one of {', '.join(SCHEDULES)}"
+            )
         asked = self.virtual_stages
         if asked is None:
             return
         placement = SCHEDULES[self.schedule]
         if asked < 1 or (placement == "line" and asked != 1) or (placement == "v" and asked != 2):
             has = {"line": "one stage", "v": "two stages", "loop": "one or more stages"}[placement]
-            fix = "use pipeline_schedule Interleaved1F1B" if placement == "line" else "leave virtual_stages out"
-            raise ParameterError("virtual_stages", asked, f"{self.schedule} has {has} per rank; {fix}")
+            fix = (
+                "use pipeline_schedule Interleaved1F1B"
+                if placement == "line"
+                else "leave virtual_stages out"
+            )
+            raise ParameterError(
+                "virtual_stages", asked, f"{self.schedule} has {has} per rank; {fix}"
+            )
 
     @property
     def per_rank(self) -> int:
@@ -59,11 +74,17 @@ class StagePlan:
 
     def supports(self, micro_batches: int) -> bool:
         """Return whether the schedule supports this number of micro-batches per step."""
-        return supports(self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches)
+        return supports(
+            self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches
+        )
 
     def micro_batches_for(self, wanted: int) -> int:
         """Return the smallest number of micro-batches, at least `wanted`, that the schedule supports."""
-        return next(number for number in range(wanted, wanted + 4 * self.stages + 1) if self.supports(number))
+        return next(
+            number
+            for number in range(wanted, wanted + 4 * self.stages + 1)
+            if self.supports(number)
+        )
 
     def check_micro_batches(self, micro_batches: int) -> None:
         """Check that the schedule supports a number of micro-batches per step.
@@ -77,7 +98,9 @@ class StagePlan:
         if self.supports(micro_batches):
             return
         above = self.micro_batches_for(micro_batches)
-        below = next((number for number in range(micro_batches - 1, 0, -1) if self.supports(number)), above)
+        below = next(
+            (number for number in range(micro_batches - 1, 0, -1) if self.supports(number)), above
+        )
         nearest = min(below, above, key=lambda number: abs(number - micro_batches))
         raise LayoutError(
             f"`gradient_accumulation_steps` is {micro_batches}: {self.schedule} on {self.pp} pipeline ranks does not "
@@ -121,7 +144,11 @@ class StagePlan:
             The number, counted in the rank's share of the layers: a micro-batch in one of its v stages counts 1/v.
         """
         return in_flight(
-            self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches, rank=rank
+            self.schedule,
+            pp=self.pp,
+            stages_per_rank=self.per_rank,
+            micro_batches=micro_batches,
+            rank=rank,
         )
 
     def bubble_fraction(self, micro_batches: int) -> float:
@@ -133,4 +160,6 @@ class StagePlan:
         Args:
             micro_batches (`int`): micro-batches per step.
         """
-        return bubble_fraction(self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches)
+        return bubble_fraction(
+            self.schedule, pp=self.pp, stages_per_rank=self.per_rank, micro_batches=micro_batches
+        )

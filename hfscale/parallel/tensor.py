@@ -48,7 +48,10 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
         UnsupportedModelError: transformers has no plan for the model.
     """
     asked = Combination(
-        engine="parallel_trainer", tp=tp_size, family=model.config.model_type, tp_plan=bool(model.tp_plan)
+        engine="parallel_trainer",
+        tp=tp_size,
+        family=model.config.model_type,
+        tp_plan=bool(model.tp_plan),
     )
     check_support(asked, "tp_plan")
     # No public way: the expansion of a plan to this model's own modules. test_parallel_sequence.py fails when it
@@ -62,7 +65,10 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
         half = "lora_B" if style.startswith("colwise") else "lora_A"
         adapters = getattr(module, half)
         for part in (f"{name}{_BASE_LAYER}", *(f"{name}.{half}.{adapter}" for adapter in adapters)):
-            plan |= {f"{part}.{own}": style for own, _ in model.get_submodule(part).named_parameters(recurse=False)}
+            plan |= {
+                f"{part}.{own}": style
+                for own, _ in model.get_submodule(part).named_parameters(recurse=False)
+            }
             plan[part] = style
     return plan
 
@@ -106,8 +112,12 @@ def apply_tensor_parallel(model: nn.Module, plan: dict[str, str], mesh: DeviceMe
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # absent in 5.15
 
     parameters = dict(model.named_parameters())
-    modules = {name for name, module in model.named_modules() if not isinstance(module, IdentityStage)}
+    modules = {
+        name for name, module in model.named_modules() if not isinstance(module, IdentityStage)
+    }
     plan = {name: style for name, style in plan.items() if name in modules or name in parameters}
     partial = {name for name, style in plan.items() if style == PARTIAL_GRADIENT_STYLE}
-    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if name not in partial})
+    apply_tensor_parallelism(
+        model, mesh, {name: style for name, style in plan.items() if name not in partial}
+    )
     return {name for name in parameters if name in partial or name.rpartition(".")[0] in partial}

@@ -161,7 +161,12 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         """
         layout, plan = plan_stages(parallel, args, world_size=parallel.dry_run)
         ranks = dry_run(
-            make_model, layout, plan, args, block_size=block_size, sequence_parallel=parallel.sequence_parallel
+            make_model,
+            layout,
+            plan,
+            args,
+            block_size=block_size,
+            sequence_parallel=parallel.sequence_parallel,
         )
         print_dry_run(ranks, layout, plan, args)
 
@@ -171,7 +176,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         """Return the number of ranks that read the same samples, by which Trainer divides the number of processes."""
         return self.layout.ranks_per_replica
 
-    def _prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> DataLoader[Any]:
+    def _prepare_data_loader(
+        self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any
+    ) -> DataLoader[Any]:
         """Prepare a data loader as `Accelerator` does, but with data parallel ranks instead of all processes."""
         accelerator = self.accelerator
         prepared: DataLoader[Any] = prepare_data_loader(
@@ -202,7 +209,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
             assert self.args.output_dir is not None  # TrainingArguments has a default
-            TrainerAdapter.of(self).collect(StageTimes(self.pipeline.clock, Path(self.args.output_dir)))
+            TrainerAdapter.of(self).collect(
+                StageTimes(self.pipeline.clock, Path(self.args.output_dir))
+            )
         return self.parallel_model, data_loader
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
@@ -249,8 +258,12 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             )
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = len(batches)
-            self.parallelized.balance.has_added_rows = len({len(batch["input_ids"]) for batch in batches}) > 1
-        loss = self._run_pipeline(stack_batches(batches, micro_batches), micro_batches, num_items_in_batch)
+            self.parallelized.balance.has_added_rows = (
+                len({len(batch["input_ids"]) for batch in batches}) > 1
+            )
+        loss = self._run_pipeline(
+            stack_batches(batches, micro_batches), micro_batches, num_items_in_batch
+        )
         gradients.align_gradients(self.parallelized.model.parameters())
         gradients.sum_partial_gradients(self.parallelized.partial_gradients, self.mesh)
         if self.parallelized.tied is not None:
@@ -331,7 +344,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     ) -> torch.Tensor:
         self._num_items = items
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
+            loss: torch.Tensor = (
+                self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
+            )
         # The tp ranks of the last stage hold the same loss; ranks with other tokens have scaled theirs for averaging.
         if dist.is_initialized():
             dist.all_reduce(loss)
@@ -351,7 +366,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
                 )
             if self.label_smoother is not None:
                 inputs = inputs | {"labels": inputs["shift_labels"]}
-        loss = self.compute_loss(view, {**inputs, "use_cache": False}, num_items_in_batch=self._num_items)
+        loss = self.compute_loss(
+            view, {**inputs, "use_cache": False}, num_items_in_batch=self._num_items
+        )
         assert isinstance(loss, torch.Tensor)  # a tuple with `return_outputs` only
         if self.parallelized.context is not None:
             return loss * self.layout.cp
@@ -367,12 +384,20 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         duplicate = self.parallelized.tied.duplicate if self.parallelized.tied is not None else None
         return [p for p in self.parallelized.model.parameters() if p is not duplicate]
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return gradients.gradient_norm(self._distinct_parameters(), self.mesh) if grad_norm is None else grad_norm
+    def _get_grad_norm(
+        self, model: nn.Module, grad_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return (
+            gradients.gradient_norm(self._distinct_parameters(), self.mesh)
+            if grad_norm is None
+            else grad_norm
+        )
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         norm = gradients.gradient_norm(self._distinct_parameters(), self.mesh)
-        gradients.clip_gradients(self.parallelized.model.parameters(), norm, self.args.max_grad_norm)
+        gradients.clip_gradients(
+            self.parallelized.model.parameters(), norm, self.args.max_grad_norm
+        )
         return norm
 
     # --- logging ---------------------------------------------------------------------------------------------------
@@ -389,10 +414,17 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         Returns:
             Floating-point operations.
         """
-        return 6 * inputs["input_ids"].numel() * self.parameter_counts[0] // self.layout.ranks_per_replica
+        return (
+            6
+            * inputs["input_ids"].numel()
+            * self.parameter_counts[0]
+            // self.layout.ranks_per_replica
+        )
 
 
-def _fill_weights(model: PreTrainedModel, aliases: Mapping[str, str], *, seed: int, weights_from: str | None) -> None:
+def _fill_weights(
+    model: PreTrainedModel, aliases: Mapping[str, str], *, seed: int, weights_from: str | None
+) -> None:
     draw_weights(model, seed=seed, parameters=weights_from is None)
     if weights_from is not None:
         read_weights(model, weights_from, aliases=aliases)

@@ -33,7 +33,9 @@ from hfscale.parallel.mesh import copy_local_shard
 from hfscale.trainer.expert_adapters import is_wrapped_parameter
 
 
-def build_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any) -> PreTrainedModel:
+def build_model(
+    config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any
+) -> PreTrainedModel:
     """Make a causal language model with drawn weights, in the memory of as few ranks as the strategy allows.
 
     Under ZeRO-3 each rank keeps its part, and one module at a time is gathered. Under FSDP2 with
@@ -80,8 +82,13 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
             return
         # Children first, as in transformers: a parent may draw some of their weights again, with another scale.
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}", child if isinstance(child, PreTrainedModel) else owner)
-        if isinstance(module, XIELUActivation):  # Apertus has no rule for what its constructor computes
+            visit(
+                child,
+                f"{name}.{child_name}",
+                child if isinstance(child, PreTrainedModel) else owner,
+            )
+        # Apertus has no rule for what its constructor computes
+        if isinstance(module, XIELUActivation):
             with _gathered(module):
                 module.load_state_dict(XIELUActivation(dtype=module.beta.dtype).state_dict())
             return
@@ -119,7 +126,9 @@ def read_weights(
         files.enter_context(_without_wrapped_parameters(model))
         is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         adapted = {name for name, module in model.named_modules() if is_lora_layer(module)}
-        renamed = {rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted}
+        renamed = {
+            rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted
+        }
         slices: dict[str, Any] = {}
         for path in _weight_files(name_or_path):
             opened = files.enter_context(safe_open(path, framework="pt"))
@@ -127,18 +136,24 @@ def read_weights(
         for alias, source in aliases.items():
             if alias not in slices and source in slices:
                 slices[alias] = slices[source]
-        mapping: Any = get_model_conversion_mapping(model, renamed or None)  # its type differs from what takes it
+        # Its type differs from what takes it
+        mapping: Any = get_model_conversion_mapping(model, renamed or None)
         config = LoadStateDictConfig(
             device_map={"": next(model.parameters()).device},
             dtype=model.dtype,
             weight_mapping=mapping,
         )
         info, _ = convert_and_load_state_dict_in_model(model, slices, config)
-        for name, parameter in model.named_parameters():  # some have been replaced by others that require a gradient
+        # Some have been replaced by others that require a gradient
+        for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_trained[name])
     missing = sorted(name for name in info.missing_keys if "lora_" not in name)
     if missing or info.mismatched_keys:
-        what = f"no {missing[0]}" if missing else f"another shape of {sorted(info.mismatched_keys)[0][0]}"
+        what = (
+            f"no {missing[0]}"
+            if missing
+            else f"another shape of {sorted(info.mismatched_keys)[0][0]}"
+        )
         raise UsageError(
             f"--model_name_or_path {name_or_path} has {what}: it is not a {model.config.model_type} of this config; "
             "give the config that belongs to it"
@@ -167,7 +182,9 @@ def _without_wrapped_parameters(model: nn.Module) -> Iterator[None]:
 
 def _weight_files(name_or_path: str) -> list[str]:
     try:
-        single = cached_file(name_or_path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+        single = cached_file(
+            name_or_path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False
+        )
         if single is not None:
             return [single]
         index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME)
@@ -197,14 +214,22 @@ def _seed_of(seed: int, name: str) -> int:
 
 def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that a module's rule may change: its own and its children's."""
-    return [parameter for part in (module, *module.children()) for parameter in part.parameters(recurse=False)]
+    return [
+        parameter
+        for part in (module, *module.children())
+        for parameter in part.parameters(recurse=False)
+    ]
 
 
 @contextlib.contextmanager
 def _kept(module: nn.Module) -> Iterator[None]:
     """Inside this context, a module's rule changes its buffers, such as Gemma 3's factor of embeddings, and nothing
     else."""
-    owned = [(part, *item) for part in (module, *module.children()) for item in part.named_parameters(recurse=False)]
+    owned = [
+        (part, *item)
+        for part in (module, *module.children())
+        for item in part.named_parameters(recurse=False)
+    ]
     for part, name, parameter in owned:
         without_memory = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
         setattr(part, name, nn.Parameter(without_memory, requires_grad=False))
@@ -216,7 +241,9 @@ def _kept(module: nn.Module) -> Iterator[None]:
 
 
 def _needs_host_copies(parameters: Iterable[nn.Parameter]) -> bool:
-    return any(isinstance(parameter, DTensor) or parameter.device.type != "cpu" for parameter in parameters)
+    return any(
+        isinstance(parameter, DTensor) or parameter.device.type != "cpu" for parameter in parameters
+    )
 
 
 @contextlib.contextmanager

@@ -89,7 +89,11 @@ def layer_bytes(job: Job, framework: Framework) -> float:
     if job.method != "full":
         mlp -= 2.0
     split = tp if job.sequence_parallel else 1
-    inside = kept["query"] * attention.query_width + kept["kv"] * attention.kv_width + mlp * shape.mlp_width
+    inside = (
+        kept["query"] * attention.query_width
+        + kept["kv"] * attention.kv_width
+        + mlp * shape.mlp_width
+    )
     widths = kept["hidden"] * shape.hidden / split + inside / tp
     widths += kept["routed"] * shape.moe_share * shape.top_k * shape.hidden / split
     return job.tokens * compiled * widths
@@ -103,7 +107,9 @@ def _hugging_face_bytes(job: Job, recompute: str) -> float:
     if not job.spreads_experts:
         return job.tokens * (kept.unsplit / split + kept.split / tp)
     more = (imbalance_of(job, shared_constants()) - 1) * kept.dispatched
-    return job.tokens * ((kept.unsplit - kept.routed) / split + (kept.split + kept.routed + more) / tp)
+    return job.tokens * (
+        (kept.unsplit - kept.routed) / split + (kept.split + kept.routed + more) / tp
+    )
 
 
 def _per_token(job: Job, recompute: str) -> KeptBytes:
@@ -203,9 +209,15 @@ def waiting_bytes(job: Job) -> float:
     normed = layer_widths(shape, job.seq_len)["normed"]
     more = 0.0
     if job.spreads_experts and shape.moe is not None:
-        routed = sum(linear.used * linear.outputs for linear in shape.moe.linears if linear.copies > 1)
+        routed = sum(
+            linear.used * linear.outputs for linear in shape.moe.linears if linear.copies > 1
+        )
         more = (imbalance_of(job, shared_constants()) - 1) * shape.moe_share * routed
-    return width * job.tokens * (returned + norms / split + (shape.output_width - returned + normed + more) / tp)
+    return (
+        width
+        * job.tokens
+        * (returned + norms / split + (shape.output_width - returned + normed + more) / tp)
+    )
 
 
 def end_activations(job: Job, framework: Framework) -> float:
@@ -290,7 +302,9 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
         fullest = replace(job, shape=_fullest(job))
         all_activations = layer_bytes(fullest, framework) + _gathered_inputs(fullest, framework)
         if job.activation_checkpointing == "selective":
-            return selective_bytes(job, framework), all_activations + scores - selective_bytes(fullest, framework)
+            return selective_bytes(job, framework), all_activations + scores - selective_bytes(
+                fullest, framework
+            )
     if job.activation_checkpointing == "full":
         return boundary, all_activations + scores
     if framework.name == "megatron":
@@ -340,7 +354,10 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
     v = job.virtual_stages
     if job.overlapped_experts:
         # The forward pass of one more chunk runs at the same time as each backward pass.
-        return min(micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v, float(m))
+        return min(
+            micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v,
+            float(m),
+        )
     rank = pp - 1 if last and not job.is_v_shaped else 0
     return in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank)
 
@@ -358,7 +375,11 @@ def layers_in_flight(job: Job) -> float:
         return most
     # The first rank has a layer less than the second, which holds fewer micro-batches.
     of_second = in_flight(
-        job.schedule_name, pp=pp, stages_per_rank=job.virtual_stages, micro_batches=job.micro_batches, rank=1
+        job.schedule_name,
+        pp=pp,
+        stages_per_rank=job.virtual_stages,
+        micro_batches=job.micro_batches,
+        rank=1,
     )
     return max(most - micro_batches_in_flight(job), min(of_second * job.layer_split[0], most))
 
@@ -378,7 +399,9 @@ def kept_and_waiting(job: Job, framework: Framework) -> tuple[float, float]:
     return kept, waiting_bytes(job) if job.schedule_name in SPLIT_BACKWARD else 0.0
 
 
-def held_bytes(job: Job, rank: int, layers: int, of_a_layer: tuple[float, float], *, at_loss: bool = False) -> float:
+def held_bytes(
+    job: Job, rank: int, layers: int, of_a_layer: tuple[float, float], *, at_loss: bool = False
+) -> float:
     """Compute the most bytes that the layers of a pipeline rank keep at a moment of a step of `ParallelTrainer`.
 
     Micro-batches that wait for the gradients of the head keep those of their logits, too.
@@ -392,7 +415,11 @@ def held_bytes(job: Job, rank: int, layers: int, of_a_layer: tuple[float, float]
     """
     stages = job.virtual_stages
     moments = held_at_peak(
-        job.schedule_name, pp=job.layout.pp, stages_per_rank=stages, micro_batches=job.micro_batches, rank=rank
+        job.schedule_name,
+        pp=job.layout.pp,
+        stages_per_rank=stages,
+        micro_batches=job.micro_batches,
+        rank=rank,
     )
     if at_loss:
         moments = tuple(held._replace(waiting=max(0, held.waiting - 1)) for held in moments)
@@ -428,7 +455,9 @@ def loss_bytes(job: Job, framework: Framework) -> float:
         return LOSS_KERNEL_BYTES * logits
     if job.loss_parallel and job.layout.tp > 1:
         return framework.split_loss_kept * logits
-    return (framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept) * logits
+    return (
+        framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept
+    ) * logits
 
 
 def _chunked_loss_bytes(job: Job) -> float:

@@ -4,7 +4,12 @@ estimate."""
 from dataclasses import dataclass
 
 from hfscale.facts.hardware import peak_tflops
-from hfscale.planner.cost import MTBF_GPU_HOURS, RESTART_S, SAVE_BYTES_S_PER_NODE, SPOT_INTERRUPTIONS_PER_NODE_HOUR
+from hfscale.planner.cost import (
+    MTBF_GPU_HOURS,
+    RESTART_S,
+    SAVE_BYTES_S_PER_NODE,
+    SPOT_INTERRUPTIONS_PER_NODE_HOUR,
+)
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.experts import gathered_share, imbalance_of, kept_share
 from hfscale.planner.frameworks import find_framework, shared_constants
@@ -39,7 +44,13 @@ def advice(best: Estimate, choices: list[Estimate]) -> list[Advice]:
         best (`Estimate`): the first choice.
         choices (`list[Estimate]`): all choices.
     """
-    found = [_offload(best), _tier(best), _largest_loss(best), _data_parallel_link(best), _tensor_parallel(best)]
+    found = [
+        _offload(best),
+        _tier(best),
+        _largest_loss(best),
+        _data_parallel_link(best),
+        _tensor_parallel(best),
+    ]
     found += [_zero_limits(best), _simpler(best, choices)]
     return [item for item in found if item is not None]
 
@@ -94,7 +105,9 @@ def _largest_loss(best: Estimate) -> Advice | None:
         "the pipeline bubble": "use a larger global batch, fewer stages or more virtual stages",
         "the optimizer": "use a larger global batch, or shard optimizer states",
     }[name]
-    return Advice(text=f"{name.capitalize()} takes {share:.0%} of the step: {fix}.", source="this estimate")
+    return Advice(
+        text=f"{name.capitalize()} takes {share:.0%} of the step: {fix}.", source="this estimate"
+    )
 
 
 def _data_parallel_link(best: Estimate) -> Advice | None:
@@ -211,7 +224,10 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         (request.network_gb_s, "given"),
         (gpu.achieved_network_gb_s, "measured"),
         (gpu.network_gb_s, "the vendor's reference node"),
-        (datasheet_network_gb_s(gpu, request.gpus_per_node), "assumed: 100 Gbit/s per node; give --network-gb-s"),
+        (
+            datasheet_network_gb_s(gpu, request.gpus_per_node),
+            "assumed: 100 Gbit/s per node; give --network-gb-s",
+        ),
     )
     network, origin = next((rate, source) for rate, source in known if rate)
     link = f"{gpu.link_gb_s:g} GB/s of NVLink or xGMI" if gpu.link_gb_s else "PCIe only"
@@ -227,12 +243,18 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
     if job is not None:
         origin = "given" if request.global_batch else "assumed"
         unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
-        found.append(f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})")
+        found.append(
+            f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})"
+        )
         found += _of_the_task(job)
     if job is not None and job.liger and job.stack == "hf" and not job.chunked_loss:
-        found.append("the fused loss needs Liger Kernel (pip install liger-kernel); --no-liger plans without it")
+        found.append(
+            "the fused loss needs Liger Kernel (pip install liger-kernel); --no-liger plans without it"
+        )
     if job is not None and job.liger and job.chunked_loss:
-        found.append("the loss is computed in chunks, as the recipes do on NVIDIA GPUs; --no-liger plans without it")
+        found.append(
+            "the loss is computed in chunks, as the recipes do on NVIDIA GPUs; --no-liger plans without it"
+        )
     if job is not None and job.compile and job.stack == "hf" and request.compile is None:
         found.append(
             "layers are compiled, as the recipes do for plain text on NVIDIA GPUs; for packed conversations, whose "
@@ -241,7 +263,9 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
     if job is not None and (job.optimizer, job.pure_bf16) != (request.optimizer, request.pure_bf16):
         bits = [f"optimizer {job.optimizer}"] if job.optimizer != request.optimizer else []
         bits += ["parameters and states in bf16"] if job.pure_bf16 != request.pure_bf16 else []
-        found.append(f"nothing fits otherwise: {', '.join(bits)}, which change the training's results")
+        found.append(
+            f"nothing fits otherwise: {', '.join(bits)}, which change the training's results"
+        )
     if job is not None:
         found += _of_experts(job)
     if job is not None and job.layout.pp > 1 and job.shape.layers % job.layout.pp:
@@ -304,15 +328,25 @@ def _of_the_task(job: Job) -> list[str]:
     """What the numbers of a task rest on."""
     if job.task == "text":
         return []
-    reference = "a frozen copy of the model" if job.has_reference_model else "the model without its adapters"
+    reference = (
+        "a frozen copy of the model"
+        if job.has_reference_model
+        else "the model without its adapters"
+    )
     if job.task == "sft":
         return [
             "sft: a training step with the loss on part of the tokens, with the memory and time of plain training, "
             "except that TRL computes the loss in tiles, without all logits"
         ]
     if job.task == "dpo":
-        passes = f"computed in each step by {reference}" if job.has_reference_pass else "precomputed (not in the time)"
-        return [f"dpo: the sequences of a pair pass the model together; log-probabilities of the reference: {passes}"]
+        passes = (
+            f"computed in each step by {reference}"
+            if job.has_reference_pass
+            else "precomputed (not in the time)"
+        )
+        return [
+            f"dpo: the sequences of a pair pass the model together; log-probabilities of the reference: {passes}"
+        ]
     cache = kv_cache_bytes(job, job.seq_len) / GIB
     penalty = f"the reference is {reference}" if job.has_reference_pass else "no reference model"
     return [

@@ -7,7 +7,15 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from hfscale.planner.option_fields import GROUPS, REQUIRED, Option, default_of, flag_of, options_of, spelling
+from hfscale.planner.option_fields import (
+    GROUPS,
+    REQUIRED,
+    Option,
+    default_of,
+    flag_of,
+    options_of,
+    spelling,
+)
 
 
 def make_command(
@@ -28,7 +36,10 @@ def make_command(
         defaults (`Mapping[str, Any]`, *optional*): defaults of flags that are others than those of the function.
     """
     flags: list[tuple[int, inspect.Parameter]] = []
-    names = [[name for name, one in options_of(cls).items() if function in one.flag_of] for cls in classes]
+    names = [
+        [name for name, one in options_of(cls).items() if function in one.flag_of]
+        for cls in classes
+    ]
     for cls, of_class in zip(classes, names, strict=True):
         types = get_type_hints(cls)
         for name in of_class:
@@ -52,7 +63,9 @@ def make_command(
 
 
 def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 def _default(cls: type, name: str, function: str) -> Any:

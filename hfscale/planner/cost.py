@@ -61,7 +61,9 @@ def checkpoint_bytes(job: Job) -> float:
     return 12.0 * trained_parameters(job)
 
 
-def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | None = None) -> Reliability:
+def reliability(
+    job: Job, *, spot: bool, interruptions_per_node_hour: float | None = None
+) -> Reliability:
     """Compute the interruptions of a job, the optimal interval between checkpoints, and the time lost.
 
     Args:
@@ -74,13 +76,19 @@ def reliability(job: Job, *, spot: bool, interruptions_per_node_hour: float | No
     nodes = math.ceil(gpus / job.gpus_per_node)
     per_hour = gpus / MTBF_GPU_HOURS
     if spot:
-        rate = SPOT_INTERRUPTIONS_PER_NODE_HOUR if interruptions_per_node_hour is None else interruptions_per_node_hour
+        rate = (
+            SPOT_INTERRUPTIONS_PER_NODE_HOUR
+            if interruptions_per_node_hour is None
+            else interruptions_per_node_hour
+        )
         per_hour += nodes * rate
     mtbf_s = 3600 / per_hour
     save_s = checkpoint_bytes(job) / (SAVE_BYTES_S_PER_NODE * nodes)
     cadence_s = math.sqrt(2 * save_s * mtbf_s)
     lost = save_s / cadence_s + (cadence_s / 2 + RESTART_S) / mtbf_s
-    return Reliability(mtbf_hours=mtbf_s / 3600, save_s=save_s, cadence_s=cadence_s, lost_fraction=lost)
+    return Reliability(
+        mtbf_hours=mtbf_s / 3600, save_s=save_s, cadence_s=cadence_s, lost_fraction=lost
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +153,14 @@ def cost(
     reliable = reliability(job, spot=spot, interruptions_per_node_hour=interruptions_per_node_hour)
     hours = tokens / tokens_per_s / 3600 / reliable.goodput
     gpu_hours = hours * job.layout.world_size
-    storage_usd = CHECKPOINTS_KEPT * checkpoint_bytes(job) / 1e9 * STORAGE_USD_PER_GB_MONTH * hours / HOURS_PER_MONTH
+    storage_usd = (
+        CHECKPOINTS_KEPT
+        * checkpoint_bytes(job)
+        / 1e9
+        * STORAGE_USD_PER_GB_MONTH
+        * hours
+        / HOURS_PER_MONTH
+    )
     egress_usd = None if egress is None else checkpoint_bytes(job) / 1e9 * egress.usd_per_gb
     usd = gpu_hours * usd_per_gpu_hour + storage_usd + (egress_usd or 0.0)
     return Cost(

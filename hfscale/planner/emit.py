@@ -58,7 +58,9 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
     files = {
         "accelerate.yaml": accelerate_yaml(plan, choice, folder),
         "recipe.yaml": recipe_yaml(plan, choice, folder),
-        "train.py": (shipped_root() / str(recipe_of(choice.estimate.job))).read_text(encoding="utf-8"),
+        "train.py": (shipped_root() / str(recipe_of(choice.estimate.job))).read_text(
+            encoding="utf-8"
+        ),
         "launch.sh": launch_sh(choice, folder),
     }
     if uses_deepspeed(choice.estimate.job):
@@ -108,7 +110,14 @@ def launch_command(job: Job, folder: Path) -> list[str]:
     nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
     command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
     if nodes > 1:
-        command += ["--machine_rank", "$MACHINE_RANK", "--main_process_ip", "$MAIN_IP", "--main_process_port", "29500"]
+        command += [
+            "--machine_rank",
+            "$MACHINE_RANK",
+            "--main_process_ip",
+            "$MAIN_IP",
+            "--main_process_port",
+            "29500",
+        ]
     return [*command, str(folder / "train.py"), "--config", str(folder / "recipe.yaml")]
 
 
@@ -160,7 +169,8 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
             f"  deepspeed_config_file: {_scalar(str(folder / 'deepspeed.json'))}",
             f"  zero3_init_flag: {'true' if job.zero == 3 else 'false'}",
         ]
-        if nodes > 1:  # launch.sh runs on each machine; by default accelerate would start the other machines over ssh
+        # launch.sh runs on each machine; by default accelerate would start the other machines over ssh
+        if nodes > 1:
             lines.append("  deepspeed_multinode_launcher: standard")
     elif strategy == "fsdp2":
         lines += _fsdp_lines(job)
@@ -171,7 +181,9 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
             "distributed_type: MULTI_GPU # ParallelTrainer shards the model, accelerate must not wrap it again"
         )
     elif strategy in ("parallel", "native"):
-        lines.append("distributed_type: MULTI_GPU # transformers shards the model, accelerate must not wrap it again")
+        lines.append(
+            "distributed_type: MULTI_GPU # transformers shards the model, accelerate must not wrap it again"
+        )
     else:
         lines.append("distributed_type: MULTI_GPU")
     lines += _axis_lines(job)
@@ -185,7 +197,9 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     if job.precision == "fp8":
         lines += ["mixed_precision: fp8", "fp8_config:", "  backend: AO # needs torchao"]
     elif not uses_deepspeed(job):  # with a deepspeed_config_file the key is not allowed
-        lines.append("mixed_precision: bf16 # for your own script; the recipes decide it themselves (--bf16)")
+        lines.append(
+            "mixed_precision: bf16 # for your own script; the recipes decide it themselves (--bf16)"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -252,7 +266,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     if job.precision == "fp32" and job.gpu.tf32_tflops:
         values["tf32"] = True
     if job.compile or compiles_by_default(job):
-        values["torch_compile_regional"] = job.compile  # FSDP2 shards layers, between which a full graph breaks
+        # FSDP2 shards layers, between which a full graph breaks
+        values["torch_compile_regional"] = job.compile
     if job.liger:
         values |= {"fused_loss": "chunked"} if job.chunked_loss else {"use_liger_kernel": True}
     if job.method != "full":
@@ -289,7 +304,8 @@ def layout_flags(job: Job) -> dict[str, Any]:
     is_sharded = job.zero == 3 and not job.runs_parallel_trainer and not uses_deepspeed(job)
     if is_sharded and job.micro_batches > 1 and not defers_replicas:
         flags["accelerator_config"] = SYNC_EACH_BATCH
-    if job.activation_checkpointing != "none" or job.task != "text":  # TRL's default is to recompute
+    # TRL's default is to recompute
+    if job.activation_checkpointing != "none" or job.task != "text":
         flags["activation_checkpointing"] = job.activation_checkpointing != "none"
     if job.activation_checkpointing == "selective":
         flags["recompute"] = "selective"

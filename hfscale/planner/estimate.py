@@ -13,7 +13,14 @@ from hfscale.facts.models import find_model
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import Job, splits_activations
 from hfscale.planner.launchable import compiles_by_default
-from hfscale.planner.memory import Memory, Peak, adapter_parameters, memory_of, node_host_gib, peak_of
+from hfscale.planner.memory import (
+    Memory,
+    Peak,
+    adapter_parameters,
+    memory_of,
+    node_host_gib,
+    peak_of,
+)
 from hfscale.planner.option_fields import options_of, python_options, spelled, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
@@ -96,7 +103,9 @@ class Estimate:
         """Model FLOPs (attention counted in full) over the dense peak of the format of the matrix products (`bf16` for
         fp8, see `peak_dtype`); None where no peak is known."""
         job = self.job
-        peak = peak_tflops(job.gpu, "tf32" if job.precision == "fp32" else peak_dtype(job.precision))
+        peak = peak_tflops(
+            job.gpu, "tf32" if job.precision == "fp32" else peak_dtype(job.precision)
+        )
         if peak is None:
             return None
         lora = None if job.method == "full" else adapter_parameters(job, active=True)
@@ -189,7 +198,11 @@ def estimate_job(job: Job) -> Estimate:
             nodes is not above 0, or the LoRA rank is below 1.
     """
     framework = find_framework(job.stack)
-    return Estimate(job=job, memory=memory_of(job, framework), time=step_time(job, framework, shared_constants()))
+    return Estimate(
+        job=job,
+        memory=memory_of(job, framework),
+        time=step_time(job, framework, shared_constants()),
+    )
 
 
 def with_least_checkpointing(job: Job) -> Job:

@@ -67,15 +67,21 @@ def run(
         _run_script(argv, gpus, axes, given | {"zero": zero}, as_json=source.as_json)
         return 0
     if arguments:
-        raise UsageError(f"'{arguments[0]}' belongs to no option: give one MODEL, or --script FILE -- ARGS")
+        raise UsageError(
+            f"'{arguments[0]}' belongs to no option: give one MODEL, or --script FILE -- ARGS"
+        )
     if model is None or gpu is None:
-        raise UsageError("give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv")
+        raise UsageError(
+            "give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv"
+        )
     at_most(MAX_RANKS)("--gpus", gpus)
     check_pure(given["pure_bf16"], given["precision"])
     layout = _fill_layout(gpus, axes, zero)
     if zero is None:
         zero = 3 if layout.dp_shard > 1 else 0
-    result = estimate_with(model, make_options(EstimateOptions, "estimate", given | {"layout": layout, "zero": zero}))
+    result = estimate_with(
+        model, make_options(EstimateOptions, "estimate", given | {"layout": layout, "zero": zero})
+    )
     if source.as_json:
         print(json.dumps(result.to_dict()))
     else:
@@ -83,7 +89,9 @@ def run(
     return 0
 
 
-def _run_script(argv: Sequence[str], gpus: int, axes: AxisOptions, given: Mapping[str, Any], *, as_json: bool) -> None:
+def _run_script(
+    argv: Sequence[str], gpus: int, axes: AxisOptions, given: Mapping[str, Any], *, as_json: bool
+) -> None:
     """Trace a script and print its estimate, with data parallelism over all GPUs."""
     from hfscale.planner.script import estimate_script, trace_script
 
@@ -97,7 +105,9 @@ def _run_script(argv: Sequence[str], gpus: int, axes: AxisOptions, given: Mappin
     at_most(MAX_RANKS)("--gpus", gpus)
     for name in ("cp", "tp", "pp"):
         if getattr(axes, name) > 1:
-            raise UsageError(f"--script is estimated with data parallelism alone: leave --{name} out")
+            raise UsageError(
+                f"--script is estimated with data parallelism alone: leave --{name} out"
+            )
     row = find_accelerator(given["gpu"], given["hardware"])
     counts = trace_script(argv, gpus=gpus, precision="bf16" if precision == "fp8" else precision)
     found = estimate_script(
@@ -113,13 +123,19 @@ def _run_script(argv: Sequence[str], gpus: int, axes: AxisOptions, given: Mappin
         print(json.dumps(found.to_dict()))
         return
     flops = counts["matmul_flops"] + counts["attention_flops"]
-    print(f"{argv[0]}: {counts['model']}, {counts['parameters'] / 1e9:.2f}B parameters, {gpus} {row.name}")
-    print(f"  ZeRO stage {zero}, micro-batch of {counts['tokens']:,} tokens x {counts['grad_accum']} per step and GPU")
+    print(
+        f"{argv[0]}: {counts['model']}, {counts['parameters'] / 1e9:.2f}B parameters, {gpus} {row.name}"
+    )
+    print(
+        f"  ZeRO stage {zero}, micro-batch of {counts['tokens']:,} tokens x {counts['grad_accum']} per step and GPU"
+    )
     print(
         f"traced: {flops / 1e12:.2f} TFLOP, {counts['saved_bytes'] / GIB:.2f} GiB saved for the backward pass, "
         f"{found.collective_bytes / GIB:.2f} GiB sent per step"
     )
-    print(f"memory {found.memory.total:.1f} GiB of {row.memory_gib:g}: {'fits' if found.fits else 'does NOT fit'}")
+    print(
+        f"memory {found.memory.total:.1f} GiB of {row.memory_gib:g}: {'fits' if found.fits else 'does NOT fit'}"
+    )
     for name, gib in vars(found.memory).items():
         print(f"  {name:14}{gib:8.2f} GiB")
     print(f"step {found.time.total:.3f} s")
@@ -146,8 +162,12 @@ def _print_estimate(result: Estimate) -> None:
     job = result.job
     memory = result.memory
     time = result.time
-    print(f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}")
-    print(f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} per step")
+    print(
+        f"{job.shape.model_type} {job.shape.total_parameters / 1e9:.2f}B on {job.layout.world_size} {job.gpu.name}"
+    )
+    print(
+        f"  {job.layout}, ZeRO stage {job.zero}, micro-batch {job.micro_batch} x {job.micro_batches} per step"
+    )
     if result.fits:
         verdict = "fits"
     elif result.fits_word == "no":
@@ -178,12 +198,16 @@ def _run_table(path: Path) -> None:
             reader = csv.DictReader(file)
             missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
             if missing:
-                raise UsageError(f"--table {path} has no column {', '.join(missing)}: it needs {', '.join(REQUIRED)}")
+                raise UsageError(
+                    f"--table {path} has no column {', '.join(missing)}: it needs {', '.join(REQUIRED)}"
+                )
             for number, row in enumerate(reader):
                 sys.stdout.write(json.dumps(table_line(number, row)) + "\n")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"--table {path} cannot be read: {reason}; give a CSV file in UTF-8") from None
+        raise UsageError(
+            f"--table {path} cannot be read: {reason}; give a CSV file in UTF-8"
+        ) from None
 
 
 def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
@@ -199,7 +223,9 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         if None in row:
-            raise UsageError("the row has more cells than the table has columns: quote cells that contain a comma")
+            raise UsageError(
+                "the row has more cells than the table has columns: quote cells that contain a comma"
+            )
         result = estimate_job(job_of(row))
     except HfScaleError as error:
         numbers = dict.fromkeys(("tokens_per_s_per_gpu", "peak_mem_gib", "mfu"))
@@ -209,7 +235,9 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "row": number,
         "tokens_per_s_per_gpu": round(result.tokens_per_s_per_gpu, 4),
-        "peak_mem_gib": round(allocated_gib(result.memory) if is_allocated(row) else result.memory.total, 4),
+        "peak_mem_gib": round(
+            allocated_gib(result.memory) if is_allocated(row) else result.memory.total, 4
+        ),
         "mfu": None if mfu is None else round(mfu, 5),
         "error": None,
         **({"assumed": assumptions} if assumptions else {}),
@@ -225,10 +253,12 @@ COMMAND = make_command(
     function="estimate",
     arguments={
         "model": Annotated[
-            str | None, typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json.")
+            str | None,
+            typer.Argument(metavar="MODEL", help="A built-in name, hub id or config.json."),
         ],
         "arguments": Annotated[
-            list[str] | None, typer.Argument(metavar="-- ARGS …", help="With --script: the script's arguments.")
+            list[str] | None,
+            typer.Argument(metavar="-- ARGS …", help="With --script: the script's arguments."),
         ],
     },
     defaults={"zero": None},

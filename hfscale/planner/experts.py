@@ -45,7 +45,9 @@ def layer_parameters(job: Job) -> tuple[float, float]:
     experts = job.shape.mean_expert_parameters
     tp = job.layout.tp
     own = experts / job.expert_parallel
-    return (job.shape.mean_layer_parameters - experts) / tp, own if job.spreads_experts else own / tp
+    return (
+        job.shape.mean_layer_parameters - experts
+    ) / tp, own if job.spreads_experts else own / tp
 
 
 def owners(job: Job, ranks: float) -> float:
@@ -73,7 +75,12 @@ def kept_share(job: Job, ranks: float) -> float:
         ranks (`float`): ranks that shard the states, of which those with the same experts share them.
     """
     shards = owners(job, ranks)
-    if job.stack != "hf" or job.zero != 3 or job.shape.moe is None or (job.spreads_experts and not job.is_native):
+    if (
+        job.stack != "hf"
+        or job.zero != 3
+        or job.shape.moe is None
+        or (job.spreads_experts and not job.is_native)
+    ):
         return 1 / shards
     experts = job.shape.moe.experts // job.expert_parallel
     return math.ceil(experts / shards) / experts
@@ -159,7 +166,9 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
         exchange = shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
         pairs = 0.0
         if job.stack == "hf":
-            pairs = paired_share(job.schedule_name, pp=job.layout.pp, micro_batches=job.micro_batches)
+            pairs = paired_share(
+                job.schedule_name, pp=job.layout.pp, micro_batches=job.micro_batches
+            )
         return (1 - pairs) * exchange + pairs * exposed_s(exchange, compute, EXPERT_OVERLAP)
     nodes = nodes_of_a_token(shape, size / network.per_node(group))
     packed = (1 + FP8_SCALE_BYTES) / 2 if job.precision == "fp8" else 1.0

@@ -138,7 +138,9 @@ def find_framework(name: str) -> Framework:
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UsageError(f"{spelled('stack')} is {name!r}, which is not known{hint}: use one of {', '.join(names)}")
+        raise UsageError(
+            f"{spelled('stack')} is {name!r}, which is not known{hint}: use one of {', '.join(names)}"
+        )
     return Framework(name=name, **_TABLE[name])
 
 

@@ -52,10 +52,16 @@ def improvements(request: PlanRequest, best: Estimate | None) -> list[Improvemen
     """
     if best is None:
         return _to_fit(request)
-    return (_without_offload(request, best) if best.job.offload != "none" else []) + _faster(best) + _smaller(best)
+    return (
+        (_without_offload(request, best) if best.job.offload != "none" else [])
+        + _faster(best)
+        + _smaller(best)
+    )
 
 
-def _described(change: str, found: Estimate, best: Estimate | None, *, changes_results: bool = False) -> Improvement:
+def _described(
+    change: str, found: Estimate, best: Estimate | None, *, changes_results: bool = False
+) -> Improvement:
     job = found.job
     offload = f", {job.offload} offload" if job.offload != "none" else ""
     batch = f"micro-batch {job.micro_batch}"
@@ -85,16 +91,24 @@ def _faster(best: Estimate) -> list[Improvement]:
     if job.precision == "bf16" and job.gpu.fp8_tflops:
         tried.append(("fp8 matrix products: --precision fp8", replace(job, precision="fp8"), True))
     if job.method == "full" and job.optimizer == "adamw":
-        tried.append(("8-bit optimizer: --optimizer adamw_8bit", replace(job, optimizer="adamw_8bit"), True))
+        tried.append(
+            ("8-bit optimizer: --optimizer adamw_8bit", replace(job, optimizer="adamw_8bit"), True)
+        )
         if not job.pure_bf16 and job.precision == "bf16" and job.stack != "megatron":
-            tried.append(("bf16 parameters and states: --pure-bf16", replace(job, pure_bf16=True), True))
-    tried.append((f"twice the batch: --global-batch {2 * job.global_batch}", _with_batch(job, 2), True))
+            tried.append(
+                ("bf16 parameters and states: --pure-bf16", replace(job, pure_bf16=True), True)
+            )
+    tried.append(
+        (f"twice the batch: --global-batch {2 * job.global_batch}", _with_batch(job, 2), True)
+    )
     found = []
     for change, trial, changes_results in tried:
         if why_not(trial) is not None and why_not(job) is None and not trial.pure_bf16:
             continue
         estimate = best_of_layout(trial, fused=False)[0]
-        if estimate is not None and estimate.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu * (1 + MIN_GAIN):
+        if estimate is not None and estimate.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu * (
+            1 + MIN_GAIN
+        ):
             found.append(_described(change, estimate, best, changes_results=changes_results))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))
 
@@ -139,16 +153,27 @@ def _smaller(best: Estimate) -> list[Improvement]:
         tried.append(("fused loss: --liger", replace(job, liger=True)))
     if job.micro_batch > 1:
         tried.append(
-            (f"fewer sequences at once: {job.micro_batch // 2}", replace(job, micro_batch=job.micro_batch // 2))
+            (
+                f"fewer sequences at once: {job.micro_batch // 2}",
+                replace(job, micro_batch=job.micro_batch // 2),
+            )
         )
     order = get_args(ActivationCheckpointing)
     for more in order[order.index(job.activation_checkpointing) + 1 :]:
         recomputed = replace(job, activation_checkpointing=more, overlapped_experts=False)
         tried.append((f"recomputation {more}", recomputed))
-    if job.stack == "hf" and job.offload == "none" and job.layout.ranks_per_replica == 1 and job.task == "text":
+    if (
+        job.stack == "hf"
+        and job.offload == "none"
+        and job.layout.ranks_per_replica == 1
+        and job.task == "text"
+    ):
         offload: Offload = "full" if job.zero == 3 else "optimizer"
         tried.append(
-            (f"offload of {_offloaded(offload)}", replace(job, offload=offload, zero=job.zero or 2, expert_parallel=1))
+            (
+                f"offload of {_offloaded(offload)}",
+                replace(job, offload=offload, zero=job.zero or 2, expert_parallel=1),
+            )
         )
     found = []
     for change, trial in tried:
@@ -178,7 +203,9 @@ def _to_fit(request: PlanRequest) -> list[Improvement]:
     if request.method == "full" and request.task == "text":
         adapters = replace(request, method="lora", liger=None)
         tried.append(("adapters: --method lora", _first(adapters, gpus), True))
-        tried.append(("adapters: --method qlora", _first(replace(adapters, method="qlora"), gpus), True))
+        tried.append(
+            ("adapters: --method qlora", _first(replace(adapters, method="qlora"), gpus), True)
+        )
     tried.append(("shorter sequences", _with_shorter_sequences(request), True))
     tried.append(("more GPUs", _with_more_gpus(request), False))
     found = []
@@ -190,13 +217,18 @@ def _to_fit(request: PlanRequest) -> list[Improvement]:
         elif estimate.job.seq_len != request.seq_len:
             change = f"shorter sequences: --seq-len {estimate.job.seq_len}"
         job = estimate.job
-        changes_results = changes_results or _has_lower_precision(request, job.optimizer, job.pure_bf16)
+        changes_results = changes_results or _has_lower_precision(
+            request, job.optimizer, job.pure_bf16
+        )
         found.append(_described(change, estimate, None, changes_results=changes_results))
     return found
 
 
 def _has_lower_precision(request: PlanRequest, optimizer: Optimizer, pure: bool) -> bool:
-    return any((changed.optimizer, changed.pure_bf16) == (optimizer, pure) for changed in lower_precision(request))
+    return any(
+        (changed.optimizer, changed.pure_bf16) == (optimizer, pure)
+        for changed in lower_precision(request)
+    )
 
 
 def _first(request: PlanRequest, gpus: int) -> Estimate | None:
@@ -212,7 +244,9 @@ def _first(request: PlanRequest, gpus: int) -> Estimate | None:
 
 def _with_shorter_sequences(request: PlanRequest) -> Estimate | None:
     seq_len = request.seq_len // 2
-    while seq_len >= MIN_SEQ_LEN and (request.task != "grpo" or seq_len > request.max_completion_length):
+    while seq_len >= MIN_SEQ_LEN and (
+        request.task != "grpo" or seq_len > request.max_completion_length
+    ):
         if (found := _first(replace(request, seq_len=seq_len), request.gpus)) is not None:
             return found
         seq_len //= 2

@@ -106,7 +106,9 @@ class IslandsVerdict:
         return asdict(self)
 
 
-def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = None) -> IslandsVerdict:
+def judge_islands(
+    estimate: Estimate, islands: Islands, tokens: float | None = None
+) -> IslandsVerdict:
     """Compare islands with one island alone and with DDP and FSDP2 over the same link.
 
     Args:
@@ -122,7 +124,10 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
     trained = int(trained_parameters(job))
     count = islands.count
     link = islands.link_bytes_s
-    payloads = [islands.compression.bytes_of(values) for values in _fragments(job, trained, islands.fragments)]
+    payloads = [
+        islands.compression.bytes_of(values)
+        for values in _fragments(job, trained, islands.fragments)
+    ]
     # The islands upload at the same time; then island 0 sends to each of the others what it does not have.
     rounds_s = [payload * (1 + (count - 1) ** 2) / link for payload in payloads]
     waits_s = sum(max(0.0, round_s - islands.overlap_steps * step_s) for round_s in rounds_s)
@@ -144,7 +149,11 @@ def judge_islands(estimate: Estimate, islands: Islands, tokens: float | None = N
     diloco = islands.steps * all_tokens / period_s
     ddp = all_tokens / ddp_s
     fsdp2 = all_tokens / fsdp2_s
-    others = {"one island alone": one_island, "DDP or HSDP over the link": ddp, "FSDP2 over the link": fsdp2}
+    others = {
+        "one island alone": one_island,
+        "DDP or HSDP over the link": ddp,
+        "FSDP2 over the link": fsdp2,
+    }
     best = max(others, key=lambda name: others[name])
     pays = diloco > GAIN * others[best]
     enough = math.ceil(waits_s * (1 - STALLED) / STALLED / step_s)
@@ -184,5 +193,8 @@ def _fragments(job: Job, trained: int, fragments: int) -> list[int]:
             f"{spelled('island_fragments')} is {fragments}: the model has {layers} layers; give at most as many"
         )
     in_layers = job.shape.layers_parameters if job.method == "full" else trained
-    sizes = [in_layers * len(range(fragment, layers, fragments)) // layers for fragment in range(fragments)]
+    sizes = [
+        in_layers * len(range(fragment, layers, fragments)) // layers
+        for fragment in range(fragments)
+    ]
     return [*sizes[:-1], trained - sum(sizes[:-1])]

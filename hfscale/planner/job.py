@@ -81,7 +81,9 @@ class Job(LayoutOptions):
     def writes_scores(self) -> bool:
         """Whether attention scores are written to memory: without flash attention, and in Hugging Face's families that
         support neither it nor SDPA."""
-        return not self.flash_attention or (self.stack == "hf" and has_scores(self.shape.model_type))
+        return not self.flash_attention or (
+            self.stack == "hf" and has_scores(self.shape.model_type)
+        )
 
     @cached_property
     def runs_parallel_trainer(self) -> bool:
@@ -127,7 +129,9 @@ class Job(LayoutOptions):
     @property
     def has_reference_pass(self) -> bool:
         """Whether a step computes log-probabilities of the reference."""
-        return (self.task == "dpo" and not self.precompute_ref_log_probs) or (self.task == "grpo" and self.beta > 0)
+        return (self.task == "dpo" and not self.precompute_ref_log_probs) or (
+            self.task == "grpo" and self.beta > 0
+        )
 
     @property
     def has_reference_model(self) -> bool:
@@ -181,7 +185,9 @@ class Job(LayoutOptions):
         """Layers that the pipeline's stages divide; two more where the embedding and the head count as a layer
         each."""
         layers = self.shape.layers
-        is_counted = self.stack != "hf" and layers % self.layout.pp and (layers + 2) % self.layout.pp == 0
+        is_counted = (
+            self.stack != "hf" and layers % self.layout.pp and (layers + 2) % self.layout.pp == 0
+        )
         return layers + 2 if is_counted else layers
 
     @cached_property
@@ -191,7 +197,9 @@ class Job(LayoutOptions):
         if self.stack != "hf" or self.layout.pp == 1:
             return None
         head = self.shape.head_layers
-        return rank_layers(self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule_name)
+        return rank_layers(
+            self.shape.layers, head, self.layout.pp, self.virtual_stages, self.schedule_name
+        )
 
     def check(self) -> None:
         """Check that all options are known and all sizes fit together.
@@ -203,7 +211,9 @@ class Job(LayoutOptions):
         """
         check_options(self)
         if self.layout.world_size > MAX_RANKS:
-            raise LayoutError(f"layout {self.layout} has {self.layout.world_size:,} ranks: use at most {MAX_RANKS:,}")
+            raise LayoutError(
+                f"layout {self.layout} has {self.layout.world_size:,} ranks: use at most {MAX_RANKS:,}"
+            )
         if self.precision == "fp8" and self.gpu.fp8_tflops is None:
             raise UsageError(
                 f"{spelled('precision')} is fp8, but no fp8 peak of {self.gpu.name} is known: use "
@@ -271,8 +281,12 @@ class Job(LayoutOptions):
                 f"does not divide by that: use {self.seq_len // (2 * cp) * 2 * cp or 2 * cp}"
             )
         if self.method != "full" and self.lora_rank < 1:
-            raise UsageError(f"{spelled('lora_rank')} is {self.lora_rank}: give a rank of at least 1, such as 16")
-        if self.expert_parallel > 1 and (shape.moe is None or shape.moe.experts % self.expert_parallel):
+            raise UsageError(
+                f"{spelled('lora_rank')} is {self.lora_rank}: give a rank of at least 1, such as 16"
+            )
+        if self.expert_parallel > 1 and (
+            shape.moe is None or shape.moe.experts % self.expert_parallel
+        ):
             experts = shape.moe.experts if shape.moe else 0
             raise LayoutError(
                 f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide {experts} experts: "
@@ -308,7 +322,9 @@ class Job(LayoutOptions):
             layout = self.layout
             ranks = layout.dp_shard * layout.cp * layout.tp
             axes = spelled("dp_shard") if ranks == layout.dp_shard else "a stage of it"
-            multiple = f", or is no multiple of {spelled('tp')} {layout.tp}" if layout.tp > 1 else ""
+            multiple = (
+                f", or is no multiple of {spelled('tp')} {layout.tp}" if layout.tp > 1 else ""
+            )
             multiple += ", and is no number of complete replicas" if layout.dp_replicate > 1 else ""
             near = max((size for size in fitting if size <= self.expert_parallel), default=1)
             raise LayoutError(
@@ -345,7 +361,9 @@ class Job(LayoutOptions):
                 f"larger {spelled('seq_len')}"
             )
         if not 0 <= self.beta < float("inf"):
-            raise UsageError(f"{spelled('beta')} is {self.beta}: it must be a finite number of at least 0")
+            raise UsageError(
+                f"{spelled('beta')} is {self.beta}: it must be a finite number of at least 0"
+            )
         if self.micro_batches % self.generation_rounds:
             raise LayoutError(
                 f"{spelled('generation_rounds')} is {self.generation_rounds}, which does not divide "
@@ -413,7 +431,10 @@ def can_overlap_experts(job: Job) -> bool:
     is_interleaved = job.layout.pp == 1 or job.virtual_stages > 1
     has_two_micro_batches = job.expert_parallel > 1 and job.micro_batches > 1
     return (
-        job.stack == "megatron" and has_two_micro_batches and job.activation_checkpointing != "full" and is_interleaved
+        job.stack == "megatron"
+        and has_two_micro_batches
+        and job.activation_checkpointing != "full"
+        and is_interleaved
     )
 
 
@@ -429,7 +450,11 @@ def expert_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
         return []
     ranks = layout.dp_shard * layout.cp * layout.tp
     inside = [size for size in range(layout.tp, ranks + 1, layout.tp) if ranks % size == 0]
-    across = [ranks * number for number in range(2, layout.dp_replicate + 1) if layout.dp_replicate % number == 0]
+    across = [
+        ranks * number
+        for number in range(2, layout.dp_replicate + 1)
+        if layout.dp_replicate % number == 0
+    ]
     return [size for size in (*inside, *across) if size > 1 and shape.moe.experts % size == 0]
 
 
@@ -445,7 +470,9 @@ def needs_parallel_trainer(layout: ParallelLayout, expert_parallel: int) -> bool
     """
     if layout.pp > 1 or expert_parallel == 1:
         return layout.pp > 1
-    return layout.tp * layout.cp > 1 or (layout.dp_replicate > 1 and expert_parallel > layout.dp_shard)
+    return layout.tp * layout.cp > 1 or (
+        layout.dp_replicate > 1 and expert_parallel > layout.dp_shard
+    )
 
 
 def _divisor(number: int, near: int) -> int:

@@ -146,7 +146,9 @@ def _power_factor(gpu: Accelerator, shared: SharedConstants) -> float:
     return float((gpu.power_w / usual) ** shared.power_exponent)
 
 
-def _matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision) -> float:
+def _matmul_rate(
+    gpu: Accelerator, peak: float, shared: SharedConstants, precision: Precision
+) -> float:
     """Rate, FLOP/s, of the best large matrix product on a device, measured on it if possible; `peak` is in TFLOP/s."""
     measured = {"fp16": gpu.achieved_fp16_tflops, "fp32": gpu.achieved_fp32_tflops}.get(precision)
     if measured:
@@ -156,7 +158,9 @@ def _matmul_rate(gpu: Accelerator, peak: float, shared: SharedConstants, precisi
     return peak * 1e12 * share * _power_factor(gpu, shared)
 
 
-def layer_forward(job: Job, framework: Framework, shared: SharedConstants, rates: Rates) -> LayerTime:
+def layer_forward(
+    job: Job, framework: Framework, shared: SharedConstants, rates: Rates
+) -> LayerTime:
     """Compute the duration of an average layer's forward pass by part, in seconds.
 
     Args:
@@ -191,10 +195,18 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
         rate = rates.matmul
         if linear.copies > 1:
             copies = linear.copies / job.expert_parallel
-            rows = tokens * job.expert_parallel * linear.used / linear.copies * imbalance_of(job, shared)
+            rows = (
+                tokens
+                * job.expert_parallel
+                * linear.used
+                / linear.copies
+                * imbalance_of(job, shared)
+            )
         if linear.copies > 1 and job.spreads_experts:
             rows /= tp
-        elif linear.outputs == job.shape.hidden:  # the second matrix of a pair, of which tp ranks split the inputs
+        elif (
+            linear.outputs == job.shape.hidden
+        ):  # the second matrix of a pair, of which tp ranks split the inputs
             k = k // tp
         else:
             n = n // tp
@@ -219,7 +231,9 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     attention = kind.mixer
     tokens = job.tokens
     if not isinstance(attention, AttentionShape):
-        return attention.flops_per_token * tokens / rates.attention if attention is not None else 0.0
+        return (
+            attention.flops_per_token * tokens / rates.attention if attention is not None else 0.0
+        )
     heads = attention.heads / job.layout.tp
     seq_len = job.seq_len
     reach = seq_len if kind.window is None else min(seq_len, kind.window)
@@ -232,7 +246,11 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     is_odd = attention.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
     rate = job.gpu.fp32_tflops * 1e12 if is_odd and job.gpu.fp32_tflops else rates.bf16_matmul
     is_eager = job.stack == "hf"
-    moved = EAGER_SCORE_BYTES + SOFTCAP_BYTES.get(job.shape.model_type, 0.0) if is_eager else SCORE_BYTES
+    moved = (
+        EAGER_SCORE_BYTES + SOFTCAP_BYTES.get(job.shape.model_type, 0.0)
+        if is_eager
+        else SCORE_BYTES
+    )
     return 2 * widths * seq_len * tokens / rate + moved * scores / rates.memory
 
 

@@ -81,7 +81,9 @@ def chunks_loss(job: Job) -> bool:
     Args:
         job (`Job`): the run.
     """
-    return job.stack == "hf" and job.precision in ("bf16", "fp32") and job.shape.model_type != "gemma2"
+    return (
+        job.stack == "hf" and job.precision in ("bf16", "fp32") and job.shape.model_type != "gemma2"
+    )
 
 
 def compiles_by_default(job: Job) -> bool:

@@ -63,18 +63,25 @@ def layouts_with_experts(request: PlanRequest, gpus: int) -> Iterator[Candidate]
                 yield from _spread_data_parallel(request, tp=tp, cp=cp, dp=gpus // tp // cp)
 
 
-def _spread_data_parallel(request: PlanRequest, *, tp: int, cp: int, dp: int) -> Iterator[Candidate]:
+def _spread_data_parallel(
+    request: PlanRequest, *, tp: int, cp: int, dp: int
+) -> Iterator[Candidate]:
     """Ways to replicate or shard what is not an expert over `dp` data-parallel ranks."""
     if cp == 1:
         yield ParallelLayout(dp_replicate=dp, tp=tp), 0, "none"
     inside = max(1, request.gpus_per_node // (tp * cp))
-    shards = {dp, *(shard for shard in (inside, 4 * inside, 16 * inside) if shard < dp and dp % shard == 0)}
+    shards = {
+        dp,
+        *(shard for shard in (inside, 4 * inside, 16 * inside) if shard < dp and dp % shard == 0),
+    }
     for shard in sorted(shards, reverse=True):
         if shard * cp > 1:
             yield ParallelLayout(dp_replicate=dp // shard, dp_shard=shard, cp=cp, tp=tp), 3, "none"
 
 
-def _why_not_split(request: PlanRequest, *, tp: int, pp: int, cp: int, spreads_experts: bool = False) -> str | None:
+def _why_not_split(
+    request: PlanRequest, *, tp: int, pp: int, cp: int, spreads_experts: bool = False
+) -> str | None:
     """Why no layout of the request can have these sizes, whatever its data-parallel ranks shard; None if one can.
 
     Rules that depend on what the ranks shard, or that concern pipelines alone, are applied to each layout (`_try`).
@@ -102,10 +109,19 @@ def _powers_of_two(most: int) -> list[int]:
 def _pipeline_sizes(layers: int, ranks: int) -> list[int]:
     """Pipeline sizes whose fullest rank, which limits the speed, has little more than its share of the layers."""
     possible = range(2, min(layers, ranks, MAX_STAGES) + 1)
-    return [1, *(pp for pp in possible if ranks % pp == 0 and -(-layers // pp) * pp <= MAX_UNEVENNESS * layers)]
+    return [
+        1,
+        *(
+            pp
+            for pp in possible
+            if ranks % pp == 0 and -(-layers // pp) * pp <= MAX_UNEVENNESS * layers
+        ),
+    ]
 
 
-def _data_parallel(request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int) -> Iterator[Candidate]:
+def _data_parallel(
+    request: PlanRequest, *, tp: int, pp: int, cp: int, dp: int
+) -> Iterator[Candidate]:
     """Ways to replicate or shard the states over `dp` data-parallel ranks."""
 
     def layout(shard: int) -> ParallelLayout:

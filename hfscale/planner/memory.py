@@ -77,7 +77,9 @@ def adapter_parameters(job: Job, *, active: bool = False) -> int:
 
 @lru_cache(maxsize=512)
 def _adapter_parameters(shape: ModelShape, rank: int, attention_only: bool, active: bool) -> int:
-    modules: Iterable[str] | Literal["all-linear"] = shape.attention_modules if attention_only else "all-linear"
+    modules: Iterable[str] | Literal["all-linear"] = (
+        shape.attention_modules if attention_only else "all-linear"
+    )
     return shape.lora_parameters(rank, modules, active=active)
 
 
@@ -139,7 +141,9 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
         gradient_share = share_of(all_replicas) if job.zero == 2 else 1.0
         optimizer_share = share_of(all_replicas) if job.zero >= 1 else 1.0
     weight, gradient, master = _formats(job, framework)
-    moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (2 if job.pure_bf16 and job.optimizer == "adamw" else 1)
+    moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (
+        2 if job.pure_bf16 and job.optimizer == "adamw" else 1
+    )
     frozen = FROZEN_BYTES[job.method]
     trained = share * local
     parameters = (frozen * local + weight * trained) * parameter_share
@@ -313,7 +317,9 @@ def groups(job: Job) -> int:
     share the embedding; with expert parallelism one of the ranks that share experts.
     """
     layout = job.layout
-    axes = sum(size > 1 for size in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp))
+    axes = sum(
+        size > 1 for size in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp)
+    )
     return min(1, axes) + (axes if axes > 1 else 0) + (layout.pp > 1) + (job.expert_parallel > 1)
 
 
@@ -333,7 +339,9 @@ def host_gib(job: Job) -> float:
     trained = (16.0 + (4.0 if job.zero == 3 else 2.0)) * trained_parameters(job)
     if job.offload == "optimizer":
         return trained / job.layout.world_size / GIB
-    parameters = 2.0 * trained_parameters(job) + FROZEN_BYTES[job.method] * job.shape.total_parameters
+    parameters = (
+        2.0 * trained_parameters(job) + FROZEN_BYTES[job.method] * job.shape.total_parameters
+    )
     return (trained + parameters) / job.layout.world_size / GIB
 
 
@@ -354,7 +362,11 @@ def node_host_gib(job: Job) -> float:
     share = local / job.layout.world_size
     parameters = float(job.shape.total_parameters)
     trained = trained_parameters(job)
-    weights = 4.0 * parameters if job.method == "full" else FROZEN_BYTES[job.method] * parameters + 4.0 * trained
+    weights = (
+        4.0 * parameters
+        if job.method == "full"
+        else FROZEN_BYTES[job.method] * parameters + 4.0 * trained
+    )
     saved = (4.0 + OPTIMIZERS[job.optimizer]["state_bytes"]) * trained
     is_split = job.layout.tp * job.layout.pp > 1 or job.spreads_experts
     readers = 1 if job.zero == 3 and job.precision != "fp8" else local

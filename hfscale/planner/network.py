@@ -74,7 +74,14 @@ class Network:
     """Constants of links and networks."""
 
     @classmethod
-    def of(cls, gpu: Accelerator, *, node_size: int, network_gb_s: float | None, shared: SharedConstants) -> "Network":
+    def of(
+        cls,
+        gpu: Accelerator,
+        *,
+        node_size: int,
+        network_gb_s: float | None,
+        shared: SharedConstants,
+    ) -> "Network":
         """Create the network that connects nodes of `gpu`.
 
         Bandwidths and latencies that were measured on the device are used instead of datasheet numbers and shared
@@ -108,7 +115,9 @@ class Network:
             shared = replace(shared, hop_s=gpu.hop_us / 1e6)
         if gpu.network_hop_us:
             shared = replace(shared, network_hop_s=gpu.network_hop_us / 1e6)
-        return cls(link_bytes_s=link * 1e9, card_bytes_s=card * 1e9, node_size=node_size, shared=shared)
+        return cls(
+            link_bytes_s=link * 1e9, card_bytes_s=card * 1e9, node_size=node_size, shared=shared
+        )
 
     def per_node(self, group: Group) -> int:
         """Count the members of a group that share a node."""
@@ -153,8 +162,15 @@ class Network:
         if group.size <= 1 or total_bytes <= 0:
             return 0.0
         local = self.per_node(group)
-        inside = total_bytes * (local - 1) / group.size / (self.link_bytes_s * self.shared.link_rate)
-        outside = total_bytes * (group.size - local) / group.size / (self.card_bytes_s * self.shared.network_rate)
+        inside = (
+            total_bytes * (local - 1) / group.size / (self.link_bytes_s * self.shared.link_rate)
+        )
+        outside = (
+            total_bytes
+            * (group.size - local)
+            / group.size
+            / (self.card_bytes_s * self.shared.network_rate)
+        )
         return max(inside, outside) + self.latency(group)
 
     def routed_s(self, copy_bytes: float, group: Group, *, copies: int, nodes: float) -> float:
@@ -176,7 +192,12 @@ class Network:
         possible = min(nodes, all_nodes)
         # Expected number of different nodes if each expert is on a random one of the possible nodes.
         reached = possible * (1 - (1 - 1 / possible) ** copies) if possible > 1 else 1.0
-        outside = copy_bytes * reached * (1 - 1 / all_nodes) / (self.card_bytes_s * self.shared.network_rate)
+        outside = (
+            copy_bytes
+            * reached
+            * (1 - 1 / all_nodes)
+            / (self.card_bytes_s * self.shared.network_rate)
+        )
         inside = copy_bytes * copies * (1 - 1 / local) / (self.link_bytes_s * self.shared.link_rate)
         return max(inside, outside) + self.latency(group)
 
@@ -190,7 +211,9 @@ class Network:
         """
         if stride < self.node_size:
             return total_bytes / (self.link_bytes_s * self.shared.link_rate) + self.shared.hop_s
-        return total_bytes / (self.card_bytes_s * self.shared.network_rate) + self.shared.network_hop_s
+        return (
+            total_bytes / (self.card_bytes_s * self.shared.network_rate) + self.shared.network_hop_s
+        )
 
     def latency(self, group: Group) -> float:
         """Compute the seconds that the steps of a ring take without any bytes.

@@ -104,7 +104,11 @@ def option(
         estimate (`Any`, *optional*): the default of `estimate`, where it is another one.
         metadata (`Any`): the other fields of `Option`.
     """
-    defaults = {name: value for name, value in (("plan", plan), ("estimate", estimate)) if value is not MISSING}
+    defaults = {
+        name: value
+        for name, value in (("plan", plan), ("estimate", estimate))
+        if value is not MISSING
+    }
     declared = Option(help=help, group=group, defaults=defaults, **metadata)
     return field(default=default, metadata={"option": declared})
 
@@ -135,7 +139,13 @@ def same_option(cls: type, name: str, default: Any, *, help: str, function: str)
         function (`str`): the command.
     """
     declared = options_of(cls)[name]
-    own = Option(help=help, group=declared.group, unit=declared.unit, check=declared.check, flag_of=(function,))
+    own = Option(
+        help=help,
+        group=declared.group,
+        unit=declared.unit,
+        check=declared.check,
+        flag_of=(function,),
+    )
     return field(default=default, metadata={"option": own})
 
 
@@ -208,7 +218,9 @@ def check_options(values: Any) -> None:
     for name, allowed, check, is_optional in _checks(cls):
         value = getattr(values, name)
         if allowed and value not in allowed:
-            raise UsageError(f"{spelled(name)} is {value!r}: use one of {', '.join(map(str, allowed))}")
+            raise UsageError(
+                f"{spelled(name)} is {value!r}: use one of {', '.join(map(str, allowed))}"
+            )
         if check is not None and not (value is None and is_optional):
             check(spelled(name), value)
 
@@ -265,7 +277,9 @@ def _check_task(declared: Mapping[str, Option], task: str, changed: Iterable[str
 
 
 @contextmanager
-def python_options(cls: Callable[..., Options], function: str, given: Mapping[str, Any]) -> Iterator[Options]:
+def python_options(
+    cls: Callable[..., Options], function: str, given: Mapping[str, Any]
+) -> Iterator[Options]:
     """Return the options of a call from Python; while the context lasts, errors name them as the caller did.
 
     Args:
@@ -286,10 +300,16 @@ def python_options(cls: Callable[..., Options], function: str, given: Mapping[st
         if name not in declared:
             raise TypeError(f"{function}() got an unexpected keyword argument {keyword!r}")
         if name in values:
-            raise TypeError(f"{function}() got {written[name]!r} and {keyword!r}, which mean the same")
+            raise TypeError(
+                f"{function}() got {written[name]!r} and {keyword!r}, which mean the same"
+            )
         values[name] = value
         written[name] = keyword
-    missing = [name for name in declared if name not in values and default_of(cls, name, function) is REQUIRED]
+    missing = [
+        name
+        for name in declared
+        if name not in values and default_of(cls, name, function) is REQUIRED
+    ]
     if missing:
         raise TypeError(f"{function}() misses the keyword arguments {', '.join(missing)}")
     with spelling(lambda name: written.get(name, name)):
@@ -314,13 +334,22 @@ def with_options(cls: type) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         types = get_type_hints(cls)
         own = inspect.signature(function)
-        taken = [parameter for parameter in own.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+        taken = [
+            parameter
+            for parameter in own.parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         names = options_of(cls)
         defaults = {name: default_of(cls, name, function.__name__) for name in names}
         for name in sorted(names, key=lambda name: defaults[name] is not REQUIRED):
             annotation = types[name] | None if defaults[name] is None else types[name]
             taken.append(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=defaults[name],
+                    annotation=annotation,
+                )
             )
         function.__signature__ = own.replace(parameters=taken)  # type: ignore[attr-defined]
         entries = [
@@ -348,11 +377,19 @@ def described(cls: type, function: str) -> list[tuple[str, str, str, str]]:
     """
     types = get_type_hints(cls)
     rows = []
-    for name, declared in sorted(options_of(cls).items(), key=lambda item: GROUPS.index(item[1].group)):
+    for name, declared in sorted(
+        options_of(cls).items(), key=lambda item: GROUPS.index(item[1].group)
+    ):
         default = default_of(cls, name, function)
-        members = [types[name]] if get_origin(types[name]) is Literal else get_args(types[name]) or (types[name],)
+        members = (
+            [types[name]]
+            if get_origin(types[name]) is Literal
+            else get_args(types[name]) or (types[name],)
+        )
         kinds = [_type_name(member) for member in members if member is not NoneType]
-        kind = " or ".join(f"`{one}`" for one in kinds) + (", *optional*" if default is None else "")
+        kind = " or ".join(f"`{one}`" for one in kinds) + (
+            ", *optional*" if default is None else ""
+        )
         text = declared.text_in(function, has_default=default is not None)
         if re.match(r"[A-Z][a-z]*\b", text):  # not ZeRO or GPUs
             text = text[0].lower() + text[1:]

@@ -109,7 +109,9 @@ def interruptions(name: str, value: Any) -> None:
 def a_factor(name: str, value: Any) -> None:
     """Check that a ratio of the largest to the average is at least 1 and finite."""
     if not 1 <= value < math.inf:
-        raise UsageError(f"{name} is {value}: it must be a finite number of at least 1, such as 1.2")
+        raise UsageError(
+            f"{name} is {value}: it must be a finite number of at least 1, such as 1.2"
+        )
 
 
 def a_count(name: str, value: Any) -> None:
@@ -223,7 +225,9 @@ class RunOptions:
         help="The loss is fused and never holds all logits at once (use_liger_kernel)",
         unset="both are tried where a recipe can",
     )
-    gpus_per_node: int = option(8, group=HARDWARE, check=a_size, help="GPUs that NVLink or PCIe connects")
+    gpus_per_node: int = option(
+        8, group=HARDWARE, check=a_size, help="GPUs that NVLink or PCIe connects"
+    )
     network_gb_s: float | None = option(
         None,
         group=HARDWARE,
@@ -260,7 +264,9 @@ class LayoutOptions(RunOptions):
     offload: Offload = option("none", group=METHOD, help="States kept in the CPU's memory")
     virtual_stages: int = option(1, group=LAYOUT, check=a_size, help="Pipeline stages per rank")
     schedule: Schedule = option("1f1b", group=LAYOUT, help="Pipeline schedule")
-    expert_parallel: int = option(1, group=LAYOUT, check=a_size, help="Ranks that share the experts of a layer")
+    expert_parallel: int = option(
+        1, group=LAYOUT, check=a_size, help="Ranks that share the experts of a layer"
+    )
     overlapped_experts: bool = option(
         False,
         group=LAYOUT,
@@ -281,18 +287,28 @@ class LayoutOptions(RunOptions):
         flag_of=(),
     )
     reshard: bool = option(
-        True, group=LAYOUT, help="ZeRO-3 frees gathered parameters after the forward pass", flag_of=()
+        True,
+        group=LAYOUT,
+        help="ZeRO-3 frees gathered parameters after the forward pass",
+        flag_of=(),
     )
-    flash_attention: bool = option(True, group=METHOD, help="Attention scores are never written to memory", flag_of=())
+    flash_attention: bool = option(
+        True, group=METHOD, help="Attention scores are never written to memory", flag_of=()
+    )
     compiled_loss: bool = option(
         True,
         group=METHOD,
         help="torch.compile, if used, compiles the loss too, as in Hugging Face's models and torchtitan since 2025",
         flag_of=(),
     )
-    rowwise_fp8: bool = option(False, group=METHOD, help="fp8 scales are per row instead of per tensor", flag_of=())
+    rowwise_fp8: bool = option(
+        False, group=METHOD, help="fp8 scales are per row instead of per tensor", flag_of=()
+    )
     generation_rounds: int = option(
-        1, group=MODEL, help="Rounds in which the completions of a step are generated, with grpo", flag_of=()
+        1,
+        group=MODEL,
+        help="Rounds in which the completions of a step are generated, with grpo",
+        flag_of=(),
     )
 
 
@@ -359,7 +375,11 @@ class PlanOptions(RunOptions, GpusOption, HardwareOptions):
         help="Highest cost of the run; choices that cost more, or whose cost is not known, are left out",
     )
     usd_per_gpu_hour: float | None = option(
-        None, group=SEARCH, unit="USD", check=an_amount, help="Your price, instead of the providers'"
+        None,
+        group=SEARCH,
+        unit="USD",
+        check=an_amount,
+        help="Your price, instead of the providers'",
     )
     provider: str | None = option(
         None,
@@ -397,7 +417,9 @@ class EstimateOptions(LayoutOptions, HardwareOptions):
 class AxisOptions:
     """The flags of `hfscale estimate` for the axes of the layout; `estimate` has `layout` instead."""
 
-    dp_replicate: int | None = option(None, group=LAYOUT, check=a_size, help="Replicas of the parameters")
+    dp_replicate: int | None = option(
+        None, group=LAYOUT, check=a_size, help="Replicas of the parameters"
+    )
     dp_shard: int | None = option(
         None,
         group=LAYOUT,
@@ -422,7 +444,9 @@ class IslandOptions:
     island_bandwidth: str | None = option(
         None, group=ISLANDS, help="Link between islands, one direction: 1Gbps", text=True
     )
-    island_steps: int = option(100, group=ISLANDS, help="Steps between two exchanges of the islands")
+    island_steps: int = option(
+        100, group=ISLANDS, help="Steps between two exchanges of the islands"
+    )
     island_overlap_steps: int = option(
         0, group=ISLANDS, help="Steps that train while a round of the islands exchanges"
     )
@@ -433,7 +457,10 @@ class IslandOptions:
         32, group=ISLANDS, help="Bits per value that islands exchange: 32, 8, 4; with a density 2"
     )
     island_density: float | None = option(
-        None, group=ISLANDS, help="Fraction of the values that islands exchange (top-k): 0.0156", unset="all of them"
+        None,
+        group=ISLANDS,
+        help="Fraction of the values that islands exchange (top-k): 0.0156",
+        unset="all of them",
     )
 
 
@@ -442,7 +469,11 @@ class JsonOption:
     """How a command prints."""
 
     as_json: bool = option(
-        False, group=OUTPUT, flag="--json", help="Print one JSON object", flag_of=("plan", "estimate", "tune")
+        False,
+        group=OUTPUT,
+        flag="--json",
+        help="Print one JSON object",
+        flag_of=("plan", "estimate", "tune"),
     )
 
 
@@ -450,14 +481,22 @@ class JsonOption:
 class PlanOutput(JsonOption):
     """What `hfscale plan` writes."""
 
-    emit: Path | None = option(None, group=OUTPUT, help="Write configs, script and launch command to this folder")
+    emit: Path | None = option(
+        None, group=OUTPUT, help="Write configs, script and launch command to this folder"
+    )
     choice: int = option(1, group=OUTPUT, help="Number of the choice that --emit writes")
     details: bool = option(
-        False, group=OUTPUT, help="Print how each number is made up, what was rejected, advice and assumptions too"
+        False,
+        group=OUTPUT,
+        help="Print how each number is made up, what was rejected, advice and assumptions too",
     )
-    plot: Path | None = option(None, group=OUTPUT, help="Draw memory, time and cost into this file (svg, png or pdf)")
+    plot: Path | None = option(
+        None, group=OUTPUT, help="Draw memory, time and cost into this file (svg, png or pdf)"
+    )
     calibrate: bool = option(
-        False, group=INPUT, help="Measure this machine and write the file MODEL, by default that of --hardware"
+        False,
+        group=INPUT,
+        help="Measure this machine and write the file MODEL, by default that of --hardware",
     )
 
 
@@ -466,6 +505,10 @@ class EstimateInput(JsonOption):
     """What `hfscale estimate` reads instead of a model."""
 
     script: Path | None = option(
-        None, group=INPUT, help="Trace a step of this training script instead, which calls Trainer.train"
+        None,
+        group=INPUT,
+        help="Trace a step of this training script instead, which calls Trainer.train",
     )
-    table: Path | None = option(None, group=INPUT, help="A CSV file of runs instead; prints a JSON line per row")
+    table: Path | None = option(
+        None, group=INPUT, help="A CSV file of runs instead; prints a JSON line per row"
+    )

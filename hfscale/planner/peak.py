@@ -88,7 +88,11 @@ def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
         if job.runs_parallel_trainer and job.micro_batches > 1:
             gradients = _unreduced_bytes(job, framework)
         layers = [replace(job, shape=kind) for kind in layer_kinds(job.shape)]
-        moments = [moment for layer in layers for moment in _native_moments(job, framework, gradients, layer)]
+        moments = [
+            moment
+            for layer in layers
+            for moment in _native_moments(job, framework, gradients, layer)
+        ]
         return max(moments, key=lambda moment: moment.total)
     kept, working = kept_and_working(job, framework)
     ends = end_activations(job, framework)
@@ -99,17 +103,26 @@ def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
         opening = layers_in_flight(job) * kept + working
         closing = micro_batches_in_flight(job, last=True) * (last * kept + ends)
         if opening >= closing + max(loss, working):
-            return Moment(opening, 0.0, gradients, at_layer, at="backward pass", rank="first pipeline rank")
+            return Moment(
+                opening, 0.0, gradients, at_layer, at="backward pass", rank="first pipeline rank"
+            )
         last_rank = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
         return Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
-    is_ddp = framework.name == "hf" and job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
+    is_ddp = (
+        framework.name == "hf"
+        and job.zero == 0
+        and job.layout.world_size > 1
+        and job.layout.tp == 1
+    )
     buckets = gradients if is_ddp or (framework.name == "hf" and job.zero == 1) else 0.0
     before = buckets if is_allocated_late else gradients
     moments = [
         Moment(first * kept + ends, loss, before, at_loss),
-        Moment(first * kept + ends + working, 0.0, before, at_layer, at="last layer's backward pass"),
+        Moment(
+            first * kept + ends + working, 0.0, before, at_layer, at="last layer's backward pass"
+        ),
         Moment(kept + working, 0.0, gradients, at_layer, at="first layer's backward pass"),
     ]
     if job.task == "dpo" and job.has_reference_pass:
@@ -127,7 +140,9 @@ def _unreduced_bytes(job: Job, framework: Framework) -> float:
     dense, experts = layer_parameters(job)
     ends = job.shape.embedding_parameters + job.shape.head_parameters
     layers = job.layer_split[0] * (dense + experts * gathered_share(job))
-    return framework.gradient_bytes * (layers + ends / job.layout.tp) if job.method == "full" else 0.0
+    return (
+        framework.gradient_bytes * (layers + ends / job.layout.tp) if job.method == "full" else 0.0
+    )
 
 
 def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
@@ -147,7 +162,9 @@ def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
     counts = rank_parameters(job)
     for rank in _fullest_ranks(job):
         layers, parameters = job.rank_layers[rank], counts[rank]
-        name = {0: "first pipeline rank", last: "last pipeline rank"}.get(rank, "pipeline rank in the middle")
+        name = {0: "first pipeline rank", last: "last pipeline rank"}.get(
+            rank, "pipeline rank in the middle"
+        )
         buffers = _pipeline_buffers(job, framework, parameters)
         of_ends = ends if rank == last else 0.0
         held = held_bytes(job, rank, layers, of_a_layer) + of_ends
@@ -193,9 +210,13 @@ def _pipeline_buffers(job: Job, framework: Framework, parameters: float) -> floa
     layout = job.layout
     width = 4.0 if job.precision == "fp32" else 2.0
     is_split = layout.tp > 1 and job.sequence_parallel
-    gathered_inputs = GATHERED_ACTIVATIONS * 2.0 * job.tokens * job.shape.hidden if is_split else 0.0
+    gathered_inputs = (
+        GATHERED_ACTIVATIONS * 2.0 * job.tokens * job.shape.hidden if is_split else 0.0
+    )
     is_copied = job.precision != "fp32" or layout.dp_replicate * layout.dp_shard * layout.cp > 1
-    per_parameter = (width if is_copied else 0.0) + (framework.gradient_bytes if job.method == "full" else 0.0)
+    per_parameter = (width if is_copied else 0.0) + (
+        framework.gradient_bytes if job.method == "full" else 0.0
+    )
     return gathered_inputs + per_parameter * parameters
 
 
@@ -235,7 +256,13 @@ def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job
     copies = gathered_share(job) + kept_share(job, shards) + is_alone
     moments = [
         Moment(kept_of_all + ends, loss_bytes(job, framework), gradients, width * head),
-        Moment(kept_of_all + in_layer, 0.0, gradients, gathered + reduced * head, at="last layer's backward pass"),
+        Moment(
+            kept_of_all + in_layer,
+            0.0,
+            gradients,
+            gathered + reduced * head,
+            at="last layer's backward pass",
+        ),
         Moment(
             kept_of_all + working - dispatched_bytes(layer),
             0.0,
@@ -243,7 +270,13 @@ def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job
             width * dense + reduced * experts * copies,
             at="reduction of the last experts' gradients",
         ),
-        Moment(kept + in_layer, 0.0, gradients, gathered + reduced * dense, at="first layer's backward pass"),
+        Moment(
+            kept + in_layer,
+            0.0,
+            gradients,
+            gathered + reduced * dense,
+            at="first layer's backward pass",
+        ),
     ]
     attention = job.tokens * attention_bytes(job.shape, regime_of(job), job.seq_len) / job.layout.tp
     if attention > 0:
@@ -251,9 +284,19 @@ def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job
         held = width * dense + reduced * experts * gathered_share(job)
         if job.activation_checkpointing != "none" and not is_alone:
             held += width * experts * gathered_share(job)
-        moments.append(Moment(others + ends + attention, 0.0, gradients, held, at="last layer's attention"))
+        moments.append(
+            Moment(others + ends + attention, 0.0, gradients, held, at="last layer's attention")
+        )
     if job.activation_checkpointing == "none":
-        moments.append(Moment(kept_of_all + ends + in_layer, 0.0, gradients, gathered, at="last layer's forward pass"))
+        moments.append(
+            Moment(
+                kept_of_all + ends + in_layer,
+                0.0,
+                gradients,
+                gathered,
+                at="last layer's forward pass",
+            )
+        )
     return moments
 
 
@@ -261,7 +304,9 @@ def _of_the_reference(job: Job, kept: float, gradients: float, buffers: float) -
     """The reference's forward pass. In DPO the policy's activations are kept meanwhile; in GRPO it runs after
     generation."""
     gathered = buffers + reference_buffer_bytes(job)
-    return Moment(kept + forward_bytes(job), 0.0, gradients, gathered, at="reference's forward pass")
+    return Moment(
+        kept + forward_bytes(job), 0.0, gradients, gathered, at="reference's forward pass"
+    )
 
 
 def _of_generation(job: Job, gradients: float) -> tuple[Moment, Moment]:
@@ -271,8 +316,12 @@ def _of_generation(job: Job, gradients: float) -> tuple[Moment, Moment]:
     prompts = prompt_job(job)
     logits = LOGIT_COPIES_BYTES * generated_at_once(job) * job.shape.vocab
     cached = kv_cache_bytes(job, prompts.seq_len)
-    start = Moment(forward_bytes(prompts), 0.0, gradients, weights, cached, at="start of generation")
-    return start, Moment(0.0, logits, gradients, weights, kv_cache_bytes(job, job.seq_len), at="end of generation")
+    start = Moment(
+        forward_bytes(prompts), 0.0, gradients, weights, cached, at="start of generation"
+    )
+    return start, Moment(
+        0.0, logits, gradients, weights, kv_cache_bytes(job, job.seq_len), at="end of generation"
+    )
 
 
 def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
@@ -304,7 +353,9 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
         if not job.reshard:
             model = gathered + width * (ends + job.layer_split[0] * per_layer)
             return model, model + scattered
-        return gathered + width * (ends + per_layer), gathered + width * (ends + 2 * per_layer) + scattered
+        return gathered + width * (ends + per_layer), gathered + width * (
+            ends + 2 * per_layer
+        ) + scattered
     if job.zero in (1, 2) and job.precision == "fp16":
         gathered += DEEPSPEED_BUCKET_BYTES
     elif (
@@ -316,6 +367,10 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     ):
         # bf16 copies of the weights: autocast keeps all of them until the end of the forward pass, autograd until the
         # backward pass.
-        head = shape.vocab * shape.embedding_width / layout.tp if layout.pp == 1 else shape.head_parameters / layout.tp
+        head = (
+            shape.vocab * shape.embedding_width / layout.tp
+            if layout.pp == 1
+            else shape.head_parameters / layout.tp
+        )
         gathered += 2.0 * (job.layer_split[0] * per_layer + head)
     return gathered, gathered

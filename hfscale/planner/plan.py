@@ -121,7 +121,14 @@ class Plan:
     def next_launchable(self) -> tuple[int, Choice] | None:
         """The first choice that a recipe can run, with its number, counted from 1."""
         numbered = enumerate(self.choices, 1)
-        return next(((number, choice) for number, choice in numbered if why_not(choice.estimate.job) is None), None)
+        return next(
+            (
+                (number, choice)
+                for number, choice in numbered
+                if why_not(choice.estimate.job) is None
+            ),
+            None,
+        )
 
     @property
     def unlaunchable(self) -> list[str]:
@@ -202,7 +209,11 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         raise UsageError(
             f"hours and costs need the number of tokens to train on: give {spelled('tokens')}, such as 1T or 500M"
         )
-    saved = Combination(planned=True, method=options.method, precompute_ref_log_probs=options.precompute_ref_log_probs)
+    saved = Combination(
+        planned=True,
+        method=options.method,
+        precompute_ref_log_probs=options.precompute_ref_log_probs,
+    )
     check_support(saved, "precompute_ref_log_probs", speaker=speaker())
     gpu = options.gpu
     request = PlanRequest(
@@ -223,7 +234,9 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         rejected.append(pricing.over_the_limits(estimates))
     fewest = None
     if objective != "time" or options.min_gpus:
-        fewest, on_fewer_gpus = _search_fewer_gpus(request, pricing, stop_at_first=objective == "time")
+        fewest, on_fewer_gpus = _search_fewer_gpus(
+            request, pricing, stop_at_first=objective == "time"
+        )
         choices += on_fewer_gpus
         if fewest is None and options.min_gpus and choices:
             fewest = options.gpus
@@ -241,7 +254,9 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         improvements=tuple(improvements(request, best) if best or not estimates else ()),
         advice=tuple(advice(best, [choice.estimate for choice in choices])) if best else (),
         assumptions=tuple(assumptions(request, best.job if best else None, options.tokens)),
-        warnings=tuple(warnings if options.tokens is not None and options.usd_per_gpu_hour is None else ()),
+        warnings=tuple(
+            warnings if options.tokens is not None and options.usd_per_gpu_hour is None else ()
+        ),
     )
 
 
@@ -337,18 +352,32 @@ class _Pricing:
             egress=self.egress,
             only_spot=self.options.spot,
         )
-        hours = costs[0].hours if costs else self.options.tokens / rate / 3600 / reliability(job, spot=False).goodput
+        hours = (
+            costs[0].hours
+            if costs
+            else self.options.tokens / rate / 3600 / reliability(job, spot=False).goodput
+        )
         return Choice(estimate=item, hours=hours, costs=tuple(costs))
 
     def _keeps_limits(self, choice: Choice) -> bool:
         if self.options.deadline is not None and (choice.hours or 0.0) > self.options.deadline:
             return False
-        return self.options.budget is None or (choice.usd is not None and choice.usd <= self.options.budget)
+        return self.options.budget is None or (
+            choice.usd is not None and choice.usd <= self.options.budget
+        )
 
     def over_the_limits(self, estimates: Sequence[Estimate]) -> Rejected:
         """Explain why none of the layouts that fit is a choice."""
-        limits = [f"the deadline of {self.options.deadline:g} hours"] if self.options.deadline is not None else []
-        limits += [f"the budget of {self.options.budget:,.0f} USD"] if self.options.budget is not None else []
+        limits = (
+            [f"the deadline of {self.options.deadline:g} hours"]
+            if self.options.deadline is not None
+            else []
+        )
+        limits += (
+            [f"the budget of {self.options.budget:,.0f} USD"]
+            if self.options.budget is not None
+            else []
+        )
         best = estimates[0].job
         reason = f"fits in memory, but exceeds {' or '.join(limits)}, as do all {len(estimates)} layouts that fit"
         return Rejected(layout=best.layout, strategy=strategy_of(best), reason=reason)
@@ -390,13 +419,22 @@ def _ranked(choices: Sequence[Choice], objective: Objective, error: float) -> li
     """
 
     if objective == "gpus":
-        return sorted(choices, key=lambda choice: (choice.estimate.job.layout.world_size, _time_per_token(choice)))
+        return sorted(
+            choices,
+            key=lambda choice: (choice.estimate.job.layout.world_size, _time_per_token(choice)),
+        )
     measure = _time_per_token if objective == "time" else _usd
     ranked = sorted(choices, key=lambda choice: (measure(choice), _time_per_token(choice)))
     if ranked:
         close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + error)]
-        sure = [choice for choice in close if not (_is_uncertain(choice) or choice.estimate.job.offload != "none")]
-        first = min(sure or close, key=lambda choice: (simplicity(choice.estimate), measure(choice)))
+        sure = [
+            choice
+            for choice in close
+            if not (_is_uncertain(choice) or choice.estimate.job.offload != "none")
+        ]
+        first = min(
+            sure or close, key=lambda choice: (simplicity(choice.estimate), measure(choice))
+        )
         ranked = [first, *(choice for choice in ranked if choice is not first)]
     return ranked
 
@@ -450,15 +488,21 @@ def _offers(
             )
         rows = of_clusters or rows
     if not rows:
-        warnings.append(f"no {what} of {request.gpu.name}{where} is known: give {spelled('usd_per_gpu_hour')}")
+        warnings.append(
+            f"no {what} of {request.gpu.name}{where} is known: give {spelled('usd_per_gpu_hour')}"
+        )
     today = date.today()
     for row in rows:
         if row.age_days(today) > STALE_DAYS:
-            warnings.append(f"price of {row.provider} for {row.gpu} was read {row.age_days(today)} days ago: check it")
+            warnings.append(
+                f"price of {row.provider} for {row.gpu} was read {row.age_days(today)} days ago: check it"
+            )
     return rows, warnings
 
 
-def _of_provider(rows: tuple[Price, ...], prices: tuple[Price, ...], provider: str | None) -> tuple[Price, ...]:
+def _of_provider(
+    rows: tuple[Price, ...], prices: tuple[Price, ...], provider: str | None
+) -> tuple[Price, ...]:
     """Select the prices of the providers whose names begin with `provider`; None: of all.
 
     Raises:
@@ -469,5 +513,7 @@ def _of_provider(rows: tuple[Price, ...], prices: tuple[Price, ...], provider: s
     names = sorted({row.provider for row in prices})
     wanted = {name for name in names if name.casefold().startswith(provider.casefold())}
     if not wanted:
-        raise UsageError(f"{spelled('provider')} is {provider!r}: the price list has {', '.join(names)}")
+        raise UsageError(
+            f"{spelled('provider')} is {provider!r}: the price list has {', '.join(names)}"
+        )
     return tuple(row for row in rows if row.provider in wanted)

@@ -24,7 +24,12 @@ from hfscale.planner.plan import plan_gpu_types, plan_with
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
-def run(model: str | None, given: dict[str, Any], island_flags: dict[str, Any], output_flags: dict[str, Any]) -> int:
+def run(
+    model: str | None,
+    given: dict[str, Any],
+    island_flags: dict[str, Any],
+    output_flags: dict[str, Any],
+) -> int:
     """Rank the layouts that fit; return the exit code, 1 if nothing fits.
 
     Args:
@@ -38,10 +43,14 @@ def run(model: str | None, given: dict[str, Any], island_flags: dict[str, Any], 
     gpus = given["gpus"]
     if output.calibrate:
         if gpu is not None or gpus is not None:
-            raise UsageError("--calibrate measures this machine: leave out --gpu and --gpus, and plan afterwards")
+            raise UsageError(
+                "--calibrate measures this machine: leave out --gpu and --gpus, and plan afterwards"
+            )
         return _run_calibration(None if model is None else Path(model), as_json=output.as_json)
     if model is None or gpu is None or gpus is None:
-        raise UsageError("give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8")
+        raise UsageError(
+            "give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8"
+        )
     check_pure(given["pure_bf16"], given["precision"])
     typed = given
     if given["tokens"] is not None:
@@ -50,9 +59,13 @@ def run(model: str | None, given: dict[str, Any], island_flags: dict[str, Any], 
     places = _islands(IslandOptions(**island_flags))
     if "," in gpu:
         if places is not None:
-            raise UsageError(f"--gpu is {gpu}: --islands takes one GPU; compare first, then name the one")
+            raise UsageError(
+                f"--gpu is {gpu}: --islands takes one GPU; compare first, then name the one"
+            )
         if output.emit is not None or output.plot is not None:
-            raise UsageError(f"--gpu is {gpu}: --emit and --plot take one GPU; compare first, then name the one")
+            raise UsageError(
+                f"--gpu is {gpu}: --emit and --plot take one GPU; compare first, then name the one"
+            )
         names = [name.strip() for name in gpu.split(",") if name.strip()]
         if not names:
             raise UsageError(f"--gpu is {gpu!r}: give names of GPUs, such as H100-80GB,A100-80GB")
@@ -73,14 +86,24 @@ def run(model: str | None, given: dict[str, Any], island_flags: dict[str, Any], 
         verdict = judge_islands(result.choices[0].estimate, places, result.tokens)
     if output.as_json:
         more = {"files": [str(path) for path in written]} if written else {}
-        print(json.dumps({**result.to_dict(), **({} if verdict is None else {"islands": verdict.to_dict()}), **more}))
+        print(
+            json.dumps(
+                {
+                    **result.to_dict(),
+                    **({} if verdict is None else {"islands": verdict.to_dict()}),
+                    **more,
+                }
+            )
+        )
     else:
         from hfscale.planner.plan_view import show, show_details
 
         if output.details:
             show_details(result, written, verdict)
         else:
-            show(result, written, verdict, command=_typed(model, {**typed, "choice": output.choice}))
+            show(
+                result, written, verdict, command=_typed(model, {**typed, "choice": output.choice})
+            )
     return 0 if result.choices else 1
 
 
@@ -111,7 +134,9 @@ def _islands(flags: IslandOptions) -> Islands | None:
             )
         return None
     if bandwidth is None:
-        raise UsageError(f"--islands is {flags.islands}: give --island-bandwidth too, such as 1Gbps")
+        raise UsageError(
+            f"--islands is {flags.islands}: give --island-bandwidth too, such as 1Gbps"
+        )
     return Islands(
         count=flags.islands,
         link_bytes_s=parse_bandwidth(bandwidth),
@@ -139,7 +164,9 @@ def _run_calibration(file: Path | None, *, as_json: bool) -> int:
     it."""
     path = file or user_hardware_file()
     if path.suffix != ".toml":
-        raise UsageError(f"--calibrate writes TOML, and the file is {path}: use a name such as hardware.toml")
+        raise UsageError(
+            f"--calibrate writes TOML, and the file is {path}: use a name such as hardware.toml"
+        )
     if path.exists():
         read_hardware_file(path)  # report a wrong file before minutes of measuring
     from hfscale.health.calibrate import calibrate, write
@@ -149,13 +176,17 @@ def _run_calibration(file: Path | None, *, as_json: bool) -> int:
         return 0
     gpu = write(found, path)
     if as_json:
-        print(json.dumps({"file": str(path), "gpu": asdict(gpu), "measurements": found.measurements}))
+        print(
+            json.dumps({"file": str(path), "gpu": asdict(gpu), "measurements": found.measurements})
+        )
         return 0
     for name, value in asdict(gpu).items():
         if name.startswith("achieved") and value is not None:
             print(f"{name.removeprefix('achieved_')}: {value:.4g}")
     if found.processes == 1:
-        print("one process cannot measure collectives: use accelerate launch -m hfscale plan --calibrate")
+        print(
+            "one process cannot measure collectives: use accelerate launch -m hfscale plan --calibrate"
+        )
     flags = "" if gpu.bf16_tflops else " --precision " + ("fp16" if gpu.fp16_tflops else "fp32")
     flags += "" if path == user_hardware_file() else f" --hardware {path}"
     print(f"Written: {path}; plan with it: hfscale plan MODEL --gpu {gpu.name} --gpus N{flags}")
@@ -164,7 +195,9 @@ def _run_calibration(file: Path | None, *, as_json: bool) -> int:
 
 def _parse_tokens(text: str) -> float:
     """Parse a number of tokens such as `500M`, `1.5T` or `1e12`; K, M, B or G, and T are powers of 1000."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)", text.strip().replace(",", ""), flags=re.IGNORECASE)
+    found = re.fullmatch(
+        r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMBGT]?)", text.strip().replace(",", ""), flags=re.IGNORECASE
+    )
     tokens = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
     if not 0 < tokens < 1e18:
         raise UsageError(f"--tokens is {text!r}: write a number of tokens such as 500M, 20B or 1T")
@@ -181,7 +214,8 @@ COMMAND = make_command(
         "model": Annotated[
             str | None,
             typer.Argument(
-                metavar="MODEL", help="A built-in name, hub id or config.json; with --calibrate, the file to write."
+                metavar="MODEL",
+                help="A built-in name, hub id or config.json; with --calibrate, the file to write.",
             ),
         ]
     },

@@ -27,7 +27,11 @@ _COST_TITLE = "Cost of the first choice (goodput: share of the time that is trai
 
 
 def show(
-    plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = None, *, command: Sequence[str] = ()
+    plan: Plan,
+    written: Sequence[Path],
+    islands: IslandsVerdict | None = None,
+    *,
+    command: Sequence[str] = (),
 ) -> None:
     """Print a plan: the first choice in a sentence, how to start it, the other choices, and where it goes on.
 
@@ -54,12 +58,18 @@ def show(
         has_changes = any(item.changes_results for item in plan.improvements[:IMPROVEMENTS_SHOWN])
         note = " (*: changes the training's results)" if has_changes else ""
         lines = [_improvement(item) for item in plan.improvements[:IMPROVEMENTS_SHOWN]]
-        _list(console, ("Changes of choice 1" if plan.choices else "What would make it fit") + note, lines)
+        _list(
+            console,
+            ("Changes of choice 1" if plan.choices else "What would make it fit") + note,
+            lines,
+        )
     if not plan.choices:
         _list(console, "Rejected", _reasons(plan))
     _list(console, "Warnings", plan.warnings)
     _list(console, "Files written", [str(path) for path in written])
-    console.print("\n--details: memory, time and cost of each choice, what was rejected, assumptions.")
+    console.print(
+        "\n--details: memory, time and cost of each choice, what was rejected, assumptions."
+    )
 
 
 def _print_alternatives(console: Console, plan: Plan, islands: IslandsVerdict | None) -> None:
@@ -94,7 +104,11 @@ def _answer(plan: Plan) -> str:
     job = estimate.job
     rate = estimate.tokens_per_s_per_gpu * job.layout.world_size
     batch = f"micro-batch {job.micro_batch} x {job.micro_batches}"
-    recomputed = "" if job.activation_checkpointing == "none" else f", recomputation {job.activation_checkpointing}"
+    recomputed = (
+        ""
+        if job.activation_checkpointing == "none"
+        else f", recomputation {job.activation_checkpointing}"
+    )
     parts = [f"{rate:,.0f} tokens/s"]
     if choice.hours is not None:
         days = _range([hours / 24 for hours in choice.hours_range], ",.1f")
@@ -124,7 +138,12 @@ def _starting(plan: Plan, written: Sequence[Path], command: Sequence[str]) -> li
     lines = ["Start it:"]
     if launch is None:
         folder = Path("runs/plan")
-        words = [*command, *(["--choice", str(launchable[0])] if launchable[0] > 1 else []), "--emit", str(folder)]
+        words = [
+            *command,
+            *(["--choice", str(launchable[0])] if launchable[0] > 1 else []),
+            "--emit",
+            str(folder),
+        ]
         lines += _wrapped(words)
         launch = folder / "launch.sh"
     job = launchable[1].estimate.job
@@ -154,7 +173,14 @@ def _short_choices(plan: Plan) -> Table:
     """Return the choices as a table that fits 80 columns."""
     has_hours = plan.tokens is not None
     has_usd = any(choice.usd is not None for choice in plan.choices)
-    numbers = ["batch", "GiB", "fits", "tokens/s", *(["days"] if has_hours else []), *(["USD"] if has_usd else [])]
+    numbers = [
+        "batch",
+        "GiB",
+        "fits",
+        "tokens/s",
+        *(["days"] if has_hours else []),
+        *(["USD"] if has_usd else []),
+    ]
     table = make_table("#", "strategy", "layout", *numbers, right=numbers)
     for column in table.columns:
         column.overflow = "fold"
@@ -162,7 +188,11 @@ def _short_choices(plan: Plan) -> Table:
     for number, choice in enumerate(plan.choices, 1):
         estimate = choice.estimate
         job = estimate.job
-        recompute = "" if job.activation_checkpointing == "none" else f", recompute {job.activation_checkpointing}"
+        recompute = (
+            ""
+            if job.activation_checkpointing == "none"
+            else f", recompute {job.activation_checkpointing}"
+        )
         row = [
             str(number),
             _strategy(job, plan.request) + recompute,
@@ -186,7 +216,9 @@ def _improvement(item: Improvement) -> str:
     return f"{item.change}{mark}: {item.memory_gib:.0f} GiB, fits: {fits_word(item.fits_probability)}{speed}"
 
 
-def show_details(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = None) -> None:
+def show_details(
+    plan: Plan, written: Sequence[Path], islands: IslandsVerdict | None = None
+) -> None:
     """Print a plan: its choices with memory, time and cost, then rejected layouts, advice and warnings.
 
     Args:
@@ -201,7 +233,10 @@ def show_details(plan: Plan, written: Sequence[Path], islands: IslandsVerdict | 
         if plan.order is not None:
             console.print(f"Order: {plan.order}.")
         console.print(_ranges(plan))
-        memory = [{**vars(choice.estimate.memory), "total": choice.estimate.memory.total} for choice in plan.choices]
+        memory = [
+            {**vars(choice.estimate.memory), "total": choice.estimate.memory.total}
+            for choice in plan.choices
+        ]
         peaks = [choice.estimate.peak.description for choice in plan.choices]
         console.print(_parts("GiB per GPU at the peak", memory, "{:.1f}", {"at": peaks}))
         times = [choice.estimate.time for choice in plan.choices]
@@ -235,7 +270,14 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
         f"{first.seq_len}, {first.method}, framework {first.stack}"
     )
     has_hours = plans[0].tokens is not None
-    numbers = ["batch", "recompute", "GiB", "fits", "tokens/s/GPU", *(["days", "USD"] if has_hours else [])]
+    numbers = [
+        "batch",
+        "recompute",
+        "GiB",
+        "fits",
+        "tokens/s/GPU",
+        *(["days", "USD"] if has_hours else []),
+    ]
     table = make_table("GPU", "GPUs", "strategy", "layout", *numbers, right=numbers)
     for plan in plans:
         if not plan.choices:
@@ -252,8 +294,14 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
             f"{estimate.tokens_per_s_per_gpu:,.0f}",
         ]
         if has_hours:
-            row.append("" if choice.hours is None else _range([hours / 24 for hours in choice.hours_range], ",.1f"))
-            row.append("no price" if choice.usd is None else _range(choice.scaled(choice.usd), ",.0f"))
+            row.append(
+                ""
+                if choice.hours is None
+                else _range([hours / 24 for hours in choice.hours_range], ",.1f")
+            )
+            row.append(
+                "no price" if choice.usd is None else _range(choice.scaled(choice.usd), ",.0f")
+            )
         gpus = str(job.layout.world_size)
         table.add_row(job.gpu.name, gpus, _strategy(job, plan.request), _layout(choice), *row)
     console.print(table)
@@ -323,15 +371,26 @@ def _ranges(plan: Plan) -> Table:
     has_hours = plan.tokens is not None
     has_usd = any(choice.usd is not None for choice in plan.choices)
     numbers += ["days"] * has_hours + ["USD"] * has_usd + ["CPU GiB/node"]
-    table = make_table("#", *numbers, right=numbers, title="Ranges that 80% of the published runs were in")
+    table = make_table(
+        "#", *numbers, right=numbers, title="Ranges that 80% of the published runs were in"
+    )
     for number, choice in enumerate(plan.choices, 1):
         estimate = choice.estimate
         slow, quick = (
-            estimate.job.tokens_per_step / time / estimate.job.layout.world_size for time in estimate.time_range[::-1]
+            estimate.job.tokens_per_step / time / estimate.job.layout.world_size
+            for time in estimate.time_range[::-1]
         )
-        row = [_range(estimate.memory_range, ".0f"), _range(estimate.time_range, ".2f"), _range((slow, quick), ",.0f")]
+        row = [
+            _range(estimate.memory_range, ".0f"),
+            _range(estimate.time_range, ".2f"),
+            _range((slow, quick), ",.0f"),
+        ]
         if has_hours:
-            row.append("" if choice.hours is None else _range([hours / 24 for hours in choice.hours_range], ",.1f"))
+            row.append(
+                ""
+                if choice.hours is None
+                else _range([hours / 24 for hours in choice.hours_range], ",.1f")
+            )
         if has_usd:
             row.append("" if choice.usd is None else _range(choice.scaled(choice.usd), ",.0f"))
         row.append(f"{estimate.host_gib_per_node:,.0f}")
@@ -357,7 +416,13 @@ def _islands(found: IslandsVerdict) -> Table:
         f"{found.stall_fraction:.1%}",
         f"{found.host_gib:,.0f}",
     )
-    table.add_row("DDP or HSDP over the link", f"{found.ddp:,.0f}", f"{found.ddp_bytes_per_token:,.3g}", "", "")
+    table.add_row(
+        "DDP or HSDP over the link",
+        f"{found.ddp:,.0f}",
+        f"{found.ddp_bytes_per_token:,.3g}",
+        "",
+        "",
+    )
     table.add_row("FSDP2 over the link", f"{found.fsdp2:,.0f}", "", "", "")
     table.add_row("one island alone", f"{found.one_island:,.0f}", "0", "", "")
     return table
@@ -365,7 +430,9 @@ def _islands(found: IslandsVerdict) -> Table:
 
 def _improvements(plan: Plan) -> Table:
     """Return a table of the changes that would make the first choice faster or smaller, or something fit."""
-    title = "What would make choice 1 faster or smaller" if plan.choices else "What would make it fit"
+    title = (
+        "What would make choice 1 faster or smaller" if plan.choices else "What would make it fit"
+    )
     numbers = ("GiB", "fits", "tokens/s/GPU", "speed")
     table = make_table(
         "change",
@@ -387,7 +454,10 @@ def _improvements(plan: Plan) -> Table:
 
 
 def _parts(
-    title: str, rows: Sequence[Mapping[str, float]], form: str, texts: Mapping[str, Sequence[str]] | None = None
+    title: str,
+    rows: Sequence[Mapping[str, float]],
+    form: str,
+    texts: Mapping[str, Sequence[str]] | None = None,
 ) -> Table:
     """Return a table with a row for each choice, a column for each part, and columns of text."""
     columns = ("#", *rows[0])
@@ -423,4 +493,6 @@ def _reasons(plan: Plan) -> list[str]:
     rows = sorted(plan.rejected, key=lambda row: row.needed_gib or 0.0)
     lines = list(dict.fromkeys(f"{row.summary}: {row.reason}" for row in rows))
     rest = len(lines) - REJECTED_SHOWN
-    return lines[:REJECTED_SHOWN] + ([f"and {rest} more (--json lists them all)"] if rest > 0 else [])
+    return lines[:REJECTED_SHOWN] + (
+        [f"and {rest} more (--json lists them all)"] if rest > 0 else []
+    )

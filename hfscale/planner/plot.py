@@ -37,18 +37,27 @@ def draw(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(15, 7), layout="constrained")
     (memory, time), (cost, pipeline) = figure.subplots(2, 2)
     labels = labels_of(plan)
-    _stacked_bars(memory, labels, [vars(choice.estimate.memory) for choice in plan.choices], "GiB per GPU at the peak")
+    _stacked_bars(
+        memory,
+        labels,
+        [vars(choice.estimate.memory) for choice in plan.choices],
+        "GiB per GPU at the peak",
+    )
     limit = plan.request.gpu.memory_gib
     memory.axvline(limit, color="black", linewidth=1)
     memory.axvline(USABLE_MEMORY_FRACTION * limit, color="black", linewidth=1, linestyle=":")
     numbers = [str(number) for number in range(1, len(labels) + 1)]
-    _stacked_bars(time, numbers, [vars(choice.estimate.time) for choice in plan.choices], "seconds per step")
+    _stacked_bars(
+        time, numbers, [vars(choice.estimate.time) for choice in plan.choices], "seconds per step"
+    )
     _draw_cost(cost, plan)
     _draw_pipeline(pipeline, plan.choices[0])
     figure.suptitle(f"{plan.model} on {plan.request.gpus} {plan.request.gpu.name}")
     with writing(f"--plot {path}", "give another file"):
         # What a PNG file shows can be read back, so that a test finds a picture that is out of date.
-        figure.savefig(path, metadata={"Description": "; ".join(labels)} if path.suffix == ".png" else None)
+        figure.savefig(
+            path, metadata={"Description": "; ".join(labels)} if path.suffix == ".png" else None
+        )
 
 
 def labels_of(plan: Plan) -> list[str]:
@@ -63,7 +72,12 @@ def labels_of(plan: Plan) -> list[str]:
 def _label(choice: Choice) -> str:
     job = choice.estimate.job
     layout = job.layout
-    axes = {"dp": layout.dp_replicate * layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
+    axes = {
+        "dp": layout.dp_replicate * layout.dp_shard,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+    }
     sizes = " ".join(f"{name}{size}" for name, size in axes.items() if size > 1)
     more = [f"{job.offload} offload"] if job.offload != "none" else []
     more += ["fused loss"] if job.liger else []
@@ -91,7 +105,14 @@ def _draw_pipeline(axes: Any, choice: Choice) -> None:
         return
     for slot in one_f_one_b(stages, micro_batches):
         colour = "tab:blue" if slot.is_forward else "tab:orange"
-        axes.barh(slot.rank, slot.end - slot.start, left=slot.start, color=colour, edgecolor="white", height=0.9)
+        axes.barh(
+            slot.rank,
+            slot.end - slot.start,
+            left=slot.start,
+            color=colour,
+            edgecolor="white",
+            height=0.9,
+        )
     axes.invert_yaxis()
     axes.set_ylabel("pipeline rank")
     axes.set_xlabel("forward (blue) = 1, backward (orange) = 2")

@@ -22,7 +22,9 @@ class PlanRequest(RunOptions):
     gpus: int
     """Number of devices."""
 
-    def job(self, layout: ParallelLayout, *, global_batch: int, zero: int = 0, offload: Offload = "none") -> Job:
+    def job(
+        self, layout: ParallelLayout, *, global_batch: int, zero: int = 0, offload: Offload = "none"
+    ) -> Job:
         """Return the run of a layout with micro-batches of one sequence.
 
         Args:
@@ -32,7 +34,11 @@ class PlanRequest(RunOptions):
             offload (`str`): what is kept in the CPU's memory.
         """
         options = {name: getattr(self, name) for name in options_of(RunOptions)}
-        options |= {"liger": bool(self.liger), "compile": bool(self.compile), "global_batch": global_batch}
+        options |= {
+            "liger": bool(self.liger),
+            "compile": bool(self.compile),
+            "global_batch": global_batch,
+        }
         job = Job(
             **options,
             shape=self.shape,

@@ -69,7 +69,9 @@ class ScriptEstimate:
             "step_time_s": self.time.total,
             "time_s": asdict(self.time),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "samples_per_s_per_gpu": self.counts["samples"] * self.counts["grad_accum"] / self.time.total,
+            "samples_per_s_per_gpu": self.counts["samples"]
+            * self.counts["grad_accum"]
+            / self.time.total,
             "collective_gib": self.collective_bytes / GIB,
             "traced": dict(self.counts),
         }
@@ -100,11 +102,15 @@ def trace_script(argv: Sequence[str], *, gpus: int, precision: Precision) -> dic
     """
     command = [sys.executable, "-m", TRACER, str(gpus), precision, *argv]
     own = {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "WANDB_MODE": "disabled"}
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER} | own
+    environment = {
+        name: value for name, value in os.environ.items() if name not in _OF_A_LAUNCHER
+    } | own
     done = subprocess.run(  # noqa: S603  # a list of arguments, without a shell
         command, capture_output=True, text=True, check=False, env=environment
     )
-    results = [line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    results = [
+        line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)
+    ]
     if results:
         counts: dict[str, Any] = json.loads(results[-1])
         return counts
@@ -138,9 +144,13 @@ def estimate_script(
     Raises:
         UsageError: the states of the script's optimizer are not known, or no peak of the device for the precision.
     """
-    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {"adamw_torch": "adamw"}
+    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {
+        "adamw_torch": "adamw"
+    }
     if counts["optimizer"] not in names:
-        raise UsageError(f"the script's optim is {counts['optimizer']}: the states of {', '.join(names)} are known")
+        raise UsageError(
+            f"the script's optim is {counts['optimizer']}: the states of {', '.join(names)} are known"
+        )
     optimizer = OPTIMIZERS[names[counts["optimizer"]]]
     framework = find_framework("hf")
     shared = shared_constants()
@@ -155,7 +165,11 @@ def estimate_script(
         "loss": counts["largest_bytes"],
     }
     parts = {name: size / GIB for name, size in in_use.items()}
-    memory = Memory(**parts, buffers=sum(parts.values()) * (shared.fragmentation - 1), context=framework.context_gib)
+    memory = Memory(
+        **parts,
+        buffers=sum(parts.values()) * (shared.fragmentation - 1),
+        context=framework.context_gib,
+    )
     rates = Rates(_Work(gpu=gpu, precision=precision), framework, shared)
     pairs = CAUSAL_PAIRS if "CausalLM" in counts["model"] else 1.0
     compute_s = (
@@ -171,9 +185,12 @@ def estimate_script(
         compute=compute_s,
         communication=seconds * (1 - framework.overlap_dp),
         bubble=0.0,
-        optimizer=trained * optimizer["traffic_bytes"] / shards[0] / rates.memory + framework.step_s,
+        optimizer=trained * optimizer["traffic_bytes"] / shards[0] / rates.memory
+        + framework.step_s,
     )
-    return ScriptEstimate(counts=counts, gpu=gpu, gpus=gpus, memory=memory, time=time, collective_bytes=volume)
+    return ScriptEstimate(
+        counts=counts, gpu=gpu, gpus=gpus, memory=memory, time=time, collective_bytes=volume
+    )
 
 
 def _data_parallel_bytes(counts: Mapping[str, Any], gpus: int, zero: int) -> float:
@@ -182,4 +199,6 @@ def _data_parallel_bytes(counts: Mapping[str, Any], gpus: int, zero: int) -> flo
     share = (gpus - 1) / gpus
     if zero < 3:
         return float(2 * share * counts["gradient_bytes"])
-    return float(share * counts["grad_accum"] * (2 * 2 * counts["parameters"] + counts["gradient_bytes"]))
+    return float(
+        share * counts["grad_accum"] * (2 * 2 * counts["parameters"] + counts["gradient_bytes"])
+    )

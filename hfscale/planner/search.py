@@ -144,7 +144,10 @@ def search(request: PlanRequest, gpus: int) -> tuple[list[Estimate], list[Reject
         found = _try(request, job)
         if isinstance(found, Estimate):
             fitting.append(found)
-        elif not (found.reason.startswith(NO_PIPELINES) and any(row.reason == found.reason for row in rejected)):
+        elif not (
+            found.reason.startswith(NO_PIPELINES)
+            and any(row.reason == found.reason for row in rejected)
+        ):
             rejected.append(found)
     if not fitting:
         fitting = _with_lower_precision(request, gpus, batch)
@@ -189,7 +192,12 @@ def lower_precision(request: PlanRequest) -> list[PlanRequest]:
     Args:
         request (`PlanRequest`): what is planned for.
     """
-    if request.method != "full" or request.optimizer != "adamw" or request.pure_bf16 or request.stack == "megatron":
+    if (
+        request.method != "full"
+        or request.optimizer != "adamw"
+        or request.pure_bf16
+        or request.stack == "megatron"
+    ):
         return []
     eight_bits = replace(request, optimizer="adamw_8bit")
     if request.precision not in ("bf16", "fp8"):
@@ -221,7 +229,9 @@ def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
         sizes = _native_groups(request.shape, layout)
         if zero == 3 and layout.ranks_per_replica == 1 and sizes:
             job = request.job(layout, global_batch=batch, zero=zero)
-            yield replace(job, expert_parallel=sizes[-1], liger=bool(request.liger), chunked_loss=False)
+            yield replace(
+                job, expert_parallel=sizes[-1], liger=bool(request.liger), chunked_loss=False
+            )
     for layout, zero, _ in layouts_with_experts(request, gpus):
         spread = _with_spread_experts(request, request.job(layout, global_batch=batch, zero=zero))
         if spread is not None:
@@ -230,7 +240,9 @@ def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
 
 def _native_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
     """Numbers of ranks over which transformers itself spreads the experts of a layer."""
-    return [size for size in expert_groups(shape, layout) if not needs_parallel_trainer(layout, size)]
+    return [
+        size for size in expert_groups(shape, layout) if not needs_parallel_trainer(layout, size)
+    ]
 
 
 def _spread_groups(shape: ModelShape, layout: ParallelLayout) -> list[int]:
@@ -292,11 +304,15 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
 
     def because(reason: str) -> Rejected:
         return Rejected(
-            layout=job.layout, strategy=strategy_of(job), reason=reason, expert_parallel=job.expert_parallel
+            layout=job.layout,
+            strategy=strategy_of(job),
+            reason=reason,
+            expert_parallel=job.expert_parallel,
         )
 
     if job.layout.pp > 1 and job.stack == "hf":
-        reason = why_not(job, "engine")  # not what only keeps a recipe from running it: it is estimated all the same
+        # Not what only keeps a recipe from running it: it is estimated all the same
+        reason = why_not(job, "engine")
         if reason is not None:
             return because(f"{NO_PIPELINES}: {reason}")
     if job.global_batch % job.data_parallel:
@@ -306,7 +322,9 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
         )
     host_memory = _host_memory(request)
     if (needed := host_gib(job)) > host_memory:
-        return because(f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed")
+        return because(
+            f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed"
+        )
     best, least_gib = best_of_layout(job, fused=request.liger is None and can_fuse_loss(job))
     if best is not None:
         return best
@@ -357,7 +375,10 @@ def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | N
                     break  # less recomputation needs more memory
             if best is not None:
                 fastest.append(best)
-                if best.time.bubble < TIE_TOLERANCE * best.time.total and best.job.activation_checkpointing == "none":
+                if (
+                    best.time.bubble < TIE_TOLERANCE * best.time.total
+                    and best.job.activation_checkpointing == "none"
+                ):
                     break  # another schedule can only shorten the bubble
     if not fastest:
         return None, least_gib
@@ -375,10 +396,15 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
     for micro_batch in MICRO_BATCHES:
         if (variant.global_batch // variant.data_parallel) % micro_batch:
             break
-        trial = variant if variant.micro_batch == micro_batch else replace(variant, micro_batch=micro_batch)
+        trial = (
+            variant
+            if variant.micro_batch == micro_batch
+            else replace(variant, micro_batch=micro_batch)
+        )
         if trial.micro_batches % trial.generation_rounds:
             break
-        if trial.overlapped_experts and not can_overlap_experts(trial):  # only one micro-batch is left
+        # Only one micro-batch is left
+        if trial.overlapped_experts and not can_overlap_experts(trial):
             trial = replace(trial, overlapped_experts=False)
         if trial.stack == "hf" and not _schedule_runs(trial):
             continue
@@ -430,7 +456,10 @@ def _with_experts(job: Job, experts: int) -> Job:
 def _generation_rounds(job: Job) -> Iterator[Job]:
     """The job with each number of rounds in which whole groups of completions can be generated."""
     for rounds in GENERATION_ROUNDS:
-        if job.micro_batches % rounds == 0 and job.global_batch // rounds % job.num_generations == 0:
+        if (
+            job.micro_batches % rounds == 0
+            and job.global_batch // rounds % job.num_generations == 0
+        ):
             yield replace(job, generation_rounds=rounds)
 
 
@@ -440,7 +469,12 @@ def _schedules(job: Job) -> list[tuple[Schedule, int]]:
     layers = job.shape.layers
     if pp == 1 or job.stack != "hf":
         return [("1f1b", stages) for stages in _interleavings(job)]
-    looped: list[tuple[Schedule, int]] = [("1f1b", 2), ("zero_bubble", 2), ("zbv", 2), ("dualpipev", 2)]
+    looped: list[tuple[Schedule, int]] = [
+        ("1f1b", 2),
+        ("zero_bubble", 2),
+        ("zbv", 2),
+        ("dualpipev", 2),
+    ]
     looped += [("1f1b", stages) for stages in (3, 4, 6, 8)]
     return [("1f1b", 1), *(found for found in looped if pp * found[1] <= layers)]
 
@@ -451,7 +485,9 @@ def _interleavings(job: Job) -> list[int]:
     if pp == 1:
         return [1]
     each = -(-job.stage_units // pp)
-    return [v for v in range(1, MAX_VIRTUAL_STAGES + 1) if each % v == 0 and pp * v <= job.stage_units]
+    return [
+        v for v in range(1, MAX_VIRTUAL_STAGES + 1) if each % v == 0 and pp * v <= job.stage_units
+    ]
 
 
 def _expert_groups(job: Job) -> list[int]:
@@ -501,7 +537,9 @@ def _too_large(job: Job, needed_gib: float) -> Rejected:
 
 def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
     """The kinds of layouts of which none is tried, each as one row with an example."""
-    split = Combination(planned=True, trl=request.task != "text", method=request.method, tp=gpus, pp=1, cp=1)
+    split = Combination(
+        planned=True, trl=request.task != "text", method=request.method, tp=gpus, pp=1, cp=1
+    )
     reason = explain(split, "model_parallel", "ranks_per_replica", speaker=speaker())
     if reason is not None:
         yield Rejected(layout=ParallelLayout(tp=gpus), strategy="parallel", reason=reason)

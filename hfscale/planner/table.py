@@ -150,7 +150,11 @@ def _known_mixture(model: str, layers: int, hidden: int) -> ModelShape | None:
     columns for experts. None where there is no such name, or the widths are another model's."""
     plain = re.sub(r"[\s_]+", "-", model.casefold())
     for name, entry in catalogue().items():
-        if name in plain and entry["hidden_size"] == hidden and layers <= entry["num_hidden_layers"]:
+        if (
+            name in plain
+            and entry["hidden_size"] == hidden
+            and layers <= entry["num_hidden_layers"]
+        ):
             shape = catalogue_shape(name)
             if shape is not None and shape.moe is not None:
                 return replace(
@@ -185,7 +189,11 @@ def _shape(
         "head_dim": max(1, hidden // heads),
     }
     if experts[0]:
-        moe = {"model_type": "mixtral", "num_local_experts": experts[0], "num_experts_per_tok": experts[1]}
+        moe = {
+            "model_type": "mixtral",
+            "num_local_experts": experts[0],
+            "num_experts_per_tok": experts[1],
+        }
         return ModelShape.from_config({**config, **moe, "sliding_window": None})
     gated = ffn != 4 * hidden
     tied = False
@@ -278,14 +286,19 @@ def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
         if re.search(r"qlora|nf4|4-?bit", text):
             return "qlora", None
         return ("lora" if is_adapter else "full"), None
-    return adapters_in({column: text_of(row, column) for column in ("model", "precision", "ac", "note")})
+    return adapters_in(
+        {column: text_of(row, column) for column in ("model", "precision", "ac", "note")}
+    )
 
 
 def _gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
     """Name of the GPU without a power limit that has no number, and an assumption about it, or None."""
     text = text_of(row, "gpu_type")
     plain = without_power_limit(text)
-    return plain, None if plain == text else f"{plain} at its usual power, because {text} gives no limit"
+    return (
+        plain,
+        None if plain == text else f"{plain} at its usual power, because {text} gives no limit",
+    )
 
 
 def is_allocated(row: Mapping[str, str]) -> bool:
@@ -350,7 +363,9 @@ def job_of(row: Mapping[str, str]) -> Job:
             zero = 0
     micro = integer(row, "micro_batch") or 1
     old = _is_before_flash(row, gpu, framework)
-    stages = integer(row, "virtual_stages") or (1 if old else _usual_virtual_stages(shape, layout, framework))
+    stages = integer(row, "virtual_stages") or (
+        1 if old else _usual_virtual_stages(shape, layout, framework)
+    )
     job = Job(
         shape=shape,
         gpu=gpu,
@@ -370,7 +385,8 @@ def job_of(row: Mapping[str, str]) -> Job:
         activation_checkpointing=_recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,
-        sequence_parallel=(not old and framework != "hf") or "sp" in text_of(row, "ac").lower().split("+"),
+        sequence_parallel=(not old and framework != "hf")
+        or "sp" in text_of(row, "ac").lower().split("+"),
         loss_parallel=framework != "hf",
         flash_attention=not old,
         expert_parallel=_expert_parallel(shape, layout, framework),
@@ -404,7 +420,9 @@ def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
     if shard is None and replicate is None:
         left, over = divmod(gpus, tp * pp * cp)
         if over or left < 1:
-            raise LayoutError(f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs: correct one of them")
+            raise LayoutError(
+                f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs: correct one of them"
+            )
         shard, replicate = (left, 1) if tp == pp == 1 and left > 1 else (1, left)
     layout = ParallelLayout(dp_replicate=replicate or 1, dp_shard=shard or 1, cp=cp, tp=tp, pp=pp)
     layout.check_world_size(gpus)
@@ -443,7 +461,9 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     precision = text_of(row, "precision").lower()
     ac = text_of(row, "ac").lower()
     compiled = text_of(row, "compile").lower()
-    is_sharded_only = layout.tp == layout.pp == 1 and (layout.dp_shard > 1 or layout.world_size == 1)
+    is_sharded_only = layout.tp == layout.pp == 1 and (
+        layout.dp_shard > 1 or layout.world_size == 1
+    )
     if names_pytorch_3d(text_of(row, column) for column in ("model", "note", "source")):
         return "titan"
     if "float8" in precision or compiled in ("yes", "true", "1"):
@@ -475,7 +495,9 @@ def _sharded_if_needed(job: Job) -> Job:
     states = state_bytes(job, find_framework(job.stack))
     if (states.parameters + states.gradients + states.optimizer) / GIB <= job.gpu.memory_gib:
         return job
-    return replace(job, zero=3, layout=replace(job.layout, dp_replicate=1, dp_shard=job.data_parallel))
+    return replace(
+        job, zero=3, layout=replace(job.layout, dp_replicate=1, dp_shard=job.data_parallel)
+    )
 
 
 def _largest_micro_batch(job: Job) -> Job:
@@ -498,9 +520,13 @@ def _usual_virtual_stages(shape: ModelShape, layout: ParallelLayout, framework: 
     one."""
     if framework != "megatron" or layout.pp == 1:
         return 1
-    even = (total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0)
+    even = (
+        total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0
+    )
     each = next(even, -(-shape.layers // layout.pp))
-    return max(v for v in range(1, min(each, 8) + 1) if each % v == 0 and v * layout.pp <= shape.layers)
+    return max(
+        v for v in range(1, min(each, 8) + 1) if each % v == 0 and v * layout.pp <= shape.layers
+    )
 
 
 def _expert_parallel(shape: ModelShape, layout: ParallelLayout, framework: str) -> int:
@@ -508,4 +534,8 @@ def _expert_parallel(shape: ModelShape, layout: ParallelLayout, framework: str) 
     if shape.moe is None or framework != "megatron":
         return 1
     ranks = layout.data_parallel_size * layout.cp
-    return max(d for d in range(1, min(shape.moe.experts, ranks) + 1) if shape.moe.experts % d == 0 and ranks % d == 0)
+    return max(
+        d
+        for d in range(1, min(shape.moe.experts, ranks) + 1)
+        if shape.moe.experts % d == 0 and ranks % d == 0
+    )

@@ -18,7 +18,8 @@ LARGEST_SHARE_GB_S = 200.0
 _EXPERTS = re.compile(r"(\d+)\s*e(?:xperts?)?\W*top\W*(\d+)", flags=re.IGNORECASE)
 """`8e top2` in a model's name: a mixture of 8 experts, 2 of them per token."""
 _ACTIVE_EXPERTS = re.compile(
-    r"(\d+)\s*(?:routed\s+)?experts?\W*(\d+)\s*(?:active|activated|selected|used|per\s+token)", flags=re.IGNORECASE
+    r"(\d+)\s*(?:routed\s+)?experts?\W*(\d+)\s*(?:active|activated|selected|used|per\s+token)",
+    flags=re.IGNORECASE,
 )
 """`64 experts, 6 active` in a model's name."""
 _MIXTURE = re.compile(
@@ -116,8 +117,12 @@ def interconnect_gb_s(text: str) -> float | None:
         try:
             return float(text)
         except ValueError:
-            raise UsageError(f"interconnect is {text!r}, which has no bandwidth: write 50 GB/s or 400 Gb/s") from None
+            raise UsageError(
+                f"interconnect is {text!r}, which has no bandwidth: write 50 GB/s or 400 Gb/s"
+            ) from None
     cards, value, scale, unit = found.groups()
-    gigabytes = int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
+    gigabytes = (
+        int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
+    )
     is_of_node = cards or scale == "T" or "node" in text.lower() or gigabytes > LARGEST_SHARE_GB_S
     return gigabytes / GPUS_PER_NODE if is_of_node and "per gpu" not in text.lower() else gigabytes

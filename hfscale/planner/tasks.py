@@ -76,7 +76,9 @@ def reference_buffer_bytes(job: Job) -> float:
     return low * parameters if job.zero in (0, 3) and job.precision != "fp32" else 0.0
 
 
-def reference_s(job: Job, framework: Framework, shared: SharedConstants, network: Network, rates: Rates) -> float:
+def reference_s(
+    job: Job, framework: Framework, shared: SharedConstants, network: Network, rates: Rates
+) -> float:
     """Compute the seconds of the reference's forward pass of one micro-batch; 0 without one.
 
     It is a forward pass of all layers and of the head. FSDP2 gathers a reference model as a whole before it starts;
@@ -92,7 +94,9 @@ def reference_s(job: Job, framework: Framework, shared: SharedConstants, network
     if not job.has_reference_pass:
         return 0.0
     shape = job.shape
-    forward = shape.layers * max(layer_forward(job, framework, shared, rates).total, framework.launch_s)
+    forward = shape.layers * max(
+        layer_forward(job, framework, shared, rates).total, framework.launch_s
+    )
     forward += 2 * job.tokens * shape.hidden * shape.vocab / rates.bf16_matmul
     gathered = _gather_s(job, network, float(shape.total_parameters))
     if job.has_reference_model:
@@ -104,7 +108,9 @@ def _gather_s(job: Job, network: Network, parameters: float) -> float:
     """Seconds to gather parameters that ZeRO-3 or FSDP2 shards; 0 for other strategies."""
     if job.zero < 3:
         return 0.0
-    width = {"full": 4.0 if job.precision == "fp32" else 2.0, "lora": 2.0, "qlora": 0.56}[job.method]
+    width = {"full": 4.0 if job.precision == "fp32" else 2.0, "lora": 2.0, "qlora": 0.56}[
+        job.method
+    ]
     return network.gather_s(width * parameters, Group(size=job.layout.dp_shard))
 
 
@@ -182,10 +188,18 @@ def prompt_job(job: Job) -> Job:
     """Return a job whose micro-batch is the prompts that a rank generates from at the same time."""
     batch = generated_at_once(job)
     prompt = job.seq_len - job.max_completion_length
-    return replace(job, micro_batch=batch, global_batch=batch * job.data_parallel, seq_len=prompt, generation_rounds=1)
+    return replace(
+        job,
+        micro_batch=batch,
+        global_batch=batch * job.data_parallel,
+        seq_len=prompt,
+        generation_rounds=1,
+    )
 
 
-def generation_s(job: Job, framework: Framework, shared: SharedConstants, network: Network, rates: Rates) -> float:
+def generation_s(
+    job: Job, framework: Framework, shared: SharedConstants, network: Network, rates: Rates
+) -> float:
     """Compute the seconds in which a step's completions are generated, each at its full length.
 
     A round is a forward pass over the prompts and one step per token. A step of decoding is bound by the memory
@@ -210,11 +224,15 @@ def generation_s(job: Job, framework: Framework, shared: SharedConstants, networ
     width = _decoded_width(job)
     used = shape.mean_layer_parameters
     if shape.moe is not None:  # a small batch reads only the experts that its tokens are sent to
-        used -= shape.mean_expert_parameters * (1 - min(1.0, batch * shape.top_k / shape.moe.experts))
+        used -= shape.mean_expert_parameters * (
+            1 - min(1.0, batch * shape.top_k / shape.moe.experts)
+        )
     mean_length = job.seq_len - job.max_completion_length / 2
     cache = 2.0 * batch * _cached_elements(job, mean_length) / layers
     active = shape.active_parameters / layers
-    layer = max((width * used + cache) / rates.memory, 2 * batch * active / rates.matmul, framework.launch_s)
+    layer = max(
+        (width * used + cache) / rates.memory, 2 * batch * active / rates.matmul, framework.launch_s
+    )
     token = layers * max(layer, gathered)
     token += width * shape.head_parameters / rates.memory + _gather_s(job, network, float(ends))
     token += LOGIT_COPIES_BYTES * batch * shape.vocab / rates.memory
@@ -228,5 +246,7 @@ def _decoded_width(job: Job) -> float:
         return 0.56 + 4.0  # read in 4 bits, written and read in 16
     if job.precision == "fp32":
         return 4.0
-    is_cast = job.method == "full" and (job.zero == 0 or (job.zero == 3 and job.layout.dp_shard == 1))
+    is_cast = job.method == "full" and (
+        job.zero == 0 or (job.zero == 3 and job.layout.dp_shard == 1)
+    )
     return AUTOCAST_BYTES if is_cast else 2.0

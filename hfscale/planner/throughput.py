@@ -13,7 +13,13 @@ import math
 from dataclasses import dataclass
 
 from hfscale.facts.schedules import idle_relative_to_1f1b
-from hfscale.planner.experts import expert_exchange_s, gathered_share, kept_share, layer_parameters, owners
+from hfscale.planner.experts import (
+    expert_exchange_s,
+    gathered_share,
+    kept_share,
+    layer_parameters,
+    owners,
+)
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
@@ -74,11 +80,15 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
     Raises:
         UsageError: no peak of the device is known for the precision, or the bandwidth between nodes is not above 0.
     """
-    network = Network.of(job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared)
+    network = Network.of(
+        job.gpu, node_size=job.gpus_per_node, network_gb_s=job.network_gb_s, shared=shared
+    )
     rates = Rates(job, framework, shared)
     layer = layer_forward(job, framework, shared, rates)
     forward, backward = _layer_compute(layer, job, framework)
-    sent = _layer_traffic(job, framework, network, layer) + expert_exchange_s(job, network, forward + backward)
+    sent = _layer_traffic(job, framework, network, layer) + expert_exchange_s(
+        job, network, forward + backward
+    )
     head = head_s(job, framework, rates)
     gathered = _sharded_traffic(job, framework, network, forward, backward, head)
 
@@ -90,7 +100,9 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
     slowest = max(first * (forward + backward + exposed), on_last)
     pipeline = _pipeline_sends(job, network)
     weights = layer.matmul if job.method == "full" else 0.0
-    bubble = _bubble(job, slowest + pipeline, job.shape.layers * (forward + backward + exposed) + head + logits)
+    bubble = _bubble(
+        job, slowest + pipeline, job.shape.layers * (forward + backward + exposed) + head + logits
+    )
     bubble *= idle_relative_to_1f1b(
         job.schedule_name,
         stages_per_rank=job.virtual_stages,
@@ -100,12 +112,17 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
     )
 
     m = job.micro_batches
-    once = _once_per_step(job, framework, network, forward * first, backward * first) + gathered.per_step
+    once = (
+        _once_per_step(job, framework, network, forward * first, backward * first)
+        + gathered.per_step
+    )
     optimizer = _optimizer_s(job, rates) + framework.step_s
     drift = 1 + shared.node_drift * math.log2(max(1.0, job.layout.world_size / job.gpus_per_node))
     parts = {
         "compute": m * compute,
-        "communication": m * (slowest + pipeline - compute) + once + (drift - 1) * (m * slowest + bubble),
+        "communication": m * (slowest + pipeline - compute)
+        + once
+        + (drift - 1) * (m * slowest + bubble),
         "bubble": bubble,
         "optimizer": optimizer,
     }
@@ -122,9 +139,18 @@ def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[fl
     """Forward and backward pass of a layer, recomputation included, and at least the time to launch its kernels."""
     products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient
     attention = 2.0 if job.writes_scores else BACKWARD_ATTENTION
-    recomputed = {"none": 0.0, "full": layer.total, "selective": _selective_s(job, layer, framework)}
+    recomputed = {
+        "none": 0.0,
+        "full": layer.total,
+        "selective": _selective_s(job, layer, framework),
+    }
     again = recomputed[job.activation_checkpointing]
-    backward = products * layer.matmul + attention * layer.attention + 2 * (layer.elementwise + layer.routing) + again
+    backward = (
+        products * layer.matmul
+        + attention * layer.attention
+        + 2 * (layer.elementwise + layer.routing)
+        + again
+    )
     launch = framework.launch_s * (0.5 if job.compile else 1.0)
     forward = max(layer.total, launch)
     backward = max(backward, 1.5 * launch + (launch if again else 0.0))
@@ -141,7 +167,9 @@ def _selective_s(job: Job, layer: LayerTime, framework: Framework) -> float:
     if framework.name == "megatron" and job.shape.moe is not None:
         return job.shape.expanding_share * layer.matmul + layer.elementwise
     return (
-        framework.selective_matmul * layer.matmul + framework.selective_attention * layer.attention + layer.elementwise
+        framework.selective_matmul * layer.matmul
+        + framework.selective_attention * layer.attention
+        + layer.elementwise
     )
 
 
@@ -150,24 +178,32 @@ def _layer_traffic(job: Job, framework: Framework, network: Network, layer: Laye
     shape = job.shape
     tp = job.layout.tp
     cp = job.layout.cp
-    passes = 3 if job.activation_checkpointing == "full" else 2  # a recomputed forward pass communicates again
+    # A recomputed forward pass communicates again
+    passes = 3 if job.activation_checkpointing == "full" else 2
     seconds = 0.0
     if tp > 1:
         # Attention and MLP each gather and scatter the activation, forward and backward (Korthikanti et al., fig. 5).
         buffer = 2.0 * job.tokens * shape.hidden
         # Only the gathers and scatters of sequence parallelism can overlap, piece by piece, with the matrix products.
         regather, overlap = (2, framework.overlap_tp) if job.sequence_parallel else (0, 0.0)
-        regather = 0 if framework.name == "hf" else regather  # `ParallelTrainer` keeps what it has gathered
-        seconds += (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
+        # `ParallelTrainer` keeps what it has gathered
+        regather = 0 if framework.name == "hf" else regather
+        seconds += (
+            (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
+        )
     if cp > 1:
-        ring = network.gather_s(2.0 * job.tokens * cp * shape.attention.kv_width / tp, Group(size=cp, stride=tp))
+        ring = network.gather_s(
+            2.0 * job.tokens * cp * shape.attention.kv_width / tp, Group(size=cp, stride=tp)
+        )
         if job.runs_parallel_trainer:
             # `ParallelTrainer` gathers keys and values before attention (Llama Team, arXiv 2407.21783, section 3.3.2),
             # gathers them again where a layer is recomputed, and reduces their gradients.
             return seconds + (2 if job.activation_checkpointing == "none" else 3) * ring
         # Keys and values are sent around the ring during attention (Liu et al., arXiv 2310.01889), and their gradients
         # are sent back.
-        seconds += max(0.0, ring - layer.attention) + max(0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention)
+        seconds += max(0.0, ring - layer.attention) + max(
+            0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention
+        )
     return seconds
 
 
@@ -222,7 +258,8 @@ def _sharded_traffic(
     of_ends += network.reduce_s(gradient * ends / shard.size, replicas)
     root = exposed_s(of_ends, head, framework.overlap_dp)
     ahead = exposed_s(gather, forward, framework.overlap_dp)
-    if job.is_native:  # gradients are reduced over replicas with the last micro-batch only (`emit.SYNC_EACH_BATCH`)
+    # Gradients are reduced over replicas with the last micro-batch only (`emit.SYNC_EACH_BATCH`)
+    if job.is_native:
         once = exposed_s(across, backward, framework.overlap_dp) * job.layer_split[0]
         behind = exposed_s(again + scatter, backward, framework.overlap_dp)
         return _ShardedTraffic(per_layer=ahead + behind, root=root, per_step=once)
@@ -232,7 +269,9 @@ def _sharded_traffic(
     if job.runs_parallel_trainer:  # it reduces gradients with the last micro-batch only
         once = exposed_s(scatter + across, backward, framework.overlap_dp) * job.layer_split[0]
         return _ShardedTraffic(
-            per_layer=ahead + exposed_s(again, backward, framework.overlap_dp), root=root, per_step=once
+            per_layer=ahead + exposed_s(again, backward, framework.overlap_dp),
+            root=root,
+            per_step=once,
         )
     return _ShardedTraffic(per_layer=ahead + behind, root=root)
 
@@ -252,7 +291,9 @@ def _layer_gather_s(job: Job, network: Network, shard: Group, bytes_per_paramete
         return network.gather_s(bytes_per_parameter * (dense + experts), shard)
     stride = job.expert_parallel * (1 if job.spreads_experts else shard.stride)
     same = Group(size=int(owners(job, shard.size)), stride=stride)
-    return network.gather_s(bytes_per_parameter * dense, shard) + network.gather_s(bytes_per_parameter * experts, same)
+    return network.gather_s(bytes_per_parameter * dense, shard) + network.gather_s(
+        bytes_per_parameter * experts, same
+    )
 
 
 def _weight_bytes(job: Job) -> float:
@@ -275,7 +316,9 @@ def _pipeline_sends(job: Job, network: Network) -> float:
         return 0.0
     stride = layout.tp * layout.cp * layout.dp_shard * layout.dp_replicate
     split = layout.tp if job.sequence_parallel else 1
-    return 2 * job.virtual_stages * network.send_s(2.0 * job.tokens * job.shape.hidden / split, stride)
+    return (
+        2 * job.virtual_stages * network.send_s(2.0 * job.tokens * job.shape.hidden / split, stride)
+    )
 
 
 def _bubble(job: Job, slowest: float, all_layers: float) -> float:
@@ -286,7 +329,9 @@ def _bubble(job: Job, slowest: float, all_layers: float) -> float:
     return max(all_layers - slowest, (job.layout.pp - 1) * slowest * 0.5)
 
 
-def _once_per_step(job: Job, framework: Framework, network: Network, forward: float, backward: float) -> float:
+def _once_per_step(
+    job: Job, framework: Framework, network: Network, forward: float, backward: float
+) -> float:
     """Exposed communication of replicated parameters, once per step: reduction of gradients, and with sharded
     optimizer states the gathering of updated parameters."""
     shape = job.shape
@@ -311,13 +356,19 @@ def _once_per_step(job: Job, framework: Framework, network: Network, forward: fl
         gathered = network.gather_s(2.0 * trained, group) if job.zero else 0.0
         return network.reduce_s(gradient * trained, group) + gathered
     if job.zero == 0:
-        return exposed_s(network.reduce_s(gradient * trained, group), backward, framework.overlap_dp)
+        return exposed_s(
+            network.reduce_s(gradient * trained, group), backward, framework.overlap_dp
+        )
     if job.zero == 1 and framework.name == "hf" and job.precision == "bf16":
         # DeepSpeed's BF16_Optimizer all-reduces the accumulated gradients after the last micro-batch, and gathers the
         # parameters after the update; nothing is computed meanwhile (DeepSpeed 0.19.8, runtime/bf16_optimizer.py).
         return network.reduce_s(gradient * trained, group) + network.gather_s(2.0 * trained, group)
-    scattered = exposed_s(network.gather_s(gradient * trained, group), backward, framework.overlap_dp)
-    return scattered + exposed_s(network.gather_s(2.0 * trained, group), forward, framework.overlap_dp)
+    scattered = exposed_s(
+        network.gather_s(gradient * trained, group), backward, framework.overlap_dp
+    )
+    return scattered + exposed_s(
+        network.gather_s(2.0 * trained, group), forward, framework.overlap_dp
+    )
 
 
 def _orthogonalization_s(job: Job, rates: Rates) -> float:
@@ -329,14 +380,20 @@ def _orthogonalization_s(job: Job, rates: Rates) -> float:
     if job.optimizer != "muon" or job.method != "full":
         return 0.0
     shards = job.layout.dp_shard * job.layout.cp if job.zero == 3 and job.layout.tp == 1 else 1
-    return MUON_ITERATIONS * job.shape.newton_schulz_flops / (job.layout.pp * shards) / rates.bf16_matmul
+    return (
+        MUON_ITERATIONS
+        * job.shape.newton_schulz_flops
+        / (job.layout.pp * shards)
+        / rates.bf16_matmul
+    )
 
 
 def _optimizer_s(job: Job, rates: Rates) -> float:
     """Time of the optimizer update."""
     layout = job.layout
     trained = trained_parameters(job) / (layout.tp * layout.pp)
-    if job.spreads_experts and job.zero != 3:  # whole experts, which tensor parallelism does not split
+    # Whole experts, which tensor parallelism does not split
+    if job.spreads_experts and job.zero != 3:
         experts = job.shape.mean_expert_parameters * job.shape.layers / job.shape.total_parameters
         trained *= 1 - experts + experts * layout.tp / job.expert_parallel
     if job.zero:

@@ -65,7 +65,9 @@ class StepCounter(TorchDispatchMode):
             return result
         memory = set(map(storage, inputs))
         name = func.overloadpacket.__name__
-        if (func.is_view or name == "_unsafe_view") and any(storage(one) in memory for one in results):
+        if (func.is_view or name == "_unsafe_view") and any(
+            storage(one) in memory for one in results
+        ):
             return result
         if not results:
             return result  # a question about a tensor
@@ -75,7 +77,9 @@ class StepCounter(TorchDispatchMode):
         if name.startswith(ATTENTION):
             shapes = [one.shape for one in inputs]
             backward = name.endswith("_backward")
-            count = sdpa_backward_flop_count(*shapes[:4]) if backward else sdpa_flop_count(*shapes[:3])
+            count = (
+                sdpa_backward_flop_count(*shapes[:4]) if backward else sdpa_flop_count(*shapes[:3])
+            )
             self.attention_flops += count
         elif func.overloadpacket in flop_registry:
             self.matmul_flops += flop_registry[func.overloadpacket](*args, **kwargs, out_val=result)
@@ -105,13 +109,18 @@ def make_fake(model: torch.nn.Module, fake: FakeTensorMode) -> None:
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+        for name, tensor in [
+            *parameters,
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]:
             if isinstance(tensor, FakeTensor):
                 continue
             if tensor not in made:
                 new = fake.from_tensor(tensor.detach())
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
-                made[tensor] = torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                made[tensor] = (
+                    torch.nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                )
             setattr(module, name, made[tensor])
 
 
@@ -131,7 +140,8 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
     args = trainer.args
     model = trainer.model
     batch = next(iter(trainer.get_train_dataloader()))
-    if not all(isinstance(one, FakeTensor) for one in model.parameters()):  # made by the script, with memory
+    # Made by the script, with memory
+    if not all(isinstance(one, FakeTensor) for one in model.parameters()):
         make_fake(model, fake)
     model.train()
     if recomputes_activations(args):
@@ -149,7 +159,11 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
 
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     with fake, counter:
-        inputs = {name: fake.from_tensor(one) for name, one in batch.items() if isinstance(one, torch.Tensor)}
+        inputs = {
+            name: fake.from_tensor(one)
+            for name, one in batch.items()
+            if isinstance(one, torch.Tensor)
+        }
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         with hooks, torch.autocast("cpu", dtype=dtype, enabled=precision != "fp32"):
             loss = trainer.compute_loss(model, inputs)
@@ -187,7 +201,9 @@ def main(ranks: int, precision: str, argv: list[str]) -> None:
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def without_weights(cls: type[Any], name: Any, /, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def without_weights(
+        cls: type[Any], name: Any, /, *args: Any, config: Any = None, **kwargs: Any
+    ) -> Any:
         if not isinstance(config, transformers.PreTrainedConfig):
             config = cls.config_class.from_pretrained(config or name)
         dtype = kwargs.get("dtype", kwargs.get("torch_dtype"))
@@ -215,7 +231,8 @@ def main(ranks: int, precision: str, argv: list[str]) -> None:
     replaced = (
         (transformers.PreTrainedModel, "from_pretrained", classmethod(without_weights)),
         (transformers.Trainer, "train", traced),
-        (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),  # the GPU is another machine's
+        # The GPU is another machine's
+        (transformers.training_args, "is_torch_bf16_gpu_available", lambda: True),
         (torch.nn.Module, "to", stay),
         (torch.nn.Module, "cuda", stay),
     )

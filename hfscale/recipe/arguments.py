@@ -63,7 +63,12 @@ JSON_FLAGS = (
 )
 """Flags of transformers whose value is a JSON mapping or, unless they end in `kwargs`, a file that holds one."""
 
-JSON_FLAGS_OF_TRL = ("model_init_kwargs", "dataset_kwargs", "generation_kwargs", "chat_template_kwargs")
+JSON_FLAGS_OF_TRL = (
+    "model_init_kwargs",
+    "dataset_kwargs",
+    "generation_kwargs",
+    "chat_template_kwargs",
+)
 """Flags of TRL's arguments whose value is a JSON mapping; each class has some of them."""
 
 
@@ -78,29 +83,45 @@ class SourceArguments:
     dataset_name: str | None = flag("Dataset of the hub, or a folder that `datasets` can load.")
     dataset_config_name: str | None = flag("Configuration of that dataset.")
     dataset_train_split: str = flag("Split of that dataset to train on.", default="train")
-    train_file: str | None = flag("Training text: .txt, .json, .jsonl, .csv or .parquet; or token file: .ds.")
+    train_file: str | None = flag(
+        "Training text: .txt, .json, .jsonl, .csv or .parquet; or token file: .ds."
+    )
     data_mix: str | None = flag("YAML list of several datasets and files, with the weight of each.")
     validation_file: str | None = flag("Evaluation text, in one of the same formats.")
     validation_split_percentage: int = flag(
         "Share of the training text used for evaluation if there is no evaluation text.", default=5
     )
-    streaming: bool = flag("Read the dataset during training instead of preparing it first.", default=False)
-    max_train_samples: int | None = flag("Limit on the number of training sequences (TRL: records).")
-    max_eval_samples: int | None = flag("Limit on the number of evaluation sequences (TRL: records).")
+    streaming: bool = flag(
+        "Read the dataset during training instead of preparing it first.", default=False
+    )
+    max_train_samples: int | None = flag(
+        "Limit on the number of training sequences (TRL: records)."
+    )
+    max_eval_samples: int | None = flag(
+        "Limit on the number of evaluation sequences (TRL: records)."
+    )
     sample_prompts: str | None = flag(
         "File of prompts from which the model generates during training: .txt, one per line, or .jsonl with messages."
     )
-    sample_steps: int = flag("Optimizer steps between two generations from --sample_prompts.", default=500)
+    sample_steps: int = flag(
+        "Optimizer steps between two generations from --sample_prompts.", default=500
+    )
 
     def __post_init__(self) -> None:
         self.named_by: str | None = None  # the line of --data_mix that names this source
         named = [name for name in ("dataset_name", "train_file", "data_mix") if getattr(self, name)]
         if len(named) > 1:
-            raise UsageError(f"--{named[0]} and --{named[1]} both name the training text: give one of them")
+            raise UsageError(
+                f"--{named[0]} and --{named[1]} both name the training text: give one of them"
+            )
         if self.validation_file and not named:
-            raise UsageError("--validation_file is given without --train_file or --dataset_name: give one of them too")
+            raise UsageError(
+                "--validation_file is given without --train_file or --dataset_name: give one of them too"
+            )
         if self.streaming and not named:
-            raise UsageError("--streaming is given without --train_file or --dataset_name: give one of them too")
+            raise UsageError(
+                "--streaming is given without --train_file or --dataset_name: give one of them too"
+            )
         if self.dataset_config_name and not self.dataset_name:
             raise UsageError(
                 f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name: give both"
@@ -118,7 +139,9 @@ class DataArguments(SourceArguments):
     """
 
     block_size: int = flag("Tokens per sequence; text is packed into full blocks.", default=1024)
-    preprocessing_num_workers: int | None = flag("Number of processes that tokenise on each node. Default: its ranks.")
+    preprocessing_num_workers: int | None = flag(
+        "Number of processes that tokenise on each node. Default: its ranks."
+    )
     packing: str | None = flag(
         "How documents become sequences: none (one each, padded), concat (joined, then cut) or bestfit (complete "
         "ones that fit together). Default: concat for text, bestfit for conversations.",
@@ -128,19 +151,27 @@ class DataArguments(SourceArguments):
         "Whether attention is cut at the boundaries of packed documents. Default: true with bestfit."
     )
     loss_on: str | None = flag(
-        "Tokens to train on: " + ", ".join(LOSS_ON) + ". Default: assistant for conversations, completion for prompts "
+        "Tokens to train on: "
+        + ", ".join(LOSS_ON)
+        + ". Default: assistant for conversations, completion for prompts "
         "with completions, all for text.",
         choices=LOSS_ON,
     )
-    chat_template: str | None = flag("File with the Jinja template of conversations. Default: the tokenizer's.")
-    show_samples: int = flag("Number of training samples to print, with the tokens that are trained on.", default=0)
+    chat_template: str | None = flag(
+        "File with the Jinja template of conversations. Default: the tokenizer's."
+    )
+    show_samples: int = flag(
+        "Number of training samples to print, with the tokens that are trained on.", default=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "block_size", "preprocessing_num_workers")
         require_from_0(self, "show_samples")
         if self.chat_template and not Path(self.chat_template).is_file():
-            raise UsageError(f"--chat_template {self.chat_template} is not a file: give one with a Jinja template")
+            raise UsageError(
+                f"--chat_template {self.chat_template} is not a file: give one with a Jinja template"
+            )
         rows = Combination(packing=self.packing, document_attention=self.document_attention)
         check_support(rows, speaker="recipe")
 
@@ -154,20 +185,32 @@ class ScalingArguments(IslandArguments):
     """
 
     lr_scaling_rule: str = flag(
-        "How the learning rate follows the global batch: " + ", ".join(RULES) + ".", default="auto", choices=RULES
+        "How the learning rate follows the global batch: " + ", ".join(RULES) + ".",
+        default="auto",
+        choices=RULES,
     )
-    base_global_batch_size: int | None = flag("Sequences per step for which --learning_rate was tuned.")
-    base_block_size: int | None = flag("Tokens per sequence for which it was tuned, if that was another length.")
-    critical_batch_size: int | None = flag("Sequences per step above which the learning rate stops growing.")
+    base_global_batch_size: int | None = flag(
+        "Sequences per step for which --learning_rate was tuned."
+    )
+    base_block_size: int | None = flag(
+        "Tokens per sequence for which it was tuned, if that was another length."
+    )
+    critical_batch_size: int | None = flag(
+        "Sequences per step above which the learning rate stops growing."
+    )
     warmup_scale: float = flag("Factor on the number of warm-up steps.", default=1.0)
-    save_minutes: float | None = flag("Longest time between two checkpoints, in minutes.", default=15.0)
+    save_minutes: float | None = flag(
+        "Longest time between two checkpoints, in minutes.", default=15.0
+    )
     notice_s: float | None = flag(
         "Seconds from a signal to the end of the process. Default: the time that the launcher waits."
     )
     asynchronous_save: bool = flag(
         "Write checkpoints in the background during training, if the result is exact.", default=True
     )
-    checkpoint_remote: str | None = flag("Remote copy of the checkpoints: s3://…, gs://…, hf://buckets/…, file://…")
+    checkpoint_remote: str | None = flag(
+        "Remote copy of the checkpoints: s3://…, gs://…, hf://buckets/…, file://…"
+    )
     resume_with_other: list[str] | None = field(
         default=None,
         metadata={
@@ -178,16 +221,28 @@ class ScalingArguments(IslandArguments):
     peak_tflops: float | None = flag(
         "Dense peak of one device in TFLOP/s, for MFU on hardware that is not in the table."
     )
-    usd_per_gpu_hour: float | None = flag("Price of one device, for scaling/usd. Default: from the price list.")
-    scaling_baseline: str | None = flag("File of `hfscale sweep` with which scaling/efficiency is compared.")
-    noise_scale: bool = flag("Measure the gradient noise scale at the steps that are logged.", default=False)
+    usd_per_gpu_hour: float | None = flag(
+        "Price of one device, for scaling/usd. Default: from the price list."
+    )
+    scaling_baseline: str | None = flag(
+        "File of `hfscale sweep` with which scaling/efficiency is compared."
+    )
+    noise_scale: bool = flag(
+        "Measure the gradient noise scale at the steps that are logged.", default=False
+    )
     trace_steps: str | None = flag("Optimizer steps to trace for `hfscale why`, such as 5,6.")
-    alert_webhook: str | None = flag("URL to which hangs, restarts, the end of the run and so on are posted as JSON.")
-    early_stopping_patience: int | None = flag("Stop after this many evaluations without a lower loss.")
+    alert_webhook: str | None = flag(
+        "URL to which hangs, restarts, the end of the run and so on are posted as JSON."
+    )
+    early_stopping_patience: int | None = flag(
+        "Stop after this many evaluations without a lower loss."
+    )
 
     def __post_init__(self) -> None:
         numbers = {name for name, value in vars(self).items() if type(value) in (int, float)}
-        require_positive(self, *sorted(numbers - {"island_rank", "island_overlap_steps", "outer_momentum"}))
+        require_positive(
+            self, *sorted(numbers - {"island_rank", "island_overlap_steps", "outer_momentum"})
+        )
         require_from_0(self, "island_rank", "island_overlap_steps", outer_momentum=1)
         if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
             raise UsageError(
@@ -213,7 +268,9 @@ class RecipeTrainingMixin(_TrainingArguments):
     records: ClassVar[str | None] = None
     """With TRL, the kind of records that its trainer needs: a key of `hfscale.recipe.trl.COLUMNS`."""
 
-    output_dir: str | None = flag("Folder for checkpoints, metrics and the model.", default="runs/default")
+    output_dir: str | None = flag(
+        "Folder for checkpoints, metrics and the model.", default="runs/default"
+    )
     optim: str = flag(
         "The optimizer: one of transformers' or muon, which orthogonalizes updates of the matrices of hidden layers.",
         default=DEFAULT_OPTIMIZER,
@@ -223,7 +280,9 @@ class RecipeTrainingMixin(_TrainingArguments):
     save_total_limit: int | None = flag("Number of committed checkpoints to keep.", default=3)
     report_to: list[str] | None = field(
         default_factory=lambda: ["none"],
-        metadata={"help": "Trackers that receive the metrics: wandb, tensorboard, … Files are always written."},
+        metadata={
+            "help": "Trackers that receive the metrics: wandb, tensorboard, … Files are always written."
+        },
     )
     activation_checkpointing: bool | None = field(
         default=None,
@@ -253,14 +312,16 @@ class RecipeTrainingMixin(_TrainingArguments):
         },
     )
     profile_steps: list[int] | None = field(
-        default=None, metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."}
+        default=None,
+        metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."},
     )
     ddp_find_unused_parameters: bool | None = flag(
         "Search each backward pass for parameters without a gradient; only models that skip some need it.",
         default=False,
     )
     ddp_broadcast_buffers: bool | None = flag(
-        "Send rank 0's buffers to all ranks before each step; those of language models are constant.", default=False
+        "Send rank 0's buffers to all ranks before each step; those of language models are constant.",
+        default=False,
     )
     logging_nan_inf_filter: bool = flag(
         "Leave NaN and infinite losses out of the log, which waits for the GPU twice per micro-batch and hides them.",
@@ -268,7 +329,9 @@ class RecipeTrainingMixin(_TrainingArguments):
     )
     dataloader_num_workers: int = flag("Processes per rank that load batches.", default=2)
     dataloader_persistent_workers: bool = flag("Keep these processes between epochs.", default=True)
-    dataloader_prefetch_factor: int | None = flag("Batches that each of them loads in advance.", default=4)
+    dataloader_prefetch_factor: int | None = flag(
+        "Batches that each of them loads in advance.", default=4
+    )
     resume_from_checkpoint: str | None = flag(
         "true: resume from the newest verified checkpoint of output_dir, or start from scratch if there is none; "
         "false: start from scratch; a path: resume from that checkpoint.",
@@ -276,25 +339,35 @@ class RecipeTrainingMixin(_TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        if self.hub_token:  # huggingface_hub also reads the variable, and no checkpoint's training_args.bin holds it
+        # huggingface_hub also reads the variable, and no checkpoint's training_args.bin holds it
+        if self.hub_token:
             os.environ["HF_TOKEN"] = self.hub_token
             self.hub_token = None
         self._set_hardware_defaults()
         self._check_numbers()
         if self.max_steps == 0 or self.max_steps < -1:
-            raise UsageError(f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to count epochs")
+            raise UsageError(
+                f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to count epochs"
+            )
         if self.save_strategy == "best" and self.metric_for_best_model is None:
-            raise UsageError("--save_strategy best needs a metric: give --metric_for_best_model, such as loss")
+            raise UsageError(
+                "--save_strategy best needs a metric: give --metric_for_best_model, such as loss"
+            )
         self.cuts_attention = False  # until a model's attention is cut between documents
         if self.torch_compile_regional:
             use_regional_compilation(self)
         if self.recompute == "selective":
             self.activation_checkpointing_kwargs = self._selective_kwargs()
         for name in (*JSON_FLAGS, *JSON_FLAGS_OF_TRL):
-            content = _check_json(f"--{name}", vars(self).get(name), is_text=name.endswith("kwargs"))
+            content = _check_json(
+                f"--{name}", vars(self).get(name), is_text=name.endswith("kwargs")
+            )
             if name == "accelerator_config":
                 self._copy_batches_asynchronously(content)
-        if self.torch_compile_backend and self.torch_compile_backend.upper() not in DynamoBackend.list():
+        if (
+            self.torch_compile_backend
+            and self.torch_compile_backend.upper() not in DynamoBackend.list()
+        ):
             raise UsageError(
                 f"--torch_compile_backend {self.torch_compile_backend} is not known: choose one of "
                 f"{', '.join(DynamoBackend.list()).lower()}"
@@ -321,7 +394,9 @@ class RecipeTrainingMixin(_TrainingArguments):
             model_args (`ModelArguments`): the flags of the model and of the adapters.
         """
 
-    def keep_global_batch(self, checkpoint: str | None, *, data_parallel_size: int | None = None) -> None:
+    def keep_global_batch(
+        self, checkpoint: str | None, *, data_parallel_size: int | None = None
+    ) -> None:
         """Keep the checkpoint's global batch, as `hfscale.recipe.resume.keep_global_batch` explains.
 
         Args:
@@ -335,10 +410,13 @@ class RecipeTrainingMixin(_TrainingArguments):
             _require_usable_gpus()
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:  # a launcher's config that asks for fp8 is not overruled
-            is_open = not (self.fp16 or self.use_cpu or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8")
+            is_open = not (
+                self.fp16 or self.use_cpu or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp8"
+            )
             self.bf16 = is_open and torch.cuda.is_bf16_supported(including_emulation=False)
         if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16" and not (self.bf16 or self.fp16):
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # that of the config is for scripts without such a flag
+            # That of the config is for scripts without such a flag
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
         if self.use_cpu:
             self.dataloader_pin_memory = False  # there is no device to copy to
         if self.dataloader_num_workers == 0:
@@ -351,8 +429,11 @@ class RecipeTrainingMixin(_TrainingArguments):
         Args:
             config (`dict`, *optional*): the content of the flag; None if it is not given.
         """
-        is_mapping = self.accelerator_config is None or isinstance(self.accelerator_config, dict | str)
-        if is_mapping and self.dataloader_pin_memory:  # a copy from memory that is not pinned waits in any case
+        is_mapping = self.accelerator_config is None or isinstance(
+            self.accelerator_config, dict | str
+        )
+        # A copy from memory that is not pinned waits in any case
+        if is_mapping and self.dataloader_pin_memory:
             self.accelerator_config = {"non_blocking": True} | (config or {})
 
     def _check_numbers(self) -> None:
@@ -423,24 +504,32 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
         default=0.0,
     )
     gradient_compression: str = flag(
-        "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".", default="none", choices=METHODS
+        "How DDP compresses the gradients that it sends: " + ", ".join(METHODS) + ".",
+        default="none",
+        choices=METHODS,
     )
     powersgd_rank: int = flag("Rank of PowerSGD's approximation.", default=4)
-    topk_fraction: float = flag("Fraction of the gradient's elements that topk sends.", default=0.01)
+    topk_fraction: float = flag(
+        "Fraction of the gradient's elements that topk sends.", default=0.01
+    )
     compression_start_step: int = flag(
         "Uncompressed steps before powersgd, topk or a 1-bit optimizer starts.", default=1000
     )
 
     def __post_init__(self) -> None:
         require_positive(self, "powersgd_rank", "topk_fraction")
-        require_from_0(self, "compression_start_step", "router_aux_loss_coef", "router_bias_update_rate")
+        require_from_0(
+            self, "compression_start_step", "router_aux_loss_coef", "router_bias_update_rate"
+        )
         if self.gradient_compression in ONE_BIT_OPTIMIZERS and self.compression_start_step == 0:
             raise UsageError(
                 f"--compression_start_step 0: {self.gradient_compression} needs a warm-up in which it measures the "
                 "variance of the gradients: give 15 to 25% of the steps"
             )
         if self.fused_loss == "liger" and self.use_liger_kernel is False:
-            raise UsageError("--fused_loss liger and --use_liger_kernel false exclude each other: give one of them")
+            raise UsageError(
+                "--fused_loss liger and --use_liger_kernel false exclude each other: give one of them"
+            )
         super().__post_init__()
 
 
@@ -469,7 +558,9 @@ def complete_early_stopping(args: TrainingArguments, patience: int | None) -> No
     args.metric_for_best_model = args.metric_for_best_model or "loss"
     args.greater_is_better = False
     if args.eval_strategy == "no":
-        raise UsageError("--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N too")
+        raise UsageError(
+            "--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N too"
+        )
 
 
 def check_evaluation(args: TrainingArguments, *, has_evaluation: bool) -> None:
@@ -484,7 +575,9 @@ def check_evaluation(args: TrainingArguments, *, has_evaluation: bool) -> None:
     """
     if args.eval_strategy != "no" and not has_evaluation:
         strategy = IntervalStrategy(args.eval_strategy).value
-        raise UsageError(f"--eval_strategy {strategy} needs text to evaluate on: give --validation_file")
+        raise UsageError(
+            f"--eval_strategy {strategy} needs text to evaluate on: give --validation_file"
+        )
 
 
 def _check_json(name: str, value: object, *, is_text: bool) -> dict[str, Any] | None:
@@ -509,7 +602,9 @@ def _check_json(name: str, value: object, *, is_text: bool) -> dict[str, Any] | 
         position = f"line {error.lineno} column {error.colno}"
         raise UsageError(f"{name} {value} is not JSON: {position}: {error.msg}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} {value} is not UTF-8 text: byte {error.start}: save it as UTF-8") from error
+        raise UsageError(
+            f"{name} {value} is not UTF-8 text: byte {error.start}: save it as UTF-8"
+        ) from error
     if not isinstance(content, dict):
         raise UsageError(f"{name} {value} is not a JSON mapping")
     return content
@@ -526,7 +621,8 @@ def _check_deepspeed_config(deepspeed: object) -> None:
     if not value and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         name = "deepspeed_config_file"  # the key of the Accelerate config
         value = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if isinstance(value, str) and Path(value).is_file():  # the libraries refuse other wrong values and name them
+    # The libraries refuse other wrong values and name them
+    if isinstance(value, str) and Path(value).is_file():
         _check_json(name, value, is_text=False)
 
 
@@ -534,7 +630,9 @@ def _require_usable_gpus() -> None:
     """Raise an error if this machine has GPUs and torch sees none: the run would silently train on the CPU."""
     for finding in check_gpus_of_driver():
         if finding.level == "error":
-            raise MissingDependencyError(f"{finding.message}; or train on the CPU with --use_cpu true")
+            raise MissingDependencyError(
+                f"{finding.message}; or train on the CPU with --use_cpu true"
+            )
 
 
 def _check_scheduler(args: TrainingArguments) -> None:
@@ -544,7 +642,9 @@ def _check_scheduler(args: TrainingArguments) -> None:
     assert isinstance(kwargs, dict)  # TrainingArguments has read the JSON
     name = f"{SchedulerType(args.lr_scheduler_type).value} with --lr_scheduler_kwargs '{json.dumps(kwargs)}'"
     with errors_name_flag("--lr_scheduler_type", name):
-        get_scheduler(args.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs))
+        get_scheduler(
+            args.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=dict(kwargs)
+        )
 
 
 @contextmanager
@@ -563,8 +663,14 @@ def errors_name_flag(flag: str, value: object) -> Iterator[None]:
     except (HfScaleError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        if isinstance(value, str) and value.startswith(("/", "./", "../", "~")) and not Path(value).exists():
-            raise UsageError(f"{flag} {value} does not exist: correct the path, or give a name on the hub") from error
+        if (
+            isinstance(value, str)
+            and value.startswith(("/", "./", "../", "~"))
+            and not Path(value).exists()
+        ):
+            raise UsageError(
+                f"{flag} {value} does not exist: correct the path, or give a name on the hub"
+            ) from error
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise UsageError(f"{flag} {value} cannot be used: {kind}{one_line(error)}") from error
 

@@ -24,8 +24,10 @@ from hfscale.errors import DataError
 
 _TEMPORARY = "loading-"
 _LOCK = "lock"
-_LOCKED_AFTER_S = 60.0  # from the creation of a temporary folder until its process surely holds the lock
-_SETTLED_NS = 2 * 10**9  # a file that changed less than this before it was read could change again without a trace
+# From the creation of a temporary folder until its process surely holds the lock
+_LOCKED_AFTER_S = 60.0
+# A file that changed less than this before it was read could change again without a trace
+_SETTLED_NS = 2 * 10**9
 
 
 def load_by_content(
@@ -56,14 +58,19 @@ def load_by_content(
     folder = cache / key
     if not folder.is_dir():
         with (
-            tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=cache, ignore_cleanup_errors=True) as temporary,
+            tempfile.TemporaryDirectory(
+                prefix=_TEMPORARY, dir=cache, ignore_cleanup_errors=True
+            ) as temporary,
             Path(temporary, _LOCK).open("w") as lock,
         ):
-            with suppress(OSError):  # a file system without locks: if this process is killed, the folder is left
+            # A file system without locks: if this process is killed, the folder is left
+            with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX)  # until this process ends, also if it is killed
             loaded = load(temporary)
             if [_state(file) for file in files] != before:
-                raise DataError(f"{source} has changed while it was read: start again when it is complete")
+                raise DataError(
+                    f"{source} has changed while it was read: start again when it is complete"
+                )
             was_disabled = datasets.are_progress_bars_disabled()
             datasets.disable_progress_bars()
             try:
@@ -79,7 +86,12 @@ def load_by_content(
     found = DatasetDict.load_from_disk(str(folder))
     return DatasetDict(
         {
-            split: Dataset(records.data, info=records.info, split=records.split, fingerprint=f"{key}-{split}"[:64])
+            split: Dataset(
+                records.data,
+                info=records.info,
+                split=records.split,
+                fingerprint=f"{key}-{split}"[:64],
+            )
             for split, records in found.items()
         }
     )

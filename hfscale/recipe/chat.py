@@ -109,12 +109,18 @@ def to_documents(
         convert = _converter(first, chat_format(dataset), tokenizer, args, source=source)
         # `datasets` hashes this function with all that it refers to into the name of the cache: it must not refer to
         # what does not change the result, such as the source.
-        options: dict[str, Any] = {"with_indices": True, "remove_columns": dataset.column_names or list(first)}
+        options: dict[str, Any] = {
+            "with_indices": True,
+            "remove_columns": dataset.column_names or list(first),
+        }
         if isinstance(dataset, IterableDataset):
             documents = dataset.map(_name_source(source)(convert), **options)
             return documents.filter(_StreamReport(source)).remove_columns(["fault", "cut"])
         workers = worker_processes(args.preprocessing_num_workers, len(dataset))
-        options |= {"num_proc": workers if workers > 1 else None, "desc": f"Tokenising {split} conversations"}
+        options |= {
+            "num_proc": workers if workers > 1 else None,
+            "desc": f"Tokenising {split} conversations",
+        }
         with _name_source(source), kept_environment():
             documents = dataset.map(convert, **options)
     documents = _without_faults(documents, args, source=source)
@@ -162,7 +168,9 @@ def _converter(
                 raise _RejectedError(_UNTRAINED, f"none in its first {len(ids)} tokens")
         except _RejectedError as fault:
             return {"input_ids": [], "labels": [], "fault": ": ".join(fault.args), "cut": False}
-        labels = [token if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)]
+        labels = [
+            token if is_trained else IGNORED for token, is_trained in zip(ids, trained, strict=True)
+        ]
         return {"input_ids": ids, "labels": labels, "fault": "", "cut": is_cut}
 
     return convert
@@ -185,11 +193,21 @@ def _without_faults(documents: Dataset, args: DataArguments, *, source: str) -> 
     if not kept:
         raise DataError(f"{source}: none of {len(faults)} samples can be trained on: {report}")
     if report:
-        logger.warning("%s: %d of %d samples are left out: %s", source, len(faults) - len(kept), len(faults), report)
+        logger.warning(
+            "%s: %d of %d samples are left out: %s",
+            source,
+            len(faults) - len(kept),
+            len(faults),
+            report,
+        )
     cut = sum(documents["cut"])
     if cut:
         logger.warning(
-            "%s: %d of %d samples are cut to %d tokens (--block_size)", source, cut, len(faults), args.block_size
+            "%s: %d of %d samples are cut to %d tokens (--block_size)",
+            source,
+            cut,
+            len(faults),
+            args.block_size,
         )
     documents = documents.remove_columns(["fault", "cut"])
     return documents if len(kept) == len(faults) else documents.select(kept)
@@ -215,7 +233,9 @@ def _describe(faults: Sequence[str]) -> str:
             kind, _, reason = fault.partition(": ")
             counts[kind] += 1
             first.setdefault(kind, f"row {row}, {reason}")
-    return ", ".join(f"{count} {kind} (first: {first[kind]})" for kind, count in counts.most_common())
+    return ", ".join(
+        f"{count} {kind} (first: {first[kind]})" for kind, count in counts.most_common()
+    )
 
 
 class _StreamReport:
@@ -233,8 +253,11 @@ class _StreamReport:
             count = self.counts[kind]
             if count == 10 ** (len(str(count)) - 1):
                 action = "left out, " if fault else ""
-                first = f" ({reason})" if reason else ""  # "token: reason" would be taken for a secret
-                logger.warning("%s: %d samples so far are %s%s%s", self.source, count, action, kind, first)
+                # "token: reason" would be taken for a secret
+                first = f" ({reason})" if reason else ""
+                logger.warning(
+                    "%s: %d samples so far are %s%s%s", self.source, count, action, kind, first
+                )
         return not fault
 
 
@@ -247,7 +270,9 @@ def _kind(record: dict[str, Any], record_format: str | None) -> str:
     return "from/value messages" if is_sharegpt else "role/content messages"
 
 
-def _check_format(record: dict[str, Any], record_format: str | None, kind: str, *, where: str) -> None:
+def _check_format(
+    record: dict[str, Any], record_format: str | None, kind: str, *, where: str
+) -> None:
     """Raise a _RowError if a record is empty or does not have the format of the first one."""
     columns = ("prompt", "completion") if record_format == "completion" else (str(record_format),)
     for column in columns:
@@ -256,17 +281,23 @@ def _check_format(record: dict[str, Any], record_format: str | None, kind: str, 
             others = {"messages", "conversations", "prompt", "completion", "text"} - set(columns)
             filled = [name for name in sorted(others) if record.get(name)]
             if filled:
-                raise _RowError(f"{where} has '{filled[0]}' and no '{column}': keep one format per file")
+                raise _RowError(
+                    f"{where} has '{filled[0]}' and no '{column}': keep one format per file"
+                )
             raise _RowError(f"{where} has no '{column}': remove the row")
         if not isinstance(value, str | list):
-            raise _RowError(f"{where}: '{column}' is neither text nor a list of messages: convert it")
+            raise _RowError(
+                f"{where}: '{column}' is neither text nor a list of messages: convert it"
+            )
         if value == [] and column != "prompt":
             raise _RowError(f"{where} is an empty conversation: remove the row")
         found = kind if value == [] else _kind(record | {"prompt": value}, "completion")
         if record_format != "completion" and found == "text":
             raise _RowError(f"{where}: '{column}' is text, not a list of messages: convert it")
         if found != kind:
-            raise _RowError(f"{where} has {found}, the first row has {kind}: keep one format per file")
+            raise _RowError(
+                f"{where} has {found}, the first row has {kind}: keep one format per file"
+            )
 
 
 # Tokens and masks.
@@ -278,14 +309,19 @@ def document_marks(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[
     Args:
         tokenizer (`PreTrainedTokenizerBase`): the model's tokenizer.
     """
-    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    adds_bos = (
+        tokenizer.bos_token_id is not None
+        and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    )
     return (
         [tokenizer.bos_token_id] if adds_bos else [],
         [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id],
     )
 
 
-def _encode(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+def _encode(
+    text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[bool]]:
     """Tokenise a text without adding special tokens, and mark the tokens that overlap its spans of characters."""
     encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     trained = []
@@ -293,7 +329,8 @@ def _encode(text: str, spans: Sequence[Span], tokenizer: PreTrainedTokenizerBase
     for start, end in encoding["offset_mapping"]:
         while remaining and start >= remaining[-1][1] and not start == end == remaining[-1][1]:
             remaining.pop()
-        trained.append(bool(remaining) and end > remaining[-1][0])  # white space may have the offsets (end, end)
+        # White space may have the offsets (end, end)
+        trained.append(bool(remaining) and end > remaining[-1][0])
     return encoding["input_ids"], trained
 
 
@@ -306,11 +343,17 @@ class _Encoder:
         has_own_template (`bool`): whether the chat template is that of `--chat_template`, for error messages.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: str, *, has_own_template: bool) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, loss_on: str, *, has_own_template: bool
+    ) -> None:
         self.tokenizer = tokenizer
         self.loss_on = loss_on
         name = tokenizer.name_or_path or "the tokenizer"
-        self.template = "the template of --chat_template" if has_own_template else f"the chat template of {name}"
+        self.template = (
+            "the template of --chat_template"
+            if has_own_template
+            else f"the chat template of {name}"
+        )
         self.marks = document_marks(tokenizer)
         self.special_tokens = tuple(tokenizer.get_added_vocab())
 
@@ -324,7 +367,9 @@ class _Encoder:
         if end == ids[-1:]:
             end = []
         ids = begin + ids + end
-        return ids, [True] * len(ids) if self.loss_on == "all" else [False] * len(begin) + trained + [True] * len(end)
+        return ids, [True] * len(ids) if self.loss_on == "all" else [False] * len(
+            begin
+        ) + trained + [True] * len(end)
 
     def converse(
         self, messages: list[Message], tools: list[Any] | None, completion: int, *, where: str
@@ -348,7 +393,9 @@ class _Encoder:
         text = render(messages)
         _check_rendered(text, messages)
         if self.loss_on == "assistant" and _GENERATION.search(template):
-            rendered = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            rendered = render(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
             return rendered["input_ids"], [bool(mark) for mark in rendered["assistant_masks"]]
         if self.loss_on == "all":
             spans = [(0, len(text))]
@@ -357,12 +404,24 @@ class _Encoder:
                 raise _RejectedError(_UNTRAINED, "the last message is not the assistant's")
             spans = [self._span(render, text, messages, completion, len(messages), where=where)]
         else:
-            turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-            spans = [self._span(render, text, messages, number, number + 1, where=where) for number in turns]
+            turns = [
+                number for number, message in enumerate(messages) if message["role"] == "assistant"
+            ]
+            spans = [
+                self._span(render, text, messages, number, number + 1, where=where)
+                for number in turns
+            ]
         return _encode(text, spans, self.tokenizer)
 
     def _span(
-        self, render: Callable[..., str], text: str, messages: list[Message], begin: int, end: int, *, where: str
+        self,
+        render: Callable[..., str],
+        text: str,
+        messages: list[Message],
+        begin: int,
+        end: int,
+        *,
+        where: str,
     ) -> Span:
         """Return the characters of the messages from `begin` to `end` in the text of a conversation.
 
@@ -390,10 +449,17 @@ class _Encoder:
         return len(prompt), len(turn)
 
     def _render(
-        self, messages: list[Message], *, tools: list[Any] | None, tokenize: bool = False, **options: Any
+        self,
+        messages: list[Message],
+        *,
+        tools: list[Any] | None,
+        tokenize: bool = False,
+        **options: Any,
     ) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=tokenize, **options)
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=tokenize, **options
+            )
         except (TemplateError, TypeError) as error:
             raise _RejectedError(_REFUSED, shorten(" ".join(str(error).split()))) from error
 
@@ -416,7 +482,8 @@ def _says(text: str, message: Message) -> bool:
 def _check_rendered(text: str, messages: list[Message]) -> None:
     """Reject a conversation of which the template leaves out a message; results of tools may be rendered as JSON."""
     for number, message in enumerate(messages, start=1):
-        answer = (message.get("content") or "").rpartition("</think>")[2]  # earlier thinking may be left out
+        # Earlier thinking may be left out
+        answer = (message.get("content") or "").rpartition("</think>")[2]
         spoken = message | {"content": answer, "reasoning_content": ""}
         if message["role"] in ("system", "user", "assistant") and not _says(text, spoken):
             raise _RejectedError(_LOST, f"it leaves out message {number}, or a part of it")
@@ -425,7 +492,9 @@ def _check_rendered(text: str, messages: list[Message]) -> None:
 # Messages.
 
 
-def _conversation(record: dict[str, Any], record_format: str | None) -> tuple[list[Message], list[Any] | None, int]:
+def _conversation(
+    record: dict[str, Any], record_format: str | None
+) -> tuple[list[Message], list[Any] | None, int]:
     """Return a record's messages, its tools, and the number of messages before the completion."""
     if record_format == "completion":
         raw = record["prompt"] + record["completion"]
@@ -454,7 +523,9 @@ def _message(raw: Any, number: int) -> Message:
         raw = _from_sharegpt(raw, number)
     role = raw.get("role")
     if role not in ROLES:
-        raise _RejectedError(_BROKEN, f"message {number} has the role {role!r}, which is none of {', '.join(ROLES)}")
+        raise _RejectedError(
+            _BROKEN, f"message {number} has the role {role!r}, which is none of {', '.join(ROLES)}"
+        )
     content, thinking = _split_parts(raw.pop("content", None), role, number)
     thinking = "".join(str(raw.pop(key, "")) for key in _THINKING_KEYS) + thinking
     calls = raw.pop("tool_calls", None)
@@ -464,7 +535,8 @@ def _message(raw: Any, number: int) -> Message:
     if calls:
         message["tool_calls"] = [_tool_call(call, number) for call in calls]
     if thinking:
-        message |= {"reasoning_content": thinking, "thinking": thinking}  # templates know one of the two
+        # Templates know one of the two
+        message |= {"reasoning_content": thinking, "thinking": thinking}
     return message
 
 
@@ -473,9 +545,14 @@ def _from_sharegpt(raw: Message, number: int) -> Message:
     role = _SHAREGPT_ROLES.get(raw["from"])
     if role is None:
         known = ", ".join(_SHAREGPT_ROLES)
-        raise _RejectedError(_BROKEN, f"message {number} is from {raw['from']!r}, which is none of {known}")
+        raise _RejectedError(
+            _BROKEN, f"message {number} is from {raw['from']!r}, which is none of {known}"
+        )
     if raw["from"] == "function_call":
-        return {"role": role, "tool_calls": [_from_json(raw.get("value"), f"the function call of message {number}")]}
+        return {
+            "role": role,
+            "tool_calls": [_from_json(raw.get("value"), f"the function call of message {number}")],
+        }
     return {"role": role, "content": raw.get("value")}
 
 
@@ -484,16 +561,23 @@ def _split_parts(content: Any, role: str, number: int) -> tuple[str | None, str]
     if content is None or isinstance(content, str):
         return content, ""
     texts = {"text": "", "thinking": ""}
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") for part in content):
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") for part in content
+    ):
         for part in content:
             kind = "thinking" if part["type"] == "reasoning" else part["type"]
             if kind not in texts:
-                raise _RejectedError(_BROKEN, f"message {number} has a part of type {kind!r}: only text is trained on")
+                raise _RejectedError(
+                    _BROKEN,
+                    f"message {number} has a part of type {kind!r}: only text is trained on",
+                )
             texts[kind] += part.get("text") or part.get(kind) or part.get("reasoning") or ""
         return texts["text"], texts["thinking"]
     if role == "tool":  # the result of a call, which is any JSON value
         return json.dumps(content, ensure_ascii=False), ""
-    raise _RejectedError(_BROKEN, f"the content of message {number} is neither text nor a list of parts with a type")
+    raise _RejectedError(
+        _BROKEN, f"the content of message {number} is neither text nor a list of parts with a type"
+    )
 
 
 def _tool_call(call: Any, number: int) -> Message:
@@ -501,9 +585,14 @@ def _tool_call(call: Any, number: int) -> Message:
     function = call.get("function", call) if isinstance(call, dict) else {}
     if not isinstance(function, dict) or not function.get("name"):
         raise _RejectedError(_BROKEN, f"a tool call of message {number} has no function name")
-    arguments = _from_json(function.get("arguments") or {}, f"the arguments of {function['name']} in message {number}")
+    arguments = _from_json(
+        function.get("arguments") or {}, f"the arguments of {function['name']} in message {number}"
+    )
     names = {name: call[name] for name in ("id",) if call.get(name)}
-    return names | {"type": "function", "function": {"name": function["name"], "arguments": _without_none(arguments)}}
+    return names | {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": _without_none(arguments)},
+    }
 
 
 def _tools(raw: Any) -> list[Any] | None:
@@ -542,9 +631,13 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
         tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except OSError as error:
-        raise UsageError(f"--chat_template {file} cannot be read ({error.strerror}): check the path") from None
+        raise UsageError(
+            f"--chat_template {file} cannot be read ({error.strerror}): check the path"
+        ) from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"--chat_template {file} is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
+        raise UsageError(
+            f"--chat_template {file} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+        ) from None
     except TemplateSyntaxError as error:
         raise UsageError(
             f"--chat_template {file} is not a Jinja template: line {error.lineno}: {error.message}"

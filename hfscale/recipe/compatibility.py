@@ -16,7 +16,12 @@ from hfscale.recipe.arguments import RecipeTrainingMixin
 from hfscale.recipe.layout import NativeParallelLayout, is_native
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.trainer.state import requested_optimizer
-from hfscale.trainer.strategy import compiles_full_model, gradient_compression, requested_family, requested_strategy
+from hfscale.trainer.strategy import (
+    compiles_full_model,
+    gradient_compression,
+    requested_family,
+    requested_strategy,
+)
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -28,7 +33,9 @@ _TASKS = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}
 
 
 def check_compatibility(
-    model_args: ModelArguments, training_args: RecipeTrainingMixin, layout: ParallelLayout | None = None
+    model_args: ModelArguments,
+    training_args: RecipeTrainingMixin,
+    layout: ParallelLayout | None = None,
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.
 
@@ -50,7 +57,10 @@ def check_compatibility(
 
 
 def _describe(
-    model_args: ModelArguments, args: RecipeTrainingMixin, layout: ParallelLayout | None, config: dict[str, Any]
+    model_args: ModelArguments,
+    args: RecipeTrainingMixin,
+    layout: ParallelLayout | None,
+    config: dict[str, Any],
 ) -> Combination:
     """Describe a run for the rules of `hfscale.facts.support`."""
     layout = layout or ParallelLayout()
@@ -81,7 +91,8 @@ def _describe(
         precision=args.mixed_precision,
         deepspeed_optimizer=str(config.get("optimizer", {}).get("type", "")),
         autotp=config.get("tensor_parallel", {}).get("autotp_size", 1),
-        fp32_accumulation=args.bf16 is True and config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+        fp32_accumulation=args.bf16 is True
+        and config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
         recompute=args.recompute,
         gathers_weights=bool(zero.get("stage3_gather_16bit_weights_on_model_save")),
         param_device=_device_of(config, "param"),
@@ -140,12 +151,16 @@ def check_hpz(config: dict[str, Any], environ: Mapping[str, str]) -> None:
         return
     problem = f"zero_hpz_partition_size is {size} in the DeepSpeed config"
     if ranks % min(size, ranks):
-        raise UsageError(f"{problem}, which does not divide {ranks} processes: set it to {of_node}, those of a node")
+        raise UsageError(
+            f"{problem}, which does not divide {ranks} processes: set it to {of_node}, those of a node"
+        )
     if of_node % size:
         effect = "so that parameters are gathered over the network"
     else:
         effect = f"so that each of them keeps 2 bytes x parameters / {size} more"
-    logger.warning("%s and a node has %d processes, %s: set it to %d", problem, of_node, effect, of_node)
+    logger.warning(
+        "%s and a node has %d processes, %s: set it to %d", problem, of_node, effect, of_node
+    )
 
 
 def _check_async_io() -> None:

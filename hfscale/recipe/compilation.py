@@ -14,7 +14,11 @@ from transformers import Trainer
 from hfscale.core.logging import get_logger
 from hfscale.facts.compilation import why_not_compiled
 from hfscale.islands.callback import DiLoCoCallback
-from hfscale.recipe.arguments import RecipeTrainingArguments, RecipeTrainingMixin, use_regional_compilation
+from hfscale.recipe.arguments import (
+    RecipeTrainingArguments,
+    RecipeTrainingMixin,
+    use_regional_compilation,
+)
 from hfscale.recipe.kernels import Kernels, why_split
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.strategy import gradient_compression, running_strategy
@@ -50,7 +54,9 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
     args.torch_compile_backend = "inductor"
     plugin.backend = DynamoBackend.INDUCTOR
     plugin.use_regional_compilation = True
-    logger.info("layers: compiled by torch.compile, one for all (--torch_compile_regional false: not compiled)")
+    logger.info(
+        "layers: compiled by torch.compile, one for all (--torch_compile_regional false: not compiled)"
+    )
 
 
 def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> str | None:
@@ -73,7 +79,9 @@ def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> s
         and isinstance(trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy),
         "attention is cut between packed documents": args.cuts_attention,
         "gradients are compressed": gradient_compression(args) != "none",
-        "islands exchange parameters": any(isinstance(c, DiLoCoCallback) for c in trainer.callback_handler.callbacks),
+        "islands exchange parameters": any(
+            isinstance(c, DiLoCoCallback) for c in trainer.callback_handler.callbacks
+        ),
         "Liger's kernels were asked for": args.use_liger_kernel is True,
         "noise is added to embeddings": bool(args.neftune_noise_alpha),
     }

@@ -82,9 +82,14 @@ def compress_gradients(
         state = TopKState(fraction=topk_fraction, start_step=max(2, start_step))
         _register(trainer, topk_hook, state)
         return
-    hook = {"powersgd": DDPCommunicationHookType.POWER_SGD}.get(method) or DDPCommunicationHookType(method)
+    hook = {"powersgd": DDPCommunicationHookType.POWER_SGD}.get(method) or DDPCommunicationHookType(
+        method
+    )
     # PowerSGD starts at 2 at the earliest, because DDP rebuilds its buckets after the first step.
-    state_options = {"matrix_approximation_rank": powersgd_rank, "start_powerSGD_iter": max(2, start_step)}
+    state_options = {
+        "matrix_approximation_rank": powersgd_rank,
+        "start_powerSGD_iter": max(2, start_step),
+    }
     trainer.accelerator.ddp_handler = DistributedDataParallelKwargs(
         **trainer.accelerator.ddp_handler.to_kwargs(),
         comm_hook=hook,
@@ -108,7 +113,11 @@ def _use_one_bit_optimizer(trainer: "Trainer", method: str, warm_up_steps: int) 
     warm_up = WarmUp(length=warm_up_steps)
     use_optimizer(trainer, ONE_BIT_OPTIMIZERS[method], {**options, "warm_up": warm_up})
     _register(trainer, leave_or_average, warm_up)
-    logger.info("%s: gradients are averaged in full up to step %d, which is its warm-up", method, warm_up_steps)
+    logger.info(
+        "%s: gradients are averaged in full up to step %d, which is its warm-up",
+        method,
+        warm_up_steps,
+    )
 
 
 def _register(trainer: "Trainer", hook: Callable[..., Any], state: Any) -> None:
@@ -128,7 +137,11 @@ class HookKwargs(DistributedDataParallelKwargs):  # type: ignore[misc]
 
     def to_kwargs(self) -> dict[str, object]:
         """Return the keyword arguments of `DistributedDataParallel` itself."""
-        return {name: value for name, value in super().to_kwargs().items() if name not in ("hook", "state")}
+        return {
+            name: value
+            for name, value in super().to_kwargs().items()
+            if name not in ("hook", "state")
+        }
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Register the hook; Accelerate calls this.

@@ -41,7 +41,16 @@ CHAT_TEMPLATE = """\
 SYSTEM_PROMPT = "You answer questions about the Python standard library."
 _LONGEST_ANSWER = 800
 """Characters of the longest docstring that is an answer: with its question it has fewer than 512 tokens."""
-_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "__pycache__"}
+_NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "__pycache__",
+}
 _EVALUATE_ONE_IN = 20
 
 
@@ -57,7 +66,9 @@ def source_files() -> list[Path]:
         folders[:] = set(folders) - _NOT_LIBRARY  # installed packages can be large: never walk them
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
-        raise DataError(f"this Python has no standard library sources in {root}: give --train_file or --dataset_name")
+        raise DataError(
+            f"this Python has no standard library sources in {root}: give --train_file or --dataset_name"
+        )
     return sorted(files)
 
 
@@ -92,9 +103,16 @@ def chat_records(split: str) -> Iterator[dict[str, Any]]:
         DataError: this Python has no source files.
     """
     for name, docstring, signature in _documented_functions(split):
-        messages = [_said("system", SYSTEM_PROMPT), _said("user", _question(name)), _said("assistant", docstring)]
+        messages = [
+            _said("system", SYSTEM_PROMPT),
+            _said("user", _question(name)),
+            _said("assistant", docstring),
+        ]
         if signature:
-            messages += [_said("user", "How is it called?"), _said("assistant", f"{name}({signature})")]
+            messages += [
+                _said("user", "How is it called?"),
+                _said("assistant", f"{name}({signature})"),
+            ]
         yield {"messages": messages}
 
 
@@ -154,7 +172,11 @@ def _documented_functions(split: str) -> Iterator[tuple[str, str, str]]:
             if not isinstance(function, ast.FunctionDef):
                 continue
             docstring = ast.get_docstring(function)
-            if docstring and len(docstring) <= _LONGEST_ANSWER and not function.name.startswith("_"):
+            if (
+                docstring
+                and len(docstring) <= _LONGEST_ANSWER
+                and not function.name.startswith("_")
+            ):
                 yield f"{path.stem}.{function.name}", docstring, ast.unparse(function.args)
 
 
@@ -194,7 +216,9 @@ def default_tokenizer() -> PreTrainedTokenizerFast:
         with writing(f"the cache {path.parent}", "set XDG_CACHE_HOME to a folder that can"):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, content)  # other runs may write it at the same time
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=EOS_TOKEN, pad_token=EOS_TOKEN)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(path), eos_token=EOS_TOKEN, pad_token=EOS_TOKEN
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 

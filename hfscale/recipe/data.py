@@ -17,7 +17,13 @@ from hfscale.recipe.packing import (
     text_only,
     tokens_only,
 )
-from hfscale.recipe.sources import AnyDataset, columns_of, errors_name_source, load_splits, source_name
+from hfscale.recipe.sources import (
+    AnyDataset,
+    columns_of,
+    errors_name_source,
+    load_splits,
+    source_name,
+)
 from hfscale.recipe.token_files import COLUMN
 
 if TYPE_CHECKING:
@@ -117,17 +123,26 @@ def load_packed_datasets(
         return tokens_only(records) if kind == _TOKENS else text_only(records, source, split=split)
 
     is_for_chat = args.chat_template or args.loss_on not in (None, "all")
-    splits = load_splits(args, seed=seed, embedded="chat" if is_for_chat else "text", convert=convert)
+    splits = load_splits(
+        args, seed=seed, embedded="chat" if is_for_chat else "text", convert=convert
+    )
     kind = next(iter(kinds.values()))
     is_chat = kind == _CHAT
     if is_for_chat and not is_chat:
-        given = f"--chat_template {args.chat_template}" if args.chat_template else f"--loss_on {args.loss_on}"
+        given = (
+            f"--chat_template {args.chat_template}"
+            if args.chat_template
+            else f"--loss_on {args.loss_on}"
+        )
         raise UsageError(
             f"{given} is for conversations, and {source_name(args, 'train')} has {kind}: leave it out, or give data "
             "with 'messages', 'conversations' or 'prompt' and 'completion'"
         )
     set_packing_defaults(args, is_chat=is_chat)
-    packed = {split: _PACK[kind](records, tokenizer, args, split=split) for split, records in splits.items()}
+    packed = {
+        split: _PACK[kind](records, tokenizer, args, split=split)
+        for split, records in splits.items()
+    }
     train = packed["train"]
     evaluation = packed.get("validation")
     if _is_empty(train, args, "train"):
@@ -138,7 +153,9 @@ def load_packed_datasets(
             "or lower --block_size"
         )
     if evaluation is not None and _is_empty(evaluation, args, "validation"):
-        logger.info("no evaluation: its text is shorter than one block of %d tokens", args.block_size)
+        logger.info(
+            "no evaluation: its text is shorter than one block of %d tokens", args.block_size
+        )
         evaluation = None
     if not is_chat:
         _show_samples(train, tokenizer, args)
@@ -161,7 +178,9 @@ def _check_kinds(kinds: dict[str, str]) -> None:
             raise DataError(f"{first} has {kind} and {name} has {other}: give both in one format")
 
 
-def _show_samples(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> None:
+def _show_samples(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments
+) -> None:
     if args.show_samples:
         logger.info("training data:\n%s", describe_samples(dataset, tokenizer, args.show_samples))
 
@@ -189,6 +208,8 @@ def describe_samples(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, co
         trained = sum(label != IGNORED for _, label in tokens)
         lines.append(f"sample {number}: {len(tokens)} tokens, {trained} trained on")
         for is_trained, stretch in groupby(tokens, key=lambda token: token[1] != IGNORED):
-            text = tokenizer.decode([token for token, _ in stretch], clean_up_tokenization_spaces=False)
+            text = tokenizer.decode(
+                [token for token, _ in stretch], clean_up_tokenization_spaces=False
+            )
             lines.append(f"  {'trained' if is_trained else 'masked '} {text!r}")
     return "\n".join(lines)

@@ -100,13 +100,18 @@ def _reason_of_masks(model: PreTrainedModel) -> str | None:
     def look(*, mask_function: Any, **_: Any) -> None:
         second = torch.tensor(3)
         first = torch.tensor(1)  # positions in the row
-        raise _Seen(is_made=True, is_cut=not bool(mask_function(torch.tensor(0), torch.tensor(0), second, first)))
+        raise _Seen(
+            is_made=True,
+            is_cut=not bool(mask_function(torch.tensor(0), torch.tensor(0), second, first)),
+        )
 
     def stop(*_: Any) -> None:
         raise _Seen(is_made=False, is_cut=False)
 
     decoder = model.base_model
-    layers = max((module for module in decoder.modules() if isinstance(module, nn.ModuleList)), key=len)
+    layers = max(
+        (module for module in decoder.modules() if isinstance(module, nn.ModuleList)), key=len
+    )
     before_layers = layers[0].register_forward_pre_hook(stop)
     tensors = {
         name: torch.zeros((), dtype=tensor.dtype).expand(getattr(tensor, "ds_shape", tensor.shape))
@@ -168,9 +173,18 @@ def pass_document_lengths(
         The arguments and the keywords.
     """
     positions = kwargs.get("position_ids")
-    if positions is None or kwargs.get("attention_mask") is not None or kwargs.get("past_key_values") is not None:
+    if (
+        positions is None
+        or kwargs.get("attention_mask") is not None
+        or kwargs.get("past_key_values") is not None
+    ):
         return args, kwargs
     (queries, keys), (longest, _) = prepare_fa_kwargs_from_position_ids(positions)
     length = int(longest)  # the one time that this waits for the device, instead of once per layer
-    lengths = {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys, "max_length_q": length, "max_length_k": length}
+    lengths = {
+        "cu_seq_lens_q": queries,
+        "cu_seq_lens_k": keys,
+        "max_length_q": length,
+        "max_length_k": length,
+    }
     return args, kwargs | lengths

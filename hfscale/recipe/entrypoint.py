@@ -57,7 +57,8 @@ def run(main: Callable[[], None]) -> None:
         PeerWatch(others).start()  # until training begins
     remove_locks_before_deepspeed()
     preempted = None
-    transformers.utils.logging.disable_progress_bar()  # one bar per saved file would interrupt the training's own bar
+    # One bar per saved file would interrupt the training's own bar
+    transformers.utils.logging.disable_progress_bar()
     try:
         with watch.restored_by_an_error(), parameters_are_flags(**CALLBACK_FLAGS):
             main()
@@ -73,7 +74,8 @@ def run(main: Callable[[], None]) -> None:
     end_workers()
     if dist.is_available() and dist.is_initialized():
         distributed.last_barrier()
-        gc.collect()  # without it a sharded model keeps process groups alive, and one exit in eight aborts
+        # Without it a sharded model keeps process groups alive, and one exit in eight aborts
+        gc.collect()
         dist.destroy_process_group()
     if preempted is None:
         watch.restore()
@@ -90,11 +92,13 @@ def _exit_with_line(error: HfScaleError) -> None:
     link = connect()
     if link is not None:
         link.ending_by(error)
-    sys.last_value = error  # as Python does for an uncaught error, so that exit handlers can read the reason
+    # As Python does for an uncaught error, so that exit handlers can read the reason
+    sys.last_value = error
     message = " ".join(str(error).split())
     where = ""
     if not is_main_process():
-        time.sleep(_MAIN_PROCESS_GRACE_S)  # if the main process failed too, the launcher ends this one meanwhile
+        # If the main process failed too, the launcher ends this one meanwhile
+        time.sleep(_MAIN_PROCESS_GRACE_S)
         where = f" on rank {os.environ['RANK']}"
     print_line(f"hfscale: error{where}: {message}")
     sys.exit(error.exit_code)
@@ -117,10 +121,13 @@ def check_output_dir(output_dir: str) -> None:
         try:
             probe.write_bytes(b"\0" * 4096)
         finally:
-            probe.unlink(missing_ok=True)  # processes on two machines can have the same id, and so the same probe
+            # Processes on two machines can have the same id, and so the same probe
+            probe.unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError):
-            raise UsageError(f"--output_dir {output_dir} is a file, or lies in one: name a folder") from None
+            raise UsageError(
+                f"--output_dir {output_dir} is a file, or lies in one: name a folder"
+            ) from None
         raise StorageError(
             f"--output_dir {output_dir} cannot be written: {error.strerror}: make it writable or name another"
         ) from None
@@ -135,7 +142,9 @@ def missing_dependency(error: BaseException) -> MissingDependencyError | None:
         error (`BaseException`): an error that a library raised.
     """
     message = str(error)
-    says_so = (isinstance(error, ImportError) and error.name is None) or _SAYS_WHAT_TO_INSTALL.search(message)
+    says_so = (
+        isinstance(error, ImportError) and error.name is None
+    ) or _SAYS_WHAT_TO_INSTALL.search(message)
     return MissingDependencyError(message) if says_so else None
 
 
@@ -149,15 +158,27 @@ def refused_by_trl(error: BaseException) -> UsageError | None:
     """
     from jinja2 import TemplateError
 
-    if not isinstance(error, ValueError | TypeError | KeyError | NotImplementedError | TemplateError):
+    if not isinstance(
+        error, ValueError | TypeError | KeyError | NotImplementedError | TemplateError
+    ):
         return None
-    frames = [(frame.f_globals.get("__name__", ""), frame.f_code.co_name) for frame, _ in walk_tb(error.__traceback__)]
-    if not any(module.startswith("trl.trainer.") and function == "__init__" for module, function in frames):
+    frames = [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_name)
+        for frame, _ in walk_tb(error.__traceback__)
+    ]
+    if not any(
+        module.startswith("trl.trainer.") and function == "__init__" for module, function in frames
+    ):
         return None
     packages = [module.partition(".")[0] for module, _ in frames]
-    if next(name for name in reversed(packages) if name in (*_TRL_AND_BELOW, "hfscale")) == "hfscale":
+    if (
+        next(name for name in reversed(packages) if name in (*_TRL_AND_BELOW, "hfscale"))
+        == "hfscale"
+    ):
         return None
-    return UsageError(f"TRL refuses these flags or records: {type(error).__name__}: {one_line(error)}")
+    return UsageError(
+        f"TRL refuses these flags or records: {type(error).__name__}: {one_line(error)}"
+    )
 
 
 def end_if_preempted(scaling: "ScalingCallback") -> None:
@@ -173,4 +194,6 @@ def end_if_preempted(scaling: "ScalingCallback") -> None:
     """
     reason = scaling.spot_checkpoint.preempted
     if reason is not None:
-        raise Preempted(f"preempted by {reason}; relaunch the same command to resume (exit code 75)")
+        raise Preempted(
+            f"preempted by {reason}; relaunch the same command to resume (exit code 75)"
+        )

@@ -87,7 +87,8 @@ def write_merged(adapter: Path, target: Path) -> None:
 def _merge_while_others_wait(trainer: "Trainer", folder: Path) -> None:
     """Write the merged model from this rank alone, which takes no part in a collective meanwhile."""
     logger.info("merging the adapters into the base model on the CPU: %s", folder / MERGED)
-    unset_hf_deepspeed_config()  # under ZeRO-3 transformers would shard the model over all ranks while it reads
+    # Under ZeRO-3 transformers would shard the model over all ranks while it reads
+    unset_hf_deepspeed_config()
     try:
         write_merged(folder, folder / MERGED)
     finally:

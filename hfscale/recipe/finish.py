@@ -84,7 +84,9 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     return metrics
 
 
-def finish_run(trainer: "Trainer", metrics: dict[str, float], *, merge_adapters: bool = False) -> None:
+def finish_run(
+    trainer: "Trainer", metrics: dict[str, float], *, merge_adapters: bool = False
+) -> None:
     """Write the model with its card, tokenizer and metrics into the output directory, print a summary, on every rank.
 
     Args:
@@ -99,8 +101,12 @@ def finish_run(trainer: "Trainer", metrics: dict[str, float], *, merge_adapters:
     trainer.save_metrics("all", metrics, combined=False)
     if trainer.is_world_process_zero():
         folder = output_folder(trainer.args)
-        for written in filter(Path.is_dir, (folder, folder / MERGED) if merge_adapters else (folder,)):
-            with best_effort("writing the model card", written / CARD_NAME, (OSError, ValueError, HfScaleError)):
+        for written in filter(
+            Path.is_dir, (folder, folder / MERGED) if merge_adapters else (folder,)
+        ):
+            with best_effort(
+                "writing the model card", written / CARD_NAME, (OSError, ValueError, HfScaleError)
+            ):
                 write_model_card(trainer, written)
     _print_summary(trainer, _scaling_callback(trainer), metrics)
 
@@ -123,7 +129,9 @@ def _scaling_callback(trainer: "Trainer") -> ScalingCallback:
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ScalingCallback):
             return callback
-    raise UsageError("the Trainer of this recipe has no ScalingCallback: give it the callbacks of start_run")
+    raise UsageError(
+        "the Trainer of this recipe has no ScalingCallback: give it the callbacks of start_run"
+    )
 
 
 def _print_summary(trainer: "Trainer", scaling: ScalingCallback, metrics: dict[str, float]) -> None:
@@ -135,10 +143,16 @@ def _print_summary(trainer: "Trainer", scaling: ScalingCallback, metrics: dict[s
     table.add_column(overflow="fold")
     for name, value in _summary_rows(trainer, scaling, metrics):
         table.add_row(name, value)
-    Console().print(Panel(table, title=f"{trainer.state.global_step} steps done", title_align="left", expand=False))
+    Console().print(
+        Panel(
+            table, title=f"{trainer.state.global_step} steps done", title_align="left", expand=False
+        )
+    )
 
 
-def _summary_rows(trainer: "Trainer", scaling: ScalingCallback, metrics: dict[str, float]) -> list[tuple[str, str]]:
+def _summary_rows(
+    trainer: "Trainer", scaling: ScalingCallback, metrics: dict[str, float]
+) -> list[tuple[str, str]]:
     """Return the lines of the summary as pairs of a name and a text; an unknown value has no line."""
     history = trainer.state.log_history
     output_dir = output_folder(trainer.args)
@@ -146,17 +160,27 @@ def _summary_rows(trainer: "Trainer", scaling: ScalingCallback, metrics: dict[st
     losses = [entry["loss"] for entry in history if "loss" in entry]
     if losses:
         rows.append(("loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
-    rewards = [entry["reward"] for entry in history if "reward" in entry]  # of TRL's trainers that generate
+    # Of TRL's trainers that generate
+    rewards = [entry["reward"] for entry in history if "reward" in entry]
     if rewards:
         rows.append(("reward", f"{rewards[0]:.4f} -> {rewards[-1]:.4f}"))
     if "eval_reward" in metrics:  # the loss of these trainers is about 0 whatever the model does
         rows.append(("evaluation reward", f"{metrics['eval_reward']:.4f}"))
     elif "eval_loss" in metrics:
         rows.append(("evaluation loss", f"{metrics['eval_loss']:.4f}"))
-    rates = [entry["scaling/tokens_per_s_per_gpu"] for entry in history if "scaling/tokens_per_s_per_gpu" in entry]
+    rates = [
+        entry["scaling/tokens_per_s_per_gpu"]
+        for entry in history
+        if "scaling/tokens_per_s_per_gpu" in entry
+    ]
     if rates:
         processes = trainer.args.world_size
-        rows.append(("throughput", f"{statistics.median(rates):,.0f} tokens/s per process, {processes} processes"))
+        rows.append(
+            (
+                "throughput",
+                f"{statistics.median(rates):,.0f} tokens/s per process, {processes} processes",
+            )
+        )
     utilisation = [entry["scaling/mfu"] for entry in history if "scaling/mfu" in entry]
     if utilisation:
         rows.append(("MFU", f"{statistics.median(utilisation):.1%}"))

@@ -74,9 +74,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss -= torch.where(is_counted, of_targets, 0.0).sum()
                 if not any(needs):
                     continue
-                probabilities.exp_().scatter_add_(1, targets, probabilities.new_full((1, 1), -1.0).expand_as(targets))
+                probabilities.exp_().scatter_add_(
+                    1, targets, probabilities.new_full((1, 1), -1.0).expand_as(targets)
+                )
                 factors = torch.where(is_counted, scale, 0.0).unsqueeze(1)
-                of_logits = torch.mul(probabilities, factors, out=logits)  # in the format of the matrix products
+                # In the format of the matrix products
+                of_logits = torch.mul(probabilities, factors, out=logits)
                 del probabilities
                 if of_hidden is not None:
                     torch.mm(of_logits, weight, out=of_hidden[rows])
@@ -92,7 +95,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         if ctx.gradients is None:
-            raise RuntimeError("the loss was differentiated twice, and its gradients are kept for one backward pass")
+            raise RuntimeError(
+                "the loss was differentiated twice, and its gradients are kept for one backward pass"
+            )
         gradients, ctx.gradients = ctx.gradients, None
         return *(None if one is None else one.mul_(gradient) for one in gradients), None, None, None
 
@@ -174,7 +179,9 @@ class ChunkedLossHead(nn.Linear):
         targets = self.targets
         if targets is None:
             return super().forward(input)
-        return chunked_cross_entropy(input, self.weight, self.bias, targets.labels, targets.num_items)
+        return chunked_cross_entropy(
+            input, self.weight, self.bias, targets.labels, targets.num_items
+        )
 
     def expect(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the targets of the forward pass that begins: a forward pre-hook of the model.
@@ -205,7 +212,9 @@ class _ShardedChunkedLossHead(FSDPModule, ChunkedLossHead):
     """The same for a head that transformers itself has sharded by FSDP2, while it loaded the model."""
 
 
-def _loss_of_head(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any) -> torch.Tensor:
+def _loss_of_head(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **kwargs: Any
+) -> torch.Tensor:
     """Return the loss if the head has computed it, else compute it from the logits: the model's `loss_function`."""
     if logits.ndim == 0:
         return logits.clone()  # models add to it in place
@@ -316,7 +325,11 @@ def loss_takes_number_of_tokens(model: PreTrainedModel) -> bool:
     if twin.loss_function is not ForCausalLMLoss or not isinstance(head, nn.Linear):
         return False
     call = _call_of_loss(twin, head, num_items_in_batch=1)
-    return isinstance(call, _LossCall) and call.keeps_labels and call.others == {"num_items_in_batch": 1}
+    return (
+        isinstance(call, _LossCall)
+        and call.keeps_labels
+        and call.others == {"num_items_in_batch": 1}
+    )
 
 
 def _reason_of_logits(model: PreTrainedModel, head: nn.Linear) -> str | None:
@@ -341,9 +354,13 @@ def _call_of_loss(model: PreTrainedModel, head: nn.Linear, **keywords: Any) -> _
 
     def at_loss(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(("logits", "labels", "vocab_size"), args, strict=False)), **kwargs}
-        own_logits, own_labels, size = (given.pop(name, None) for name in ("logits", "labels", "vocab_size"))
+        own_logits, own_labels, size = (
+            given.pop(name, None) for name in ("logits", "labels", "vocab_size")
+        )
         keeps_labels = own_labels is tokens and size == head.out_features
-        raise _Reached(_LossCall(keeps_logits=own_logits is logits, keeps_labels=keeps_labels, others=given))
+        raise _Reached(
+            _LossCall(keeps_logits=own_logits is logits, keeps_labels=keeps_labels, others=given)
+        )
 
     def stub_decoder(*args: Any, **kwargs: Any) -> Any:
         return MoeModelOutputWithPast(last_hidden_state=hidden)

@@ -81,7 +81,8 @@ class Kernels:
         checks = {
             "flash_attention_3": import_utils.is_flash_attn_3_available(),
             "flash_attention_2": import_utils.is_flash_attn_2_available(),
-            "flex_attention": is_at_least("torch", "2.7"),  # 2.6 fails to compile its backward pass for some shapes
+            # 2.6 fails to compile its backward pass for some shapes
+            "flex_attention": is_at_least("torch", "2.7"),
             _LIGER: is_at_least("liger-kernel", _LIGER_VERSION),
         }
         return cls(
@@ -108,7 +109,11 @@ def _can_compile() -> bool:
     compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
     headers = Path(sysconfig.get_path("include")) / "Python.h"
     has_triton = importlib.util.find_spec("triton") is not None
-    return has_triton and headers.is_file() and any(shutil.which(shlex.split(name)[0]) for name in compilers)
+    return (
+        has_triton
+        and headers.is_file()
+        and any(shutil.which(shlex.split(name)[0]) for name in compilers)
+    )
 
 
 def use_fast_document_attention(model: PreTrainedModel, kernels: Kernels) -> None:
@@ -150,7 +155,8 @@ def _fits(model: PreTrainedModel, name: str) -> bool:
     text = model.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     smallest, largest = _FLEX_HEAD_DIMS
-    has_dropout = bool(getattr(text, "attention_dropout", 0.0))  # transformers refuses it with flex_attention
+    # transformers refuses it with flex_attention
+    has_dropout = bool(getattr(text, "attention_dropout", 0.0))
     has_two_widths = getattr(text, "kv_lora_rank", None) is not None  # multi-head latent attention
     return smallest <= head_dim <= largest and not has_dropout and not has_two_widths
 
@@ -232,7 +238,8 @@ def _why_not_fused(trainer: Trainer) -> str | None:
     """Return why a Trainer needs logits, whatever its model; None if it needs only the loss."""
     args = trainer.args
     reasons = {
-        "the Trainer has a compute_loss of its own": type(trainer).compute_loss is not Trainer.compute_loss,
+        "the Trainer has a compute_loss of its own": type(trainer).compute_loss
+        is not Trainer.compute_loss,
         "compute_loss_func needs the logits": trainer.compute_loss_func is not None,
         "label smoothing needs the logits": args.label_smoothing_factor > 0,
         "torch.compile of the full model compiles the loss too": compiles_full_model(args),
@@ -249,5 +256,7 @@ def why_split(trainer: Trainer) -> str | None:
     Args:
         trainer (`Trainer`): a Trainer, of which the sizes of the parallel axes are read.
     """
-    shared = trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
+    shared = (
+        trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
+    )
     return "ranks share sequences or matrices" if shared > 1 else None

@@ -29,7 +29,8 @@ from hfscale.trainer.strategy import let_fsdp_run_on_cpu, requested_family
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
-_ENVIRONMENT = "PARALLELISM_CONFIG_{}_SIZE"  # where `accelerate launch` puts a config's `parallelism_config`
+# Where `accelerate launch` puts a config's `parallelism_config`
+_ENVIRONMENT = "PARALLELISM_CONFIG_{}_SIZE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,9 @@ def is_native(layout: ParallelLayout | None) -> bool:
 
 
 def set_up_parallelism(
-    parallel: ParallelArguments, args: "TrainingArguments", environ: MutableMapping[str, str] = os.environ
+    parallel: ParallelArguments,
+    args: "TrainingArguments",
+    environ: MutableMapping[str, str] = os.environ,
 ) -> ParallelLayout:
     """Decide the layout, check it against the number of processes, and put it into `args` for the Trainer.
 
@@ -94,8 +97,11 @@ def set_up_parallelism(
     family = requested_family(args, environ)
     if family in ("ddp", "single") and (parallel.tp_size or 1) > 1:
         family = "parallel"
-        environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)  # the request, for everything that reads it later
-    elif family in ("ddp", "single") and (parallel.ep_size or parallel.fsdp_size or parallel.dp_replicate_size):
+        # The request, for everything that reads it later
+        environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)
+    elif family in ("ddp", "single") and (
+        parallel.ep_size or parallel.fsdp_size or parallel.dp_replicate_size
+    ):
         family = "native"
     layout = _layout(parallel, family, args.world_size, environ)
     asked = Combination(
@@ -125,16 +131,22 @@ def set_up_parallelism(
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
         kernel = environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
-        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=kernel)
+        handler = DeepSpeedSequenceParallelConfig(
+            sp_seq_length_is_variable=True, sp_attn_implementation=kernel
+        )
         args.parallelism_config = ParallelismConfig(
-            sp_size=layout.cp, sp_backend="deepspeed", sp_handler=handler, dp_shard_size=layout.dp_shard
+            sp_size=layout.cp,
+            sp_backend="deepspeed",
+            sp_handler=handler,
+            dp_shard_size=layout.dp_shard,
         )
     elif family == "fsdp" and (layout.dp_replicate > 1 or layout.cp > 1):
         args.parallelism_config = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, cp_size=layout.cp
         )
     if family in ("parallel", "native"):
-        args.save_only_model = True  # Trainer raises otherwise; `SpotCheckpointCallback` saves the complete state
+        # Trainer raises otherwise; `SpotCheckpointCallback` saves the complete state
+        args.save_only_model = True
     if args.use_cpu:
         _enable_on_cpu(family, layout)
     return layout
@@ -165,7 +177,9 @@ def set_up_data_parallelism(args: "TrainingArguments", *, trl: bool) -> Parallel
     return layout
 
 
-def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: Mapping[str, str]) -> ParallelLayout:
+def _layout(
+    parallel: ParallelArguments, family: str, world_size: int, environ: Mapping[str, str]
+) -> ParallelLayout:
     def size(axis: str, flag: int | None) -> int | None:
         if flag is not None:
             return flag
@@ -191,12 +205,19 @@ def _layout(parallel: ParallelArguments, family: str, world_size: int, environ: 
 def _speaker(parallel: ParallelArguments) -> Speaker:
     """Who gives the sizes: the launcher's config where no flag does."""
     sizes = [value for name, value in vars(parallel).items() if name.endswith("_size")]
-    has_flags = any(size is not None for size in sizes) or parallel.sequence_parallel or parallel.dry_run is not None
+    has_flags = (
+        any(size is not None for size in sizes)
+        or parallel.sequence_parallel
+        or parallel.dry_run is not None
+    )
     return "recipe" if has_flags else "launcher"
 
 
 def _changes_another_axis(parallel: ParallelArguments) -> bool:
-    return any(size is not None for size in (parallel.dp_replicate_size, parallel.cp_size, parallel.tp_size))
+    return any(
+        size is not None
+        for size in (parallel.dp_replicate_size, parallel.cp_size, parallel.tp_size)
+    )
 
 
 def _enable_on_cpu(family: str, layout: ParallelLayout) -> None:
@@ -222,7 +243,9 @@ def finish_on_cpu(trainer: "Trainer") -> None:
         plugin.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
-def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> DistributedConfig | None:
+def distributed_config(
+    layout: ParallelLayout, args: "TrainingArguments"
+) -> DistributedConfig | None:
     """Make the value of `from_pretrained(distributed_config=…)`.
 
     Args:
@@ -239,7 +262,11 @@ def distributed_config(layout: ParallelLayout, args: "TrainingArguments") -> Dis
     if not isinstance(layout, NativeParallelLayout) or layout.world_size == 1:
         return None
     _require_versions(layout)
-    sizes: dict[str, Any] = {"tp_size": layout.tp, "ep_size": layout.ep, "fsdp_size": layout.dp_shard}
+    sizes: dict[str, Any] = {
+        "tp_size": layout.tp,
+        "ep_size": layout.ep,
+        "fsdp_size": layout.dp_shard,
+    }
     if layout.dp_replicate > 1:
         sizes["dp_replicate_size"] = layout.dp_replicate  # from transformers 5.23
     return DistributedConfig(fsdp_mixed_precision=bool(args.bf16), **sizes)
@@ -256,7 +283,11 @@ def _require_versions(layout: NativeParallelLayout) -> None:
 
 
 def check_model(
-    layout: ParallelLayout, config: "PreTrainedConfig", args: "TrainingArguments", *, block_size: int
+    layout: ParallelLayout,
+    config: "PreTrainedConfig",
+    args: "TrainingArguments",
+    *,
+    block_size: int,
 ) -> None:
     """Check that the model's heads and the sequence are divisible by the axes, before any weight is read.
 
@@ -272,7 +303,10 @@ def check_model(
     """
     text = config.get_text_config()
     asked = Combination(
-        engine="trainer", tp=layout.tp, family=config.model_type, tp_plan=bool(text.base_model_tp_plan)
+        engine="trainer",
+        tp=layout.tp,
+        family=config.model_type,
+        tp_plan=bool(text.base_model_tp_plan),
     )
     if isinstance(layout, NativeParallelLayout):
         asked = replace(
@@ -280,7 +314,8 @@ def check_model(
             strategy="native",
             expert_parallel=layout.ep,
             ep_plan=spreads_experts(text),
-            quantized=quantization_of(config) not in (None, "mxfp4"),  # `load_weights` dequantises those of gpt-oss
+            # `load_weights` dequantises those of gpt-oss
+            quantized=quantization_of(config) not in (None, "mxfp4"),
         )
     check_support(asked, speaker="recipe")
     if isinstance(layout, NativeParallelLayout):
@@ -300,7 +335,8 @@ def check_model(
             f"{_divisors(heads)}"
         )
     if layout.cp > 1:
-        pieces = 2 * layout.cp  # ring attention gives each rank an early and a late piece to balance the causal mask
+        # Ring attention gives each rank an early and a late piece to balance the causal mask
+        pieces = 2 * layout.cp
         if block_size % pieces:
             raise LayoutError(
                 f"cp_size {layout.cp} needs --block_size to be a multiple of {pieces}: {block_size} is not, "
@@ -315,7 +351,11 @@ def quantization_of(config: "PreTrainedConfig") -> str | None:
         config (`PreTrainedConfig`): the config of the checkpoint.
     """
     found: Any = getattr(config, "quantization_config", None)
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    method = (
+        found.get("quant_method")
+        if isinstance(found, dict)
+        else getattr(found, "quant_method", None)
+    )
     return None if found is None else str(getattr(method, "value", method))
 
 

@@ -48,8 +48,13 @@ def read_mix(args: _Arguments) -> list[tuple[float, _Arguments]]:
     flag = f"--data_mix {args.data_mix}"
     items = read_yaml(str(args.data_mix), "--data_mix")
     if not isinstance(items, list) or not items:
-        raise ConfigFileError(f"{flag} is not a list: write one line '- {{train_file: FILE, weight: 1}}' per source")
-    found = [_read_source(item, f"{flag}, source {number}", args) for number, item in enumerate(items, start=1)]
+        raise ConfigFileError(
+            f"{flag} is not a list: write one line '- {{train_file: FILE, weight: 1}}' per source"
+        )
+    found = [
+        _read_source(item, f"{flag}, source {number}", args)
+        for number, item in enumerate(items, start=1)
+    ]
     total = sum(weight for weight, _ in found)
     return [(weight / total, source) for weight, source in found]
 
@@ -68,7 +73,9 @@ def _read_source(item: Any, where: str, args: _Arguments) -> tuple[float, _Argum
     if ("train_file" in item) == ("dataset_name" in item):
         raise ConfigFileError(f"{where} must have either train_file or dataset_name")
     if "train_file" in item and {"config", "split"} & item.keys():
-        raise ConfigFileError(f"{where}: config and split are for a dataset_name, not for a train_file")
+        raise ConfigFileError(
+            f"{where}: config and split are for a dataset_name, not for a train_file"
+        )
     for key in SOURCE_FLAGS:
         if key in item and not isinstance(item[key], str):
             raise ConfigFileError(f"{where}: {key} is {item[key]}: it must be text")
@@ -81,7 +88,9 @@ def _read_source(item: Any, where: str, args: _Arguments) -> tuple[float, _Argum
     flags |= {SOURCE_FLAGS[key]: value for key, value in item.items() if key in SOURCE_FLAGS}
     percentage = 0 if args.validation_file else args.validation_split_percentage
     # The checks of the flags see one source, as if its flags had been given.
-    source = replace(args, **flags, data_mix=None, validation_file=None, validation_split_percentage=percentage)
+    source = replace(
+        args, **flags, data_mix=None, validation_file=None, validation_split_percentage=percentage
+    )
     source.named_by = where
     return float(weight), source
 
@@ -112,7 +121,9 @@ def mix(parts: Sequence[Any], shares: Sequence[float], names: Sequence[str], *, 
                 f"{name} has the columns {', '.join(sorted(found))}, and {names[0]} has "
                 f"{', '.join(sorted(columns[0]))}: sources that are mixed must have the same columns"
             )
-    mixed = interleave_datasets(list(parts), probabilities=list(shares), seed=seed, stopping_strategy="all_exhausted")
+    mixed = interleave_datasets(
+        list(parts), probabilities=list(shares), seed=seed, stopping_strategy="all_exhausted"
+    )
     for part, share, name in zip(parts, shares, names, strict=True):
         size = ""
         if isinstance(part, Dataset):

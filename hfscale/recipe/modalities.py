@@ -22,7 +22,11 @@ def parts_beside_text(model: PreTrainedModel) -> list[str]:
     parts: list[str] = []
     for name, module in model.named_modules():
         weights = [id(weight) for weight in module.parameters()]
-        if weights and used.isdisjoint(weights) and not any(name.startswith(f"{part}.") for part in parts):
+        if (
+            weights
+            and used.isdisjoint(weights)
+            and not any(name.startswith(f"{part}.") for part in parts)
+        ):
             parts.append(name)
     return parts
 

@@ -34,7 +34,8 @@ class ModelArguments:
     )
     use_peft: bool = flag("Train LoRA adapters instead of the full model.", default=False)
     load_in_4bit: bool = flag(
-        "Load the frozen base model of --use_peft in 4 bits (QLoRA; needs bitsandbytes).", default=False
+        "Load the frozen base model of --use_peft in 4 bits (QLoRA; needs bitsandbytes).",
+        default=False,
     )
     lora_r: int = flag("Rank of the LoRA adapters.", default=16)
     lora_alpha: int = flag("Numerator of the LoRA scaling factor.", default=32)
@@ -47,7 +48,8 @@ class ModelArguments:
         },
     )
     merge_adapters: bool = flag(
-        "After the training, also write the model with its adapters merged, into output_dir/merged.", default=False
+        "After the training, also write the model with its adapters merged, into output_dir/merged.",
+        default=False,
     )
 
     def __post_init__(self) -> None:
@@ -65,7 +67,9 @@ class ModelArguments:
                 "--merge_adapters merges the adapters of --use_peft into the model of --model_name_or_path: give both"
             )
         method = "qlora" if self.load_in_4bit else None
-        check_support(Combination(method=method, merge_adapters=self.merge_adapters), speaker="recipe")
+        check_support(
+            Combination(method=method, merge_adapters=self.merge_adapters), speaker="recipe"
+        )
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
 
@@ -116,12 +120,18 @@ def _attention_matrices(model: PreTrainedModel) -> list[str]:
         if "Attention" in type(module).__name__ and not name.startswith(beside_text)
     }
     linear = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return sorted({name.rpartition(".")[2] for name in linear if name.rpartition(".")[0] in attention})
+    return sorted(
+        {name.rpartition(".")[2] for name in linear if name.rpartition(".")[0] in attention}
+    )
 
 
 def _without_adapter(model: PreTrainedModel) -> list[str]:
     """Return the names of linear layers that PEFT cannot adapt: routers that return a tuple (PhiMoE), and the output
     of Mamba-2 layers, whose weight a fused kernel reads (PEFT 0.21, `_check_lora_target_modules_mamba`)."""
-    linear = ((name, type(module)) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    linear = (
+        (name, type(module))
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    )
     routers = {name.rpartition(".")[2] for name, kind in linear if kind.__name__.endswith("Router")}
     return sorted(routers | ({"out_proj"} if model.config.model_type == "nemotron_h" else set()))

@@ -38,7 +38,9 @@ def write_model_card(trainer: "Trainer", folder: Path) -> None:
     try:
         card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n")
     except yaml.YAMLError as error:
-        raise DataError(f"the metadata of {path} is not YAML: {' '.join(str(error).split())}") from None
+        raise DataError(
+            f"the metadata of {path} is not YAML: {' '.join(str(error).split())}"
+        ) from None
     before, _, rest = card.text.partition(_BEGIN)
     after = rest.partition(_END)[2]
     card.text = f"{before.rstrip()}\n\n{_section(trainer, folder)}\n{after.lstrip()}".lstrip()
@@ -53,7 +55,15 @@ def write_model_card(trainer: "Trainer", folder: Path) -> None:
 
 def _section(trainer: "Trainer", folder: Path) -> str:
     rows = card_facts(output_folder(trainer.args))
-    lines = [_BEGIN, "## How it was trained", "", f"With hfscale {__version__}.", "", "| | |", "|---|---|"]
+    lines = [
+        _BEGIN,
+        "## How it was trained",
+        "",
+        f"With hfscale {__version__}.",
+        "",
+        "| | |",
+        "|---|---|",
+    ]
     lines += [f"| {name} | {_cell(text)} |" for name, text in rows]
     files = sorted(folder.glob("*.safetensors"))
     if files:

@@ -29,7 +29,12 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
-from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments, RecipeTrainingMixin, errors_name_flag
+from hfscale.recipe.arguments import (
+    DataArguments,
+    RecipeTrainingArguments,
+    RecipeTrainingMixin,
+    errors_name_flag,
+)
 from hfscale.recipe.document_attention import cut_attention, is_dense
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
 from hfscale.recipe.layout import (
@@ -70,7 +75,11 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     name = args.tokenizer_name or args.model_name_or_path or args.config_name
     if name is None:
         return corpus.default_tokenizer()
-    flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path or --config_name (for its tokenizer)"
+    flag = (
+        "--tokenizer_name"
+        if args.tokenizer_name
+        else "--model_name_or_path or --config_name (for its tokenizer)"
+    )
     with errors_name_flag(flag, name):
         return AutoTokenizer.from_pretrained(name)
 
@@ -94,8 +103,14 @@ def load_config(
         UsageError: the config cannot be loaded, or the model is too small for the tokenizer or the sequences.
     """
     name = args.model_name_or_path or args.config_name
-    with errors_name_flag("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
-        config = AutoConfig.from_pretrained(name) if name else corpus.default_config(tokenizer or load_tokenizer(args))
+    with errors_name_flag(
+        "--model_name_or_path" if args.model_name_or_path else "--config_name", name
+    ):
+        config = (
+            AutoConfig.from_pretrained(name)
+            if name
+            else corpus.default_config(tokenizer or load_tokenizer(args))
+        )
     text = config.get_text_config()
     if tokenizer is not None and not args.model_name_or_path and len(tokenizer) > text.vocab_size:
         raise UsageError(
@@ -104,7 +119,9 @@ def load_config(
         )
     positions = getattr(text, "max_position_embeddings", block_size)
     if block_size > positions:
-        raise UsageError(f"{length_flag} {block_size} is longer than the model's {positions} positions: lower it")
+        raise UsageError(
+            f"{length_flag} {block_size} is longer than the model's {positions} positions: lower it"
+        )
     return config
 
 
@@ -121,7 +138,9 @@ def check_same_experts(checkpoint: str | None, args: ModelArguments) -> None:
     name = args.model_name_or_path or args.config_name
     if checkpoint is None or name is None or not (Path(checkpoint) / CONFIG_NAME).is_file():
         return
-    with errors_name_flag("--model_name_or_path" if args.model_name_or_path else "--config_name", name):
+    with errors_name_flag(
+        "--model_name_or_path" if args.model_name_or_path else "--config_name", name
+    ):
         wanted = number_of_experts(AutoConfig.from_pretrained(name).get_text_config())
     stored = number_of_experts(AutoConfig.from_pretrained(checkpoint).get_text_config())
     if stored != wanted:
@@ -193,7 +212,9 @@ def load_model(
     return add_lora(model, model_args, training_args) if model_args.use_peft else model
 
 
-def _sequence_length(training_args: "TrainingArguments", data_args: DataArguments | None) -> tuple[int, str]:
+def _sequence_length(
+    training_args: "TrainingArguments", data_args: DataArguments | None
+) -> tuple[int, str]:
     """Return the length of a sequence in tokens, and the flag that gives it."""
     if data_args is not None:
         return data_args.block_size, "--block_size"
@@ -227,11 +248,17 @@ def load_weights(
     """
     options = _model_options(args, training_args)
     sharding = distributed_config(layout, training_args) if layout is not None else None
-    if args.model_name_or_path and not args.load_in_4bit and is_fsdp_enabled() and distributed.rank() > 0:
+    if (
+        args.model_name_or_path
+        and not args.load_in_4bit
+        and is_fsdp_enabled()
+        and distributed.rank() > 0
+    ):
         # Rank 0 will send the shards, but transformers 5.23 would read the full checkpoint on every rank.
         return build_model(config, seed=training_args.seed, **options)
     if args.model_name_or_path:
-        is_mxfp4 = quantization_of(config) == "mxfp4"  # gpt-oss, whose weights cannot be trained in 4 bits
+        # gpt-oss, whose weights cannot be trained in 4 bits
+        is_mxfp4 = quantization_of(config) == "mxfp4"
         if args.load_in_4bit:
             options |= _four_bits(training_args)
         elif is_mxfp4:
@@ -264,11 +291,15 @@ def load_empty_model(
         UsageError: the model does not support the attention.
     """
     with errors_name_flag("--attn_implementation", args.attn_implementation), torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **_model_options(args, training_args))
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, **_model_options(args, training_args)
+        )
         return model
 
 
-def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments") -> "PeftModel":
+def add_lora(
+    model: PreTrainedModel, args: ModelArguments, training_args: "TrainingArguments"
+) -> "PeftModel":
     """Add LoRA adapters to a model and freeze everything else. The same seed gives the same adapters.
 
     Args:
@@ -281,7 +312,9 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
         MissingDependencyError: PEFT is not installed or too old.
     """
     has_experts = number_of_experts(model.config.get_text_config()) is not None
-    config = args.lora_config(model, attention_only=has_experts and native_layout(model) is not None)
+    config = args.lora_config(
+        model, attention_only=has_experts and native_layout(model) is not None
+    )
     assert config is not None  # it is asked for
     from peft import get_peft_model
 
@@ -289,7 +322,8 @@ def add_lora(model: PreTrainedModel, args: ModelArguments, training_args: "Train
     with errors_name_flag("--lora_target_modules", args.lora_target_modules):
         adapted = get_peft_model(model, config)
     if recomputes_activations(training_args):
-        adapted.enable_input_require_grads()  # recomputed layers need an input that requires a gradient
+        # Recomputed layers need an input that requires a gradient
+        adapted.enable_input_require_grads()
     return adapted
 
 
@@ -306,7 +340,9 @@ def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> Non
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        adapters = args.lora_config(model, attention_only=number_of_experts(config.get_text_config()) is not None)
+        adapters = args.lora_config(
+            model, attention_only=number_of_experts(config.get_text_config()) is not None
+        )
         assert adapters is not None  # they are asked for
         from peft import get_peft_model
 
@@ -359,7 +395,9 @@ def cut_document_attention(
 
 
 def _model_options(args: ModelArguments, training_args: "TrainingArguments") -> dict[str, Any]:
-    options: dict[str, Any] = {"dtype": torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32}
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16 if args.use_peft and training_args.bf16 else torch.float32
+    }
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
     return options
@@ -380,7 +418,10 @@ def _four_bits(training_args: "TrainingArguments") -> dict[str, Any]:
 
 
 def _build_sharded(
-    config: PreTrainedConfig, training_args: "TrainingArguments", sharding: Any, options: dict[str, Any]
+    config: PreTrainedConfig,
+    training_args: "TrainingArguments",
+    sharding: Any,
+    options: dict[str, Any],
 ) -> PreTrainedModel:
     """Initialise a model under tensor parallelism: rank 0 saves it first, since transformers shards while it reads."""
     folder = output_folder(training_args) / ".initial-weights"
@@ -388,7 +429,9 @@ def _build_sharded(
         "write initial weights",
         lambda: build_model(config, seed=training_args.seed, **options).save_pretrained(folder),
     )
-    model = AutoModelForCausalLM.from_pretrained(folder, config=config, distributed_config=sharding, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, distributed_config=sharding, **options
+    )
     START.barrier("initial weights are read")
     if distributed.rank() == 0:
         shutil.rmtree(folder)

@@ -158,7 +158,9 @@ class OneBitAdam(AdamW):
 
     def _current_buckets(self) -> list[_Bucket]:
         """Return the buckets; they are made when the warm-up is over and when a parameter has its first gradient."""
-        members = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
+        members = [
+            (index, p) for index, group in enumerate(self.param_groups) for p in group["params"]
+        ]
         new = [p for _, p in members if p.grad is not None and not self.state.get(p)]
         for parameter in new:
             self.state[parameter] = self._first_state(parameter)
@@ -166,9 +168,16 @@ class OneBitAdam(AdamW):
             by_step: dict[tuple[int, int], list[Tensor]] = {}
             for group, parameter in members:
                 if self.state.get(parameter):
-                    by_step.setdefault((group, int(self.state[parameter]["step"])), []).append(parameter)
+                    by_step.setdefault((group, int(self.state[parameter]["step"])), []).append(
+                        parameter
+                    )
             self._buckets = [
-                _Bucket(group=group, parameters=part, step=step, mean=SignMean(_elements(part), part[0].device))
+                _Bucket(
+                    group=group,
+                    parameters=part,
+                    step=step,
+                    mean=SignMean(_elements(part), part[0].device),
+                )
                 for (group, step), parameters in sorted(by_step.items(), key=lambda item: item[0])
                 for part in _parts(parameters)
             ]
@@ -189,10 +198,18 @@ class OneBitAdam(AdamW):
         growth = correction / (1 - beta2 ** (bucket.step - 1)) if bucket.step > 1 else 1.0
         for state in states:
             state["step"] += 1
-            state["exp_avg_sq"].mul_(growth)  # v / correction stays as it was at the end of the warm-up
-        divisors = _flat([state["exp_avg_sq"] for state in states]).div_(correction).sqrt_().add_(group["eps"])
+            # V / correction stays as it was at the end of the warm-up
+            state["exp_avg_sq"].mul_(growth)
+        divisors = (
+            _flat([state["exp_avg_sq"] for state in states])
+            .div_(correction)
+            .sqrt_()
+            .add_(group["eps"])
+        )
 
-        gradients = _flat([p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters])
+        gradients = _flat(
+            [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket.parameters]
+        )
         gradients.mul_(math.sqrt(dist.get_world_size()))  # see `leave_or_average`
         momentum = _flat([state["exp_avg"] for state in states])
         own = momentum.mul(beta1).add_(gradients, alpha=1 - beta1).div_(divisors)
@@ -200,9 +217,13 @@ class OneBitAdam(AdamW):
         direction = bucket.mean(own.clamp_(-limit, limit))
 
         sizes = [parameter.numel() for parameter in bucket.parameters]
-        rows = zip(bucket.parameters, states, direction.split(sizes), divisors.split(sizes), strict=True)
+        rows = zip(
+            bucket.parameters, states, direction.split(sizes), divisors.split(sizes), strict=True
+        )
         for parameter, state, u, d in rows:
-            self._update(parameter, state, u.view_as(parameter), d.view_as(parameter), group, bucket.step)
+            self._update(
+                parameter, state, u.view_as(parameter), d.view_as(parameter), group, bucket.step
+            )
 
     def _update(
         self,
@@ -278,12 +299,20 @@ class OneBitLamb(OneBitAdam):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                state = self.state[parameter] = self.state.get(parameter) or self._first_state(parameter)
+                state = self.state[parameter] = self.state.get(parameter) or self._first_state(
+                    parameter
+                )
                 state["step"] += 1
                 step = int(state["step"])
                 state["exp_avg"].lerp_(parameter.grad, 1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-                direction = state["exp_avg"] / (1 - beta1**step) / _divisor(state["exp_avg_sq"], group, step)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(
+                    parameter.grad, parameter.grad, value=1 - beta2
+                )
+                direction = (
+                    state["exp_avg"]
+                    / (1 - beta1**step)
+                    / _divisor(state["exp_avg_sq"], group, step)
+                )
                 update = direction.add_(parameter, alpha=group["weight_decay"])
                 ratio = _trust_ratio(parameter, update)
                 decay = TRUST_RATIO_DECAY if "trust_ratio" in state else 0.0
@@ -310,11 +339,14 @@ class OneBitLamb(OneBitAdam):
 
         direction = direction / (1 - beta1**step)
         update = direction.add(parameter, alpha=group["weight_decay"])
-        if "trust_ratio" not in state:  # its first gradient came after the warm-up, or the checkpoint is one of AdamW
+        # Its first gradient came after the warm-up, or the checkpoint is one of AdamW
+        if "trust_ratio" not in state:
             state["trust_ratio"] = _trust_ratio(parameter, update)
         # The factor is that of the directions; the part of the update that is weight decay keeps the factor 1.
         factor = (divisor / _divisor(state["exp_avg_sq_fresh"], group, step)).max()
-        share = (_norm(direction) / _norm(update).clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
+        share = (_norm(direction) / _norm(update).clamp(min=torch.finfo(torch.float32).tiny)).clamp(
+            max=1.0
+        )
         factor = (factor * share + 1 - share).clamp(*FACTOR_RANGE)
         last = state["trust_factor"]
         state["trust_factor"] = factor.clamp(last * (1 - FACTOR_CHANGE), last * (1 + FACTOR_CHANGE))

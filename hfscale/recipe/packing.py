@@ -29,7 +29,14 @@ from hfscale.errors import DataError
 from hfscale.recipe.arguments import DataArguments, SourceArguments
 from hfscale.recipe.chat import IGNORED, document_marks
 from hfscale.recipe.preparation import kept_environment, worker_processes
-from hfscale.recipe.sources import AnyDataset, columns_of, errors_name_source, is_continuous_text, shorten, source_name
+from hfscale.recipe.sources import (
+    AnyDataset,
+    columns_of,
+    errors_name_source,
+    is_continuous_text,
+    shorten,
+    source_name,
+)
 from hfscale.recipe.token_files import check_vocabulary, is_mapped, largest_token, mapped_rows
 
 logger = get_logger(__name__)
@@ -64,7 +71,9 @@ def set_packing_defaults(args: DataArguments, *, is_chat: bool) -> None:
         args.document_attention = args.packing == "bestfit"
 
 
-def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str) -> AnyDataset:
+def pack(
+    dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArguments, *, split: str
+) -> AnyDataset:
     """Tokenise the records of a split, which are plain text, and pack them into rows.
 
     Args:
@@ -90,7 +99,11 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
 
         def tokenize(batch: dict[str, list[str | None]]) -> dict[str, list[list[int]]]:
             texts = [text if text and text.strip() else "" for text in batch[column]]
-            found = tokenizer(list(filter(None, texts)), add_special_tokens=False, verbose=False) if any(texts) else {}
+            found = (
+                tokenizer(list(filter(None, texts)), add_special_tokens=False, verbose=False)
+                if any(texts)
+                else {}
+            )
             tokens = iter(found.get("input_ids", ()))
             return {"input_ids": [begin + next(tokens) + end if text else [] for text in texts]}
 
@@ -101,21 +114,35 @@ def pack(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, args: DataArgu
             if not is_continuous:
                 return pack_tokens(tokenize(batch))
             pieces = _join_lines([text or "" for text in batch[column]])
-            tokenised = tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"] if pieces else []
+            tokenised = (
+                tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]
+                if pieces
+                else []
+            )
             return pack_tokens({"input_ids": [list(chain(*tokenised))]})
 
-        mean = sum(len((record[column] or "").encode()) for record in sample) / len(sample) / _BYTES_PER_TOKEN
+        mean = (
+            sum(len((record[column] or "").encode()) for record in sample)
+            / len(sample)
+            / _BYTES_PER_TOKEN
+        )
         columns = dataset.column_names or list(sample[0])
         # A fast tokenizer uses all cores by itself.
         wanted = args.preprocessing_num_workers or (1 if tokenizer.is_fast else None)
         workers = (
-            1 if isinstance(dataset, IterableDataset) or is_continuous else worker_processes(wanted, len(dataset))
+            1
+            if isinstance(dataset, IterableDataset) or is_continuous
+            else worker_processes(wanted, len(dataset))
         )
         if workers == 1:
             return _map(dataset, tokenize_and_pack, columns, mean, args)
         with kept_environment():
             tokens = dataset.map(
-                tokenize, batched=True, remove_columns=columns, num_proc=workers, desc=f"Tokenising {split} text"
+                tokenize,
+                batched=True,
+                remove_columns=columns,
+                num_proc=workers,
+                desc=f"Tokenising {split} text",
             )
         return _map(tokens, pack_tokens, ["input_ids"], mean, args)
 
@@ -126,9 +153,15 @@ def tokens_only(dataset: AnyDataset) -> AnyDataset:
     Args:
         dataset (`Dataset` or `IterableDataset`): records with `input_ids`.
     """
-    with_labels = dataset if "labels" in columns_of(dataset) else dataset.map(lambda one: {"labels": one["input_ids"]})
+    with_labels = (
+        dataset
+        if "labels" in columns_of(dataset)
+        else dataset.map(lambda one: {"labels": one["input_ids"]})
+    )
     types = List(Value("int64"))
-    return with_labels.select_columns(["input_ids", "labels"]).cast(Features(input_ids=types, labels=types))
+    return with_labels.select_columns(["input_ids", "labels"]).cast(
+        Features(input_ids=types, labels=types)
+    )
 
 
 def text_only(dataset: AnyDataset, args: SourceArguments, *, split: str) -> AnyDataset:
@@ -213,7 +246,9 @@ def _row_options(tokenizer: PreTrainedTokenizerBase, args: DataArguments) -> dic
     }
 
 
-def _map(dataset: AnyDataset, function: Any, columns: list[str], tokens: float, args: DataArguments) -> AnyDataset:
+def _map(
+    dataset: AnyDataset, function: Any, columns: list[str], tokens: float, args: DataArguments
+) -> AnyDataset:
     """Pack batches of so many records, of `tokens` tokens on average, that the loss at their ends is small.
 
     One process packs, so that the rows do not depend on the number of processes.
@@ -231,13 +266,18 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
     Args:
         tokenizer (`PreTrainedTokenizerBase`): the tokenizer of the model.
     """
-    return next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    return next(
+        (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None),
+        0,
+    )
 
 
 # --- documents -> rows -----------------------------------------------------------------------------------------------
 
 
-def pack_rows(documents: Iterable[Document], *, packing: str, block_size: int, cut: bool, pad: int) -> Rows:
+def pack_rows(
+    documents: Iterable[Document], *, packing: str, block_size: int, cut: bool, pad: int
+) -> Rows:
     """Pack a batch of documents into rows.
 
     Args:
@@ -273,7 +313,9 @@ def pack_rows(documents: Iterable[Document], *, packing: str, block_size: int, c
         columns["input_ids"].append([*chain(*(tokens for tokens, _ in row)), *[pad] * padding])
         columns["labels"].append([*chain(*labels), *[IGNORED] * padding])
         if cut:
-            columns["position_ids"].append([*chain(*(range(len(tokens)) for tokens, _ in row)), *[0] * padding])
+            columns["position_ids"].append(
+                [*chain(*(range(len(tokens)) for tokens, _ in row)), *[0] * padding]
+            )
         elif packing != "concat":
             columns["attention_mask"].append([1] * used + [0] * padding)
     return columns
@@ -355,7 +397,9 @@ class RowCollator:
         """
         batch = {
             name: pad_sequence(
-                [torch.as_tensor(row[name]) for row in rows], batch_first=True, padding_value=self._fill.get(name, 0)
+                [torch.as_tensor(row[name]) for row in rows],
+                batch_first=True,
+                padding_value=self._fill.get(name, 0),
             )
             for name in rows[0]
         }
@@ -385,7 +429,10 @@ def _sample(dataset: AnyDataset) -> list[dict[str, Any]]:
     """Return a few records, spread over a prepared dataset or from the beginning of a stream."""
     if isinstance(dataset, IterableDataset):
         return list(dataset.take(_SAMPLE_RECORDS))
-    return [dataset[number] for number in range(0, len(dataset), max(1, len(dataset) // _SAMPLE_RECORDS))]
+    return [
+        dataset[number]
+        for number in range(0, len(dataset), max(1, len(dataset) // _SAMPLE_RECORDS))
+    ]
 
 
 def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: str) -> str:
@@ -401,7 +448,9 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
         or (name not in features and all(isinstance(record[name], str | None) for record in sample))
     ]
     if "text" in columns and "text" not in strings:
-        raise DataError(f"{source}: not every 'text' is a string: convert the others or leave them out")
+        raise DataError(
+            f"{source}: not every 'text' is a string: convert the others or leave them out"
+        )
     if "text" in columns:
         return "text"
     if len(strings) == 1:
@@ -409,7 +458,9 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
         return strings[0]
     named = ", ".join(f"'{name}'" for name in columns)
     if {"chosen", "rejected"} <= set(columns):
-        raise DataError(f"{source} has preferences ('chosen' and 'rejected'): train on them with recipes/dpo/train.py")
+        raise DataError(
+            f"{source} has preferences ('chosen' and 'rejected'): train on them with recipes/dpo/train.py"
+        )
     raise DataError(
         f"{source} has no column 'text', only {shorten(named)}: rename the one to train on to 'text', 'messages' or "
         "'conversations', or two to 'prompt' and 'completion'"

@@ -120,7 +120,9 @@ def parse_arguments(
     tokens = _embedded_defaults([*from_file, *rest], task) + from_file + rest
     try:
         with parameters_are_flags():
-            *parsed, left = parser.parse_args_into_dataclasses(args=tokens, return_remaining_strings=True)
+            *parsed, left = parser.parse_args_into_dataclasses(
+                args=tokens, return_remaining_strings=True
+            )
     except HfScaleError:
         raise
     except (ValueError, TypeError, OSError, ImportError) as error:  # raised by TrainingArguments
@@ -140,7 +142,9 @@ def parse_arguments(
     return tuple(parsed)
 
 
-def read_flags(values: Mapping[str, Any], *, task: str = "text", also: Sequence[type] = ()) -> Namespace:
+def read_flags(
+    values: Mapping[str, Any], *, task: str = "text", also: Sequence[type] = ()
+) -> Namespace:
     """Read the flags of a recipe for planning, with their types and defaults.
 
     The dataclasses are not made, since `TrainingArguments` would set up the device. Flags that none of them has are
@@ -164,7 +168,9 @@ def read_flags(values: Mapping[str, Any], *, task: str = "text", also: Sequence[
 
 def _given(tokens: Sequence[str]) -> set[str]:
     """Return the names of the flags among some command-line tokens."""
-    return {token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")}
+    return {
+        token.partition("=")[0][2:].replace("-", "_") for token in tokens if token.startswith("--")
+    }
 
 
 def _kept(from_file: Mapping[str, Any], rest: Sequence[str]) -> Mapping[str, Any]:
@@ -172,7 +178,9 @@ def _kept(from_file: Mapping[str, Any], rest: Sequence[str]) -> Mapping[str, Any
     given = _given(rest) & _NAMES_TEXT
     if not given or given & set(from_file):
         return from_file
-    return {name: value for name, value in from_file.items() if name not in _NAMES_TEXT | _OF_A_DATASET}
+    return {
+        name: value for name, value in from_file.items() if name not in _NAMES_TEXT | _OF_A_DATASET
+    }
 
 
 def _embedded_defaults(tokens: Sequence[str], task: str) -> list[str]:
@@ -235,9 +243,13 @@ def help_text(*, task: str = "text", also: Sequence[type] = ()) -> str:
     of_library = [flag for flag in others if flag.name not in of_transformers]
     sections += _section("Training: flags and defaults of the recipes", training, own)
     if of_library:
-        sections += _section(f"Training: flags of {training.__mro__[2].__name__}", training, of_library)
+        sections += _section(
+            f"Training: flags of {training.__mro__[2].__name__}", training, of_library
+        )
     inherited = [flag for flag in others if flag.name in of_transformers]
-    sections += _section("Training: all other flags of transformers' TrainingArguments", training, inherited)
+    sections += _section(
+        "Training: all other flags of transformers' TrainingArguments", training, inherited
+    )
     return "\n".join(sections)
 
 

@@ -63,11 +63,15 @@ def one_process_prepares(what: str) -> Iterator[None]:
         return
     name = f"prepare/{next(_numbers)}"
     ranks = _Ranks(RankStore.connect(name, os.environ, timeout_s=_STORE_S), what)
-    probe = Path(datasets.config.HF_DATASETS_CACHE, f".hfscale-shared-{socket.gethostname()}-{os.getpid()}")
+    probe = Path(
+        datasets.config.HF_DATASETS_CACHE, f".hfscale-shared-{socket.gethostname()}-{os.getpid()}"
+    )
     try:
         with _signs_of_life(RankStore.connect(name, os.environ, timeout_s=_STORE_S), what):
             if ranks.rank == 0:
-                with writing(f"the cache {probe.parent}", "set HF_DATASETS_CACHE to a folder that can"):
+                with writing(
+                    f"the cache {probe.parent}", "set HF_DATASETS_CACHE to a folder that can"
+                ):
                     probe.parent.mkdir(parents=True, exist_ok=True)
                     probe.touch()
             ranks.meet(probe)
@@ -99,7 +103,9 @@ def _pool_workers_end_on_signals() -> Iterator[None]:
 
 
 def _block_signals() -> None:
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _is_preparing else None
+    _forking.mask = (
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _is_preparing else None
+    )
 
 
 def _unblock_signals() -> None:
@@ -115,7 +121,9 @@ def _reset_signals() -> None:
 
 _is_preparing = False
 _forking = threading.local()
-os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_signals)
+os.register_at_fork(
+    before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_reset_signals
+)
 
 
 @contextmanager
@@ -161,8 +169,10 @@ class _Ranks:
         self._store = store
         self._what = what
         self._prepares_here = store.rank  # the rank that runs the block before this one
-        self._neighbours: dict[int, psutil.Process | None] = {}  # processes of this machine; None: it is dead already
-        self._beats: dict[int, tuple[int, float]] = {}  # the last sign of life of other machines, and its time
+        # Processes of this machine; None: it is dead already
+        self._neighbours: dict[int, psutil.Process | None] = {}
+        # The last sign of life of other machines, and its time
+        self._beats: dict[int, tuple[int, float]] = {}
 
     def meet(self, probe: Path) -> None:
         """Learn where the other ranks run and who prepares for this one.
@@ -175,7 +185,10 @@ class _Ranks:
         first = store.rank - local_rank
         store.write("place", describe_process() | {"first": local_rank == 0, "probe": probe.name})
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        places = {rank: self._note(rank) for rank in (range(store.world_size) if self.rank == 0 else {0, *node})}
+        places = {
+            rank: self._note(rank)
+            for rank in (range(store.world_size) if self.rank == 0 else {0, *node})
+        }
         for rank, other in places.items():
             if rank == self.rank:
                 continue
@@ -188,7 +201,9 @@ class _Ranks:
 
     def wait_until_prepared(self) -> None:
         """Wait until the process that runs the block first has finished it."""
-        while self._prepares_here != self.rank and not self._store.find("done", self._prepares_here):
+        while self._prepares_here != self.rank and not self._store.find(
+            "done", self._prepares_here
+        ):
             self._look()
 
     def wait_until_all_are_done(self) -> None:
@@ -199,9 +214,13 @@ class _Ranks:
 
     def report_failure(self, error: BaseException) -> None:
         """Let the block fail on all ranks."""
-        reason = str(error) if isinstance(error, HfScaleError) else f"{type(error).__name__}: {error}"
+        reason = (
+            str(error) if isinstance(error, HfScaleError) else f"{type(error).__name__}: {error}"
+        )
         with suppress(dist.DistError, RuntimeError):  # without the store the others fail too
-            self._store.raise_flag("failed", f"rank {self.rank} could not prepare {self._what}: {reason}")
+            self._store.raise_flag(
+                "failed", f"rank {self.rank} could not prepare {self._what}: {reason}"
+            )
 
     def _note(self, rank: int) -> dict[str, Any]:
         while True:
@@ -216,7 +235,9 @@ class _Ranks:
         try:
             dead = self._dead()
             if dead is not None:
-                self._store.raise_flag("failed", f"{dead} while {self._what} was prepared: see its output")
+                self._store.raise_flag(
+                    "failed", f"{dead} while {self._what} was prepared: see its output"
+                )
             reason = self._store.flag("failed")
         except (dist.DistError, RuntimeError) as error:
             raise HealthError(
@@ -254,13 +275,17 @@ def _signs_of_life(store: RankStore, what: str) -> Iterator[None]:
                 logged_at = time.monotonic()
                 minutes = (logged_at - began_at) / 60
                 done = f"{store.count('done')} of {store.world_size}"
-                logger.info("preparing %s for %.0f minutes: %s processes have it", what, minutes, done)
+                logger.info(
+                    "preparing %s for %.0f minutes: %s processes have it", what, minutes, done
+                )
 
     def beat_until_the_store_is_gone() -> None:
         with suppress(dist.DistError, RuntimeError):  # the other ranks notice it
             beat()
 
-    thread = threading.Thread(target=beat_until_the_store_is_gone, name="hfscale-preparation", daemon=True)
+    thread = threading.Thread(
+        target=beat_until_the_store_is_gone, name="hfscale-preparation", daemon=True
+    )
     thread.start()
     try:
         yield

@@ -25,7 +25,9 @@ def checkpointing_kwargs(policy: str) -> dict[str, Any]:
     Args:
         policy (`str`): one of `RECOMPUTE_POLICIES`.
     """
-    return {"context_fn": _selective_contexts, "use_reentrant": False} if policy == "selective" else {}
+    return (
+        {"context_fn": _selective_contexts, "use_reentrant": False} if policy == "selective" else {}
+    )
 
 
 def _selective_contexts() -> tuple[Any, Any]:
@@ -35,8 +37,14 @@ def _selective_contexts() -> tuple[Any, Any]:
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in _MATMULS:
             seen[ctx.is_recompute] += 1
-            return CheckpointPolicy.MUST_SAVE if seen[ctx.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-        return CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
+            return (
+                CheckpointPolicy.MUST_SAVE
+                if seen[ctx.is_recompute] % 2
+                else CheckpointPolicy.PREFER_RECOMPUTE
+            )
+        return (
+            CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return contexts
@@ -50,4 +58,6 @@ def _is_attention(op: Any) -> bool:
     name = str(op)
     if name.startswith(_FLASH_PACKAGES):
         return "forward" in name
-    return op is torch.ops.higher_order.flex_attention or (_OF_TORCH in name and "backward" not in name)
+    return op is torch.ops.higher_order.flex_attention or (
+        _OF_TORCH in name and "backward" not in name
+    )

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.loading import discard_conversions
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.checkpoint.resumable import check_best_on_all_ranks, check_pickles_on_all_ranks, why_not_resumable
+from hfscale.checkpoint.resumable import (
+    check_best_on_all_ranks,
+    check_pickles_on_all_ranks,
+    why_not_resumable,
+)
 from hfscale.checkpoint.resume import find_resumable
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
@@ -62,7 +66,9 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         has_manifest = START.on_rank_0("given checkpoint", lambda: _check_given(Path(requested)))
         problem = why_not_resumable(Path(requested), START) if has_manifest else None
         if problem is not None:
-            raise CheckpointError(f"--resume_from_checkpoint: {problem}; name another, or give true")
+            raise CheckpointError(
+                f"--resume_from_checkpoint: {problem}; name another, or give true"
+            )
         check_pickles_on_all_ranks(Path(requested), START)
         _check_best(Path(requested), args)
         return requested
@@ -72,7 +78,11 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         return None
     _check_best(latest.path, args)
     is_on_disk = latest.path.parent == output_folder(args)
-    logger.info("continues from %s of %s", latest.path.name, args.output_dir if is_on_disk else "the host's memory")
+    logger.info(
+        "continues from %s of %s",
+        latest.path.name,
+        args.output_dir if is_on_disk else "the host's memory",
+    )
     return str(latest.path)
 
 
@@ -122,11 +132,18 @@ def keep_global_batch(
     manifest = read_manifest(checkpoint)
     world_size = args.world_size
     wanted = manifest.global_batch_size
-    origin = read_origin(Path(checkpoint)) or {"strategy": manifest.strategy, "world_size": manifest.world_size}
+    origin = read_origin(Path(checkpoint)) or {
+        "strategy": manifest.strategy,
+        "world_size": manifest.world_size,
+    }
     trained_by = origin["world_size"]
     ranks = data_parallel_size or world_size
     shares_batches = ranks < world_size and requested_family(args) in ("single", "ddp", "parallel")
-    if world_size == trained_by and origin["strategy"] not in ("parallel", "native") and not shares_batches:
+    if (
+        world_size == trained_by
+        and origin["strategy"] not in ("parallel", "native")
+        and not shares_batches
+    ):
         return
     split = split_batch(wanted, ranks, args.per_device_train_batch_size)
     if split is None:
@@ -139,7 +156,11 @@ def keep_global_batch(
     if split == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
         return
     args.per_device_train_batch_size, args.gradient_accumulation_steps = split
-    instead = f"instead of {trained_by}" if world_size != trained_by else "with another data parallel size"
+    instead = (
+        f"instead of {trained_by}"
+        if world_size != trained_by
+        else "with another data parallel size"
+    )
     logger.info(
         "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
         world_size,
@@ -164,12 +185,18 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
     if checkpoint is None:
         return False
     state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    *_, max_steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+    *_, max_steps = trainer.set_initial_training_values(
+        trainer.args, trainer.get_train_dataloader()
+    )
     done = state["global_step"]
     if done < math.ceil(max_steps):
         return False
     if not _has_results(output_folder(trainer.args), Path(checkpoint)):
-        logger.info("%s has all %d steps but the run has no results yet: they are computed now", checkpoint, done)
+        logger.info(
+            "%s has all %d steps but the run has no results yet: they are computed now",
+            checkpoint,
+            done,
+        )
         TrainerAdapter.of(trainer).finish_without_steps()
         return False
     logger.info(
@@ -202,5 +229,7 @@ def _check_given(checkpoint: Path) -> bool:
         )
     if (checkpoint / MANIFEST_NAME).is_file():
         return True
-    logger.info("%s has no %s: it cannot be verified and is used as it is", checkpoint, MANIFEST_NAME)
+    logger.info(
+        "%s has no %s: it cannot be verified and is used as it is", checkpoint, MANIFEST_NAME
+    )
     return False

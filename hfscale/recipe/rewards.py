@@ -51,11 +51,15 @@ class RewardArguments:
 def _load(name: str) -> RewardFunction:
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
-        raise UsageError(f"--reward_functions {name} is not of the form path.py:name or package.module:name")
+        raise UsageError(
+            f"--reward_functions {name} is not of the form path.py:name or package.module:name"
+        )
     if place.endswith(".py") and not Path(place).is_file():
         raise UsageError(f"--reward_functions {name}: {place} does not exist")
     with errors_name_flag("--reward_functions", name):
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         named = [other for other, value in vars(module).items() if callable(value)]
@@ -74,7 +78,9 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-def similarity_to_answer(completions: Sequence[Any], answer: Sequence[str], **columns: Any) -> list[float]:
+def similarity_to_answer(
+    completions: Sequence[Any], answer: Sequence[str], **columns: Any
+) -> list[float]:
     """Reward completions for characters in the order of the answer, by `difflib`'s ratio from 0 to 1.
 
     Args:
@@ -82,6 +88,12 @@ def similarity_to_answer(completions: Sequence[Any], answer: Sequence[str], **co
         answer (`list[str]`): the column `answer` of the dataset, one per completion.
         columns: the prompts and the other columns.
     """
-    texts = [completion if isinstance(completion, str) else completion[0]["content"] for completion in completions]
+    texts = [
+        completion if isinstance(completion, str) else completion[0]["content"]
+        for completion in completions
+    ]
     pairs = zip(texts, answer, strict=True)
-    return [difflib.SequenceMatcher(None, text, wanted, autojunk=False).ratio() for text, wanted in pairs]
+    return [
+        difflib.SequenceMatcher(None, text, wanted, autojunk=False).ratio()
+        for text, wanted in pairs
+    ]

@@ -25,7 +25,12 @@ from hfscale.errors import UsageError
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.model_arguments import ModelArguments
-from hfscale.trainer.expert_counter import NOTHING_COUNTED, counter_of, modules_of_experts, number_of_experts
+from hfscale.trainer.expert_counter import (
+    NOTHING_COUNTED,
+    counter_of,
+    modules_of_experts,
+    number_of_experts,
+)
 from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
@@ -37,7 +42,9 @@ BIAS = "e_score_correction_bias"
 """transformers' name of the buffer, in the router of a layer or in the module that holds router and experts."""
 
 
-def check_router_bias(model_args: ModelArguments, args: "TrainingArguments", *, islands: int) -> None:
+def check_router_bias(
+    model_args: ModelArguments, args: "TrainingArguments", *, islands: int
+) -> None:
     """Check that a run can update the bias of routers as `--router_bias_update_rate` asks.
 
     Args:
@@ -95,7 +102,11 @@ def biased_routers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, experts in modules_of_experts(model).items():
         parent = model.get_submodule(name.rpartition(".")[0])
-        holders = [module for module in parent.modules() if BIAS in dict(module.named_buffers(recurse=False))]
+        holders = [
+            module
+            for module in parent.modules()
+            if BIAS in dict(module.named_buffers(recurse=False))
+        ]
         if len(holders) == 1 and _bias_of(holders[0]).shape == (number_of_experts(experts),):
             found[name] = holders[0]
     return found
@@ -144,7 +155,11 @@ class RouterBiasCallback(TrainerCallback):
         self._routers = biased_routers(model)
         own = {name: str(_bias_of(router).dtype) for name, router in self._routers.items()}
         # With a pipeline each rank has some of the layers, and all ranks are to end with the same error.
-        layers = {name: dtype for found in TRAINING.gather("biases of routers", own) for name, dtype in found.items()}
+        layers = {
+            name: dtype
+            for found in TRAINING.gather("biases of routers", own)
+            for name, dtype in found.items()
+        }
         _require_bias(layers, model.config, self._rate)
         for name, dtype in layers.items():
             if dtype != str(torch.float32):

@@ -79,9 +79,14 @@ def average_router_loss(trainer: "Trainer") -> None:
     assert trainer.model is not None  # the recipes give it
     for module in trainer.model.modules():
         config = module.config.get_text_config() if isinstance(module, PreTrainedModel) else None
-        if config is None or not hasattr(module, _NAME) or not getattr(config, "output_router_logits", False):
+        if (
+            config is None
+            or not hasattr(module, _NAME)
+            or not getattr(config, "output_router_logits", False)
+        ):
             continue
         module.router_aux_loss_coef = config.router_aux_loss_coef / parts
         logger.info(
-            "load-balancing loss: weight %g, averaged over ranks and micro-batches", config.router_aux_loss_coef
+            "load-balancing loss: weight %g, averaged over ranks and micro-batches",
+            config.router_aux_loss_coef,
         )

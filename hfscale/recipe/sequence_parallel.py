@@ -70,7 +70,8 @@ class SkippableUlyssesLoader:
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self.generator = torch.Generator()  # otherwise the new loader draws a seed from the training's generator
+        # Otherwise the new loader draws a seed from the training's generator
+        self.generator = torch.Generator()
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -118,7 +119,8 @@ class _MicroBatches(Dataset[Any]):
 
     def _after(self, count: int) -> Iterator[Any]:
         batches, micro_batches = divmod(count, self._loader.sp_world_size)
-        rest: Any = copy.copy(self._loader)  # the next pass uses the loader itself, from its beginning
+        # The next pass uses the loader itself, from its beginning
+        rest: Any = copy.copy(self._loader)
         rest.dl = accelerate.skip_first_batches(self._loader.dl, batches)
         rest.iter = iter(rest.dl)
         rest.micro_batches = deque()

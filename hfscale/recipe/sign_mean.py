@@ -36,7 +36,8 @@ class SignMean:
         starts = torch.arange(0, world_size * part, BLOCK, device=device).view(world_size, blocks)
         self._size = size
         self._own_size = min(max(size - rank * part, 0), part)
-        self._counts = (size - starts).clamp(1, BLOCK)  # elements of each block that are not padding, [N, B]
+        # Elements of each block that are not padding, [N, B]
+        self._counts = (size - starts).clamp(1, BLOCK)
         self._own_counts = self._counts[rank : rank + 1]
         self._worker_error = torch.zeros(world_size, part, device=device)
         self._server_error = torch.zeros(1, part, device=device)
@@ -90,7 +91,9 @@ def _decode(encoded: Tensor) -> Tensor:
     blocks = row_bytes // (BLOCK // 8 + _SCALE_BYTES)  # B
     signs, scales = encoded.split([blocks * BLOCK // 8, blocks * _SCALE_BYTES], dim=1)
     is_positive = (signs.unsqueeze(-1) >> _bit_numbers(encoded.device)) & 1 == 1
-    return _signed(is_positive.view(rows, blocks, BLOCK), scales.contiguous().view(torch.float32)).view(rows, -1)
+    return _signed(
+        is_positive.view(rows, blocks, BLOCK), scales.contiguous().view(torch.float32)
+    ).view(rows, -1)
 
 
 def _signed(is_positive: Tensor, scales: Tensor) -> Tensor:

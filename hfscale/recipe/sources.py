@@ -25,9 +25,17 @@ logger = get_logger(__name__)
 AnyDataset: TypeAlias = Dataset | IterableDataset
 Splits: TypeAlias = dict[str, AnyDataset]
 
-_BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_BUILDERS = {
+    ".txt": "text",
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
 """The builder of `datasets` for each file name extension."""
-_BUILDER_OPTIONS: dict[str, dict[str, Any]] = {"text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}}
+_BUILDER_OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"keep_linebreaks": True, "encoding": "utf-8-sig"}
+}
 
 
 def load_splits(
@@ -71,18 +79,27 @@ def load_splits(
     return splits
 
 
-def _load_mix(args: SourceArguments, *, seed: int, convert: Callable[..., AnyDataset] | None) -> Splits:
+def _load_mix(
+    args: SourceArguments, *, seed: int, convert: Callable[..., AnyDataset] | None
+) -> Splits:
     """Load and mix several sources; the evaluation records are those of all, as often as they are there."""
     sources = read_mix(args)
     parts = [load_splits(source, seed=seed, convert=convert) for _, source in sources]
     names = [source_name(source, "train") for _, source in sources]
     with errors_name_source(args, "train"):
-        train = mix([part["train"] for part in parts], [share for share, _ in sources], names, seed=seed)
+        train = mix(
+            [part["train"] for part in parts], [share for share, _ in sources], names, seed=seed
+        )
     if args.validation_file:
         records = _load_file(args, "validation")
-        return {"train": train, "validation": convert(records, args, "validation") if convert else records}
+        return {
+            "train": train,
+            "validation": convert(records, args, "validation") if convert else records,
+        }
     held_out: list[Any] = [part["validation"] for part in parts if "validation" in part]
-    return {"train": train} | ({"validation": datasets.concatenate_datasets(held_out)} if held_out else {})
+    return {"train": train} | (
+        {"validation": datasets.concatenate_datasets(held_out)} if held_out else {}
+    )
 
 
 def _load_corpus(args: SourceArguments, kind: str) -> Splits:
@@ -110,26 +127,34 @@ def _load_file(args: SourceArguments, split: str) -> AnyDataset:
     if path.suffix == SUFFIX:
         return load_token_files([path], streaming=args.streaming, source=source)
     if builder is None:
-        raise DataError(f"{source} ends in none of {', '.join((*_BUILDERS, SUFFIX))}: rename or convert it")
+        raise DataError(
+            f"{source} ends in none of {', '.join((*_BUILDERS, SUFFIX))}: rename or convert it"
+        )
     if path.stat().st_size == 0:
         raise DataError(f"{source} is empty")
     options = _BUILDER_OPTIONS.get(builder, {})
 
     def load(cache: str | None) -> Any:
         files = {split: glob.escape(str(path))}
-        return datasets.load_dataset(builder, data_files=files, streaming=cache is None, cache_dir=cache, **options)
+        return datasets.load_dataset(
+            builder, data_files=files, streaming=cache is None, cache_dir=cache, **options
+        )
 
     with errors_name_source(args, split):
         if args.streaming:
             return load(None)[split]
-        return load_by_content([path], load, options=(builder, options, split), source=source)[split]
+        return load_by_content([path], load, options=(builder, options, split), source=source)[
+            split
+        ]
 
 
 def _load_dataset(args: SourceArguments) -> Splits:
     def load(cache: str | None) -> Any:
         name = args.dataset_config_name
         streaming = args.streaming
-        return datasets.load_dataset(args.dataset_name, name=name, streaming=streaming, cache_dir=cache)
+        return datasets.load_dataset(
+            args.dataset_name, name=name, streaming=streaming, cache_dir=cache
+        )
 
     folder = Path(args.dataset_name or "")
     if folder.is_dir() and (files := token_files(folder)):
@@ -138,12 +163,18 @@ def _load_dataset(args: SourceArguments) -> Splits:
                 f"{source_name(args, 'train')} has token files, which have no configuration and one split: leave out "
                 "--dataset_config_name and --dataset_train_split"
             )
-        return {"train": load_token_files(files, streaming=args.streaming, source=source_name(args, "train"))}
+        return {
+            "train": load_token_files(
+                files, streaming=args.streaming, source=source_name(args, "train")
+            )
+        }
     with errors_name_source(args, "train"):
         if folder.is_dir() and not args.streaming:
             files = sorted(path for path in folder.rglob("*") if path.is_file())
             options = ([str(path.relative_to(folder)) for path in files], args.dataset_config_name)
-            loaded = load_by_content(files, load, options=options, source=source_name(args, "train"))
+            loaded = load_by_content(
+                files, load, options=options, source=source_name(args, "train")
+            )
         else:
             loaded = load(None)  # `datasets` knows the revision of a dataset of the hub
     name = args.dataset_train_split
@@ -152,7 +183,9 @@ def _load_dataset(args: SourceArguments) -> Splits:
             f"{source_name(args, 'train')} has no split '{name}', only {', '.join(loaded)}: give one of them as "
             "--dataset_train_split"
         )
-    return {"train": loaded[name]} | ({"validation": loaded["validation"]} if "validation" in loaded else {})
+    return {"train": loaded[name]} | (
+        {"validation": loaded["validation"]} if "validation" in loaded else {}
+    )
 
 
 def _split(train: AnyDataset, args: SourceArguments, seed: int) -> Splits:
@@ -163,7 +196,11 @@ def _split(train: AnyDataset, args: SourceArguments, seed: int) -> Splits:
         return {}
     count = len(train) * share // 100
     if count == 0:
-        logger.info("no evaluation: %d%% of %d records is less than one; give --validation_file", share, len(train))
+        logger.info(
+            "no evaluation: %d%% of %d records is less than one; give --validation_file",
+            share,
+            len(train),
+        )
         return {}
     is_in_order = is_continuous_text(args, "train") or is_mapped(train)
     parts = train.train_test_split(test_size=count, seed=seed, shuffle=not is_in_order)
@@ -209,7 +246,8 @@ def columns_of(dataset: AnyDataset) -> list[str]:
 def errors_name_source(args: SourceArguments, split: str) -> Iterator[None]:
     """Turn what `datasets` raises about a split's text into one line that names the text."""
     level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs a traceback before it raises
+    # It logs a traceback before it raises
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         yield
     except HfScaleError:
@@ -244,7 +282,9 @@ def _explain(cause: BaseException, args: SourceArguments, split: str) -> HfScale
     fault = _utf8_fault(Path(file)) if builder != "parquet" else None
     if fault:
         return DataError(f"{source} is not UTF-8 text: {fault}")
-    return DataError(f"{source} cannot be read as {builder}: {reason}: fix it, or rename it to the format that it has")
+    return DataError(
+        f"{source} cannot be read as {builder}: {reason}: fix it, or rename it to the format that it has"
+    )
 
 
 def _utf8_fault(path: Path) -> str | None:
@@ -259,7 +299,9 @@ def _utf8_fault(path: Path) -> str | None:
                 if offset == 0 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
                     return f"{byte}: convert it with iconv -f UTF-16 -t UTF-8"
                 if b"\0" in line:
-                    return f"{byte}, in binary data: is it in another format than its extension says?"
+                    return (
+                        f"{byte}, in binary data: is it in another format than its extension says?"
+                    )
                 return f"{byte}: convert it, for instance with iconv -f LATIN1 -t UTF-8"
             offset += len(line)
     return None

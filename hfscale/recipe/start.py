@@ -96,13 +96,17 @@ def start_run(
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
     check_output_dir(str(output_folder(training_args)))
-    callbacks = _callbacks(data_args, scaling_args, training_args, layout, can_generate=not parallel_trainer)
+    callbacks = _callbacks(
+        data_args, scaling_args, training_args, layout, can_generate=not parallel_trainer
+    )
     checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     training_args.keep_global_batch(checkpoint, data_parallel_size=layout.data_parallel_size)
     if is_native(layout):
         check_same_experts(checkpoint, model_args)
     if not parallel_trainer:  # ParallelTrainer converts checkpoints itself
-        checkpoint = readable_checkpoint(training_args, checkpoint, strategy="native" if is_native(layout) else None)
+        checkpoint = readable_checkpoint(
+            training_args, checkpoint, strategy="native" if is_native(layout) else None
+        )
     set_seed(training_args.seed)
     return RunStart(layout=layout, checkpoint=checkpoint, callbacks=callbacks)
 

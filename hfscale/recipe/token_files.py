@@ -57,10 +57,14 @@ def load_token_files(files: Sequence[Path], *, streaming: bool, source: str) -> 
         UsageError: they are to be streamed.
     """
     if streaming:
-        raise UsageError(f"--streaming is given with {source}: token files are mapped, not loaded; leave it out")
+        raise UsageError(
+            f"--streaming is given with {source}: token files are mapped, not loaded; leave it out"
+        )
     headers = {path: _read_header(path, source) for path in files}
     if len(set(headers.values())) > 1:
-        named = ", ".join(f"{path.name}: {name}, {size} bytes" for path, (name, size) in headers.items())
+        named = ", ".join(
+            f"{path.name}: {name}, {size} bytes" for path, (name, size) in headers.items()
+        )
         raise DataError(f"{source} has files of several tokenizers ({named}): give those of one")
     tokenizer, size = headers[files[0]]
     columns = [_documents(path, size, source) for path in files]
@@ -173,7 +177,9 @@ def _documents(path: Path, size: int, source: str) -> pa.LargeListArray:
     count = path.stat().st_size // size
     index = Path(f"{path}.index")
     if not index.is_file():
-        raise DataError(f"{source}: {path.name} has no {index.name}: write it with DocumentTokenizer(save_index=True)")
+        raise DataError(
+            f"{source}: {path.name} has no {index.name}: write it with DocumentTokenizer(save_index=True)"
+        )
     ends = np.fromfile(index, dtype="<u8").astype(np.int64)
     offsets = np.concatenate([np.zeros(1, dtype=np.int64), ends])
     if offsets[-1] != count or (np.diff(offsets) < 0).any():

@@ -89,7 +89,9 @@ class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
                 "it, or leave --beta out"
             )
 
-    def keep_global_batch(self, checkpoint: str | None, *, data_parallel_size: int | None = None) -> None:
+    def keep_global_batch(
+        self, checkpoint: str | None, *, data_parallel_size: int | None = None
+    ) -> None:
         """Keep the checkpoint's global batch, and the number of completions that are generated at once.
 
         Args:
@@ -101,10 +103,14 @@ class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
             LayoutError: no batch sizes of this number of processes give those of the checkpoint.
         """
         assert self.steps_per_generation is not None  # GRPOConfig computes it
-        updates = Fraction(self.steps_per_generation, self.gradient_accumulation_steps)  # per generation
+        # Per generation
+        updates = Fraction(self.steps_per_generation, self.gradient_accumulation_steps)
         super().keep_global_batch(checkpoint, data_parallel_size=data_parallel_size)
         micro_batch = self.per_device_train_batch_size * self.world_size
-        completions = self.given_generation_batch_size or updates * micro_batch * self.gradient_accumulation_steps
+        completions = (
+            self.given_generation_batch_size
+            or updates * micro_batch * self.gradient_accumulation_steps
+        )
         if completions % micro_batch:
             raise LayoutError(
                 f"{self.world_size} processes x {self.per_device_train_batch_size} sequences cannot share the run's "
@@ -149,7 +155,8 @@ def load_records(
             )
     limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
     limited = {
-        split: records if limits[split] is None else records.take(limits[split]) for split, records in splits.items()
+        split: records if limits[split] is None else records.take(limits[split])
+        for split, records in splits.items()
     }
     check_evaluation(training_args, has_evaluation="validation" in limited)
     return limited["train"], limited.get("validation")
@@ -172,6 +179,7 @@ def reference_model(
     if model_args.use_peft or model_args.model_name_or_path:
         return None
     reference = load_weights(model_args, model.config, training_args)
-    if is_fsdp_enabled():  # of the models, Accelerate sends only the one that is trained from rank 0 to the others
+    # Of the models, Accelerate sends only the one that is trained from rank 0 to the others
+    if is_fsdp_enabled():
         draw_weights(reference, seed=training_args.seed)
     return reference

@@ -65,7 +65,9 @@ def gpu_activity() -> ActivityCheck | None:
 
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except Exception:  # the package, the driver or the devices are missing: each raises its own errors
+    except (
+        Exception
+    ):  # the package, the driver or the devices are missing: each raises its own errors
         return None
 
     def use(handle: Any) -> int | None:
@@ -76,7 +78,9 @@ def gpu_activity() -> ActivityCheck | None:
             return None
 
     watched = [handle for handle in handles if use(handle) is not None]
-    return (lambda: any((use(handle) or 0) >= BUSY_PERCENT for handle in watched)) if watched else None
+    return (
+        (lambda: any((use(handle) or 0) >= BUSY_PERCENT for handle in watched)) if watched else None
+    )
 
 
 def file_activity(output_dir: Path) -> ActivityCheck:
@@ -91,7 +95,9 @@ def file_activity(output_dir: Path) -> ActivityCheck:
 
     def state() -> tuple[tuple[int, int], ...]:
         found = [output_dir / name for name in names]
-        return tuple((p.stat().st_mtime_ns, p.stat().st_size) if p.is_file() else (0, 0) for p in found)
+        return tuple(
+            (p.stat().st_mtime_ns, p.stat().st_size) if p.is_file() else (0, 0) for p in found
+        )
 
     last = state()
 
@@ -161,7 +167,9 @@ class MainProcess:
         """Return its id; None if it is not running on this machine."""
         with best_effort("reading the timeline", self._output_dir):
             records, _ = self._timeline.read()
-            self._launch = next((one for one in reversed(records) if one.get("event") == "launch"), self._launch)
+            self._launch = next(
+                (one for one in reversed(records) if one.get("event") == "launch"), self._launch
+            )
         pid = self._launch.get("pid")
         if self._launch.get("host") != socket.gethostname() or not isinstance(pid, int):
             return None
@@ -223,7 +231,8 @@ def wait_until_idle(
     was_other = status != "completed"
     while True:
         sleep(poll_s)
-        active = [check() for check in checks]  # all are called, since each compares with its last call
+        # All are called, since each compares with its last call
+        active = [check() for check in checks]
         status = _status(output_dir) or status
         was_other = was_other or status != "completed"
         if status == "completed" and was_other and not is_running():
@@ -240,15 +249,21 @@ def _status(output_dir: Path | None) -> str | None:
 
 
 def run(
-    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")] = None,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")
+    ] = None,
     idle: Annotated[str, typer.Option(help="Time without activity: 90s, 15m, 2h.")] = "15m",
-    output_dir: Annotated[Path | None, typer.Option(help="Output directory of a run to watch.")] = None,
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Output directory of a run to watch.")
+    ] = None,
     pid: Annotated[int | None, typer.Option(help="A process to watch, with its children.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> int:
     """Watch the status file, the GPUs and the processes of a training; when it has ended, run COMMAND once."""
     if not command:
-        raise UsageError("there is no command: give it after --, such as hfscale autostop --idle 15m -- sudo poweroff")
+        raise UsageError(
+            "there is no command: give it after --, such as hfscale autostop --idle 15m -- sudo poweroff"
+        )
     if shutil.which(command[0]) is None:
         raise UsageError(f"command {command[0]} is not found: give a program in PATH, or its path")
     idle_s = parse_duration(idle)
@@ -271,12 +286,16 @@ def run(
         if found is not None:
             names.append(f"its process {found}")
         if not output_dir.is_dir():
-            print_line(f"hfscale: {output_dir} does not exist yet: until a run makes it, it counts as idle")
+            print_line(
+                f"hfscale: {output_dir} does not exist yet: until a run makes it, it counts as idle"
+            )
     if pid is not None:
         names.append(f"process {pid}")
         checks.append(process_activity(pid))
     if not checks:
-        raise UsageError("there is nothing to watch on a machine without GPUs: give --output-dir or --pid")
+        raise UsageError(
+            "there is nothing to watch on a machine without GPUs: give --output-dir or --pid"
+        )
     print(f"hfscale: watching {', '.join(names)}; idle after {idle_s:.0f} s", file=sys.stderr)
     is_running = main_process.is_running if main_process is not None else lambda: False
     reason = wait_until_idle(checks, idle_s=idle_s, output_dir=output_dir, is_running=is_running)
@@ -290,7 +309,9 @@ def run(
     if as_json:
         print(json.dumps({"reason": reason, "command": shown, "returncode": done.returncode}))
     if done.returncode:
-        print(f"hfscale: error: {command[0]} ended with exit code {done.returncode}", file=sys.stderr)
+        print(
+            f"hfscale: error: {command[0]} ended with exit code {done.returncode}", file=sys.stderr
+        )
     return 1 if done.returncode else 0
 
 

@@ -31,7 +31,9 @@ def read_token(environ: Mapping[str, str] = os.environ) -> bytes:
     """
     token = environ.get(TOKEN_VARIABLE, "")
     if not token:
-        raise UsageError(f"{TOKEN_VARIABLE} is not set: give the same secret to hfscale run on all nodes")
+        raise UsageError(
+            f"{TOKEN_VARIABLE} is not set: give the same secret to hfscale run on all nodes"
+        )
     return token.encode()
 
 
@@ -77,7 +79,9 @@ def connect(address: Address, token: bytes) -> Connection:
     try:
         return Connection(connected, token, is_server=False, **_LIMITS)
     except WrongTokenError:
-        raise UsageError(f"{TOKEN_VARIABLE} is not that of the supervisor at {address[0]}:{address[1]}") from None
+        raise UsageError(
+            f"{TOKEN_VARIABLE} is not that of the supervisor at {address[0]}:{address[1]}"
+        ) from None
 
 
 def receive(connection: Connection) -> dict[str, Any]:

@@ -39,7 +39,8 @@ from hfscale.recovery.replicas import choose
 from hfscale.recovery.restarts import Failure, RestartPolicy
 
 _LOST = {"event": "lost"}
-_END_S = 180.0  # for the launcher, and for what it has left behind, to end on a node after a failure
+# For the launcher, and for what it has left behind, to end on a node after a failure
+_END_S = 180.0
 
 
 class Coordinator:
@@ -74,14 +75,18 @@ class Coordinator:
         self._wait_s = wait_s
         self._report = report
         self._policy = RestartPolicy(max_restarts)
-        self._messages: queue.SimpleQueue[tuple[int, Connection, dict[str, Any]]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[int, Connection, dict[str, Any]]] = (
+            queue.SimpleQueue()
+        )
         self._connections: dict[int, Connection] = {}
         self._ready: dict[int, dict[str, Any]] = {}
         self._hosts: dict[int, str] = {}
         self._blamed: set[str] = set()
         self._launches = self._rounds = 0
         self._server = Server(address, token, self._read)
-        threading.Thread(target=self._run_and_report, daemon=True, name="hfscale-coordinator").start()
+        threading.Thread(
+            target=self._run_and_report, daemon=True, name="hfscale-coordinator"
+        ).start()
 
     def close(self) -> None:
         """Take no more connections."""
@@ -113,7 +118,12 @@ class Coordinator:
                     self._connections[node] = connection
                     self._hosts[node] = message["host"]
                 else:
-                    self._tell(connection, event="refused", reason=reason, may_pass=node in self._connections)
+                    self._tell(
+                        connection,
+                        event="refused",
+                        reason=reason,
+                        may_pass=node in self._connections,
+                    )
                     continue
             elif known is not connection:  # of a node that was refused, or that is lost
                 continue
@@ -131,7 +141,8 @@ class Coordinator:
             return f"--node-rank {node} is taken by another supervisor"
         if message["host"] in self._blamed:
             return (
-                f"the health checks of this run blame {message['host']}: start --node-rank {node} on another machine"
+                f"the health checks of this run blame {message['host']}: "
+                f"start --node-rank {node} on another machine"
             )
         return None
 
@@ -150,7 +161,9 @@ class Coordinator:
             self._run()
         except Exception as error:
             self._tell_all(
-                event="end", code=1, text=f"gives up: the coordinator failed: {type(error).__name__}: {error}"
+                event="end",
+                code=1,
+                text=f"gives up: the coordinator failed: {type(error).__name__}: {error}",
             )
             raise
 
@@ -163,7 +176,9 @@ class Coordinator:
                 text = f"gives up: {self._missing()} did not come within {self._wait_s:.0f} s"
                 self._tell_all(event="end", code=1, text=text)
                 return
-            unheard = [ready["failure"] for ready in self._ready.values() if ready["failure"] is not None]
+            unheard = [
+                ready["failure"] for ready in self._ready.values() if ready["failure"] is not None
+            ]
             if unheard:  # of a launch whose node 0 was lost
                 failure = Failure.merged(unheard)
             chosen = self._assemble(members)
@@ -181,7 +196,9 @@ class Coordinator:
             )
             why = self._policy.why_give_up(failure)
             if why is not None:
-                self._tell_all(event="end", code=1, text=f"gives up: {why}", failure=asdict(failure))
+                self._tell_all(
+                    event="end", code=1, text=f"gives up: {why}", failure=asdict(failure)
+                )
                 return
             wait_s, text = self._policy.next_restart(failure)
             wait_until = time.monotonic() + wait_s
@@ -199,10 +216,16 @@ class Coordinator:
                 why = "the run needs node 0" if node == 0 else f"--min-nodes is {self._min_nodes}"
                 self._report(f"the health checks blame {host}, but node {node} stays: {why}")
                 continue
-            self._report(f"node {node} leaves: the health checks blame {host}; start it on another machine")
+            self._report(
+                f"node {node} leaves: the health checks blame {host}; start it on another machine"
+            )
             self._blamed.add(host)
             connection = self._connections.pop(node)
-            self._tell(connection, event="leave", text=f"leaves the run: the health checks blame this host, {host}")
+            self._tell(
+                connection,
+                event="leave",
+                text=f"leaves the run: the health checks blame this host, {host}",
+            )
 
     def _missing(self) -> str:
         missing = [str(node) for node in range(self._nodes) if node not in self._ready]
@@ -231,7 +254,9 @@ class Coordinator:
             chosen = choose(parts, excluded)
             self._rounds += 1
             for node in members:
-                self._tell(self._connections[node], event="assemble", round=self._rounds, snapshots=chosen)
+                self._tell(
+                    self._connections[node], event="assemble", round=self._rounds, snapshots=chosen
+                )
             waiting = set(members)
             failed: set[tuple[str, int]] = set()
             while waiting:
@@ -256,7 +281,9 @@ class Coordinator:
             self._report(f"node {node} {what}: it counts as lost")
             self._connections[node].close()
 
-    def _start(self, members: list[int], chosen: list[dict[str, Any]], failure: Failure | None) -> None:
+    def _start(
+        self, members: list[int], chosen: list[dict[str, Any]], failure: Failure | None
+    ) -> None:
         self._launches += 1
         folders = sorted({folder for node in members for folder in self._ready[node]["folders"]})
         addresses = [self._ready[node]["address"] for node in members]
@@ -302,9 +329,18 @@ class Coordinator:
                 running.discard(node)
                 now = time.time()
                 reason = f"node {node} was lost"
-                lost = Failure(failed_at=now, ended_at=now, rank=None, reason=reason, begun_step=0, completed_step=0)
+                lost = Failure(
+                    failed_at=now,
+                    ended_at=now,
+                    rank=None,
+                    reason=reason,
+                    begun_step=0,
+                    completed_step=0,
+                )
                 endings[node] = {"code": None, "failure": asdict(lost)}
-            has_failed = event in ("failed", "lost") or (event == "ended" and message["code"] not in (0, PREEMPTED))
+            has_failed = event in ("failed", "lost") or (
+                event == "ended" and message["code"] not in (0, PREEMPTED)
+            )
             if has_failed and node in members and not is_stopped:
                 is_stopped = True
                 deadline = time.monotonic() + _END_S

@@ -26,7 +26,9 @@ class EventLog:
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
-    def say(self, event: str, text: str | None, fields: "Failure | Mapping[str, Any] | None" = None) -> None:
+    def say(
+        self, event: str, text: str | None, fields: "Failure | Mapping[str, Any] | None" = None
+    ) -> None:
         """Report one event.
 
         Args:
@@ -40,4 +42,6 @@ class EventLog:
                 print_line(f"hfscale run: {text}")
         if self._path is not None:
             with best_effort(WRITING_LOG, self._path):
-                append_record(self._path, {"time": time.time(), "event": event, "text": text, **known})
+                append_record(
+                    self._path, {"time": time.time(), "event": event, "text": text, **known}
+                )

@@ -15,7 +15,14 @@ from hfscale.core.run_memory import NODE_RANK_VARIABLE, NODES_VARIABLE, PARTS, R
 from hfscale.errors import UsageError
 from hfscale.recovery.connections import connect, receive
 from hfscale.recovery.coordinator import Coordinator
-from hfscale.recovery.replicas import Pace, ReplicaServer, assemble, keep_only, list_parts, send_part
+from hfscale.recovery.replicas import (
+    Pace,
+    ReplicaServer,
+    assemble,
+    keep_only,
+    list_parts,
+    send_part,
+)
 from hfscale.recovery.restarts import Failure
 
 _RETRY_S = 0.5
@@ -101,7 +108,8 @@ class NodeGroup:
         self._told_at = 0.0
         self._server: ReplicaServer | None = None
         self._start: Start | None = None
-        self._failure: Failure | None = None  # of the last launch, if no coordinator has heard of it
+        # Of the last launch, if no coordinator has heard of it
+        self._failure: Failure | None = None
         self._snapshots: queue.SimpleQueue[tuple[int, str, int] | None] = queue.SimpleQueue()
         self._coordinator: Coordinator | None = None
         if settings.node_rank == 0:
@@ -169,7 +177,8 @@ class NodeGroup:
                 self.disconnect()
                 if not message["may_pass"] or time.monotonic() - began > _TAKEN_S:
                     raise UsageError(message["reason"])
-                time.sleep(_RETRY_S)  # the lost supervisor whose number this one has may not be noticed yet
+                # The lost supervisor whose number this one has may not be noticed yet
+                time.sleep(_RETRY_S)
         return None
 
     def _no_answer(self) -> str:
@@ -185,7 +194,9 @@ class NodeGroup:
         except OSError:
             return False
         if self._server is None:
-            self._server = ReplicaServer(self._memory.folder, self.connection.own_host, self._settings.token)
+            self._server = ReplicaServer(
+                self._memory.folder, self.connection.own_host, self._settings.token
+            )
         return True
 
     def disconnect(self) -> None:
@@ -229,7 +240,11 @@ class NodeGroup:
     def _say_ready(self) -> None:
         assert self._server is not None
         last = self._start
-        parts = list_parts(self._memory.folder, last.index, len(last.addresses)) if last is not None else []
+        parts = (
+            list_parts(self._memory.folder, last.index, len(last.addresses))
+            if last is not None
+            else []
+        )
         self._send(
             event="ready",
             node=self._settings.node_rank,
@@ -246,7 +261,10 @@ class NodeGroup:
         for snapshot in snapshots:
             try:
                 missing = assemble(
-                    self._memory.folder, snapshot, self._settings.token, progressed=self._say_assembling
+                    self._memory.folder,
+                    snapshot,
+                    self._settings.token,
+                    progressed=self._say_assembling,
                 )
                 problem = None if missing is None else f"no node has {missing}"
             except (OSError, ValueError) as error:
@@ -349,7 +367,8 @@ class NodeGroup:
             launch, folder, step = item
             start = self._start
             part = self._memory.folder / folder / PARTS / f"checkpoint-{step}"
-            if start is None or start.launch != launch or not part.is_dir():  # the launch or the training has ended
+            # The launch or the training has ended
+            if start is None or start.launch != launch or not part.is_dir():
                 continue
             began = time.monotonic()
             partner = start.addresses[(start.index + 1) % len(start.addresses)]
@@ -360,10 +379,16 @@ class NodeGroup:
                     if connection is None or connected != (launch, partner):
                         connection = connect(partner, self._settings.token)
                         connected = (launch, partner)
-                    sent = send_part(connection, self._memory.folder, folder, step, launch=launch, pace=pace)
+                    sent = send_part(
+                        connection, self._memory.folder, folder, step, launch=launch, pace=pace
+                    )
                     problem = None
                     break
-                except (OSError, ValueError, KeyError) as error:  # also of a file that a full memory has cut off
+                except (
+                    OSError,
+                    ValueError,
+                    KeyError,
+                ) as error:  # also of a file that a full memory has cut off
                     problem = error
                     connected = None
                     time.sleep(_RETRY_S)
@@ -372,7 +397,10 @@ class NodeGroup:
                 self._say("replicated", None, fields)
                 self._send(event="replicated", launch=launch, folder=folder, step=step)
             elif self._start is start and self.connection is not None:
-                self._say("nodes", f"no more snapshots in this launch: {partner[0]} does not take its copy: {problem}")
+                self._say(
+                    "nodes",
+                    f"no more snapshots in this launch: {partner[0]} does not take its copy: {problem}",
+                )
 
 
 def _survivable(start: Start) -> str:

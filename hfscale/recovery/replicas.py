@@ -45,7 +45,8 @@ def keep_only(folder: Path, step: int) -> None:
         folder (`Path`): the folder of one training in the memory of this node.
         step (`int`): the step.
     """
-    if not (folder / PARTS / f"checkpoint-{step}").is_dir():  # the training has ended, and the next one has begun
+    # The training has ended, and the next one has begun
+    if not (folder / PARTS / f"checkpoint-{step}").is_dir():
         return
     for place in (COMPLETE, PARTS, REPLICAS):
         for snapshot in (folder / place).glob("checkpoint-*"):
@@ -111,14 +112,20 @@ def choose(parts: Iterable[dict[str, Any]], excluded: set[tuple[str, int]]) -> l
                 if name not in part_of:
                     part_of[name] = index
                     manifest["files"][name] = record
-        sources = {str(i): [[p["address"], p["place"]] for p in found] for i, found in by_index.items()}
+        sources = {
+            str(i): [[p["address"], p["place"]] for p in found] for i, found in by_index.items()
+        }
         parts_of_it = {"manifest": manifest, "part_of": part_of, "sources": sources}
         chosen[folder] = {"folder": folder, "step": step, **parts_of_it}  # later ones are newer
     return list(chosen.values())
 
 
 def assemble(
-    memory: Path, snapshot: dict[str, Any], token: bytes, *, progressed: Callable[[], None] = lambda: None
+    memory: Path,
+    snapshot: dict[str, Any],
+    token: bytes,
+    *,
+    progressed: Callable[[], None] = lambda: None,
 ) -> str | None:
     """Collect all files of a snapshot, from this node and the others.
 
@@ -151,7 +158,12 @@ def assemble(
                 try:
                     if (host, port) not in connections:
                         connections[host, port] = connect((host, port), token)
-                    wanted = {"event": "get", "folder": snapshot["folder"], "place": place, "snapshot": name}
+                    wanted = {
+                        "event": "get",
+                        "folder": snapshot["folder"],
+                        "place": place,
+                        "snapshot": name,
+                    }
                     connections[host, port].send(wanted | {"file": file})
                     if _receive_file(connections[host, port], path, record):
                         break
@@ -163,7 +175,9 @@ def assemble(
         for connection in connections.values():
             connection.close()
     target.mkdir(parents=True, exist_ok=True)
-    (target / MANIFEST_NAME).write_text(json.dumps(snapshot["manifest"], indent=1) + "\n", encoding="utf-8")
+    (target / MANIFEST_NAME).write_text(
+        json.dumps(snapshot["manifest"], indent=1) + "\n", encoding="utf-8"
+    )
     return None
 
 
@@ -211,7 +225,9 @@ class ReplicaServer:
         """Take no more connections."""
         self._server.close()
 
-    def begin(self, launch: int, folders: Iterable[str], snapshots: Iterable[tuple[str, int]]) -> None:
+    def begin(
+        self, launch: int, folders: Iterable[str], snapshots: Iterable[tuple[str, int]]
+    ) -> None:
         """Call `adopt`, and take only parts of this launch from now on.
 
         Args:
@@ -237,16 +253,26 @@ class ReplicaServer:
             if message["event"] == "put":
                 self._take(connection, folder, snapshot, message["manifest"], message["launch"])
             elif message["place"] in (COMPLETE, PARTS, REPLICAS):
-                _send_file(connection, _inside(folder / message["place"] / snapshot, message["file"]), Pace(None))
+                _send_file(
+                    connection,
+                    _inside(folder / message["place"] / snapshot, message["file"]),
+                    Pace(None),
+                )
 
     def _take(
-        self, connection: Connection, folder: Path, snapshot: str, manifest: dict[str, Any], launch: int
+        self,
+        connection: Connection,
+        folder: Path,
+        snapshot: str,
+        manifest: dict[str, Any],
+        launch: int,
     ) -> None:
         """Take one part; files that this node has written too are not sent."""
         own = folder / PARTS / snapshot
         with self._changed:
             self._changed.wait_for(
-                lambda: launch != self._launch or (own / MANIFEST_NAME).is_file(), _OWN_PART_TIMEOUT_S
+                lambda: launch != self._launch or (own / MANIFEST_NAME).is_file(),
+                _OWN_PART_TIMEOUT_S,
             )
             if launch != self._launch:
                 raise ConnectionAbortedError("the launch has ended")
@@ -254,7 +280,11 @@ class ReplicaServer:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         files = manifest["files"]
-        wanted = [name for name, record in files.items() if not _link(own / name, _inside(target, name), record)]
+        wanted = [
+            name
+            for name, record in files.items()
+            if not _link(own / name, _inside(target, name), record)
+        ]
         connection.send({"files": wanted})
         for name in wanted:
             if not _receive_file(connection, _inside(target, name), files[name]):
@@ -269,7 +299,9 @@ class ReplicaServer:
         connection.send({"problem": None})
 
 
-def send_part(connection: Connection, memory: Path, folder: str, step: int, *, launch: int, pace: "Pace") -> int:
+def send_part(
+    connection: Connection, memory: Path, folder: str, step: int, *, launch: int, pace: "Pace"
+) -> int:
     """Send the part of a snapshot that this node has written to its partner.
 
     Args:

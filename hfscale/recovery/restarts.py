@@ -43,11 +43,23 @@ class Failure:
         Args:
             failures (`list[dict]`): the fields of the failures that the nodes report, at least one.
         """
-        first = dict(min(failures, key=lambda failure: (failure["is_consequence"], failure["failed_at"])))
+        first = dict(
+            min(failures, key=lambda failure: (failure["is_consequence"], failure["failed_at"]))
+        )
         first.pop("samples")
-        last = {name: max(f[name] for f in failures) for name in ("ended_at", "begun_step", "completed_step")}
-        samples = [f["samples"] for f in failures if f["begun_step"] == last["begun_step"] > last["completed_step"]]
-        return cls(**(first | last), samples={rank: read for of_node in samples for rank, read in of_node.items()})
+        last = {
+            name: max(f[name] for f in failures)
+            for name in ("ended_at", "begun_step", "completed_step")
+        }
+        samples = [
+            f["samples"]
+            for f in failures
+            if f["begun_step"] == last["begun_step"] > last["completed_step"]
+        ]
+        return cls(
+            **(first | last),
+            samples={rank: read for of_node in samples for rank, read in of_node.items()},
+        )
 
 
 class RestartPolicy:
@@ -131,7 +143,9 @@ def _where(failure: Failure) -> str:
 def _samples(failure: Failure) -> str:
     """Return the samples of the failed step, of the failed rank if it is known; the log has all of them."""
     own = {rank: indices for rank, indices in failure.samples.items() if rank == str(failure.rank)}
-    ranks = [f"rank {rank}: {_listed(indices)}" for rank, indices in (own or failure.samples).items()]
+    ranks = [
+        f"rank {rank}: {_listed(indices)}" for rank, indices in (own or failure.samples).items()
+    ]
     return f"; dataset indices of this step: {'; '.join(ranks[:_SHOWN_RANKS])}" if ranks else ""
 
 

@@ -20,47 +20,79 @@ _NO_SCRIPT = frozenset({"-c", "-m", "--module"})
 
 
 def run(
-    command: Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")] = None,
-    max_restarts: Annotated[int, typer.Option(help="Restarts in any 24 hours, after which it gives up.")] = 10,
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND …", help="Run without a shell.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="Restarts in any 24 hours, after which it gives up.")
+    ] = 10,
     memory_dir: Annotated[
-        Path, typer.Option(help="Folder of a file system in memory, for the snapshots of this node.")
+        Path,
+        typer.Option(help="Folder of a file system in memory, for the snapshots of this node."),
     ] = DEFAULT_ROOT,
     memory_interval_steps: Annotated[
-        int | None, typer.Option(help="Steps between snapshots (default: as many as keep their cost below 1%).")
+        int | None,
+        typer.Option(
+            help="Steps between snapshots (default: as many as keep their cost below 1%)."
+        ),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes of the run: start hfscale run on each of them.")] = 1,
+    nodes: Annotated[
+        int, typer.Option(help="Nodes of the run: start hfscale run on each of them.")
+    ] = 1,
     node_rank: Annotated[int, typer.Option(help="Number of this node, from 0.")] = 0,
-    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, where the nodes meet.")] = None,
-    min_nodes: Annotated[
-        int | None, typer.Option(help="Nodes that are enough when a lost one is not replaced (default: all).")
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT of node 0, where the nodes meet.")
     ] = None,
-    node_wait: Annotated[float, typer.Option(help="Seconds to wait for nodes that are missing.")] = 600.0,
+    min_nodes: Annotated[
+        int | None,
+        typer.Option(help="Nodes that are enough when a lost one is not replaced (default: all)."),
+    ] = None,
+    node_wait: Annotated[
+        float, typer.Option(help="Seconds to wait for nodes that are missing.")
+    ] = 600.0,
     replica_bandwidth: Annotated[
-        str | None, typer.Option(help="Limit of the copies to another node, such as 1Gbps (default: none).")
+        str | None,
+        typer.Option(help="Limit of the copies to another node, such as 1Gbps (default: none)."),
     ] = None,
     standby: Annotated[
-        bool, typer.Option(help="Keep a process with the imports of the training ready for the next launch.")
+        bool,
+        typer.Option(
+            help="Keep a process with the imports of the training ready for the next launch."
+        ),
     ] = True,
     exclude_bad_hosts: Annotated[
-        Path | None, typer.Option(help="Add hosts that the health checks blame to a file, one per line.")
+        Path | None,
+        typer.Option(help="Add hosts that the health checks blame to a file, one per line."),
     ] = None,
-    log: Annotated[Path | None, typer.Option(help="Append one JSON line per failure and recovery to a file.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Append one JSON line per failure and recovery to a file.")
+    ] = None,
 ) -> int:
     """Start COMMAND, a launcher such as accelerate launch, and start it again when a process of it dies."""
     if not command:
-        raise UsageError("there is no command: give it after --, such as hfscale run -- accelerate launch train.py")
+        raise UsageError(
+            "there is no command: give it after --, such as hfscale run -- accelerate launch train.py"
+        )
     if shutil.which(command[0]) is None:
         raise UsageError(f"command {command[0]} is not found: give a program in PATH, or its path")
-    script = next((word for word in command if word.endswith(".py") and not word.startswith("-")), None)
+    script = next(
+        (word for word in command if word.endswith(".py") and not word.startswith("-")), None
+    )
     is_local = Path(command[0]).name.startswith(_LOCAL) and _NO_SCRIPT.isdisjoint(command)
     if is_local and script is not None and not Path(script).exists():
-        raise UsageError(f"{script} does not exist in {Path.cwd()}: start the command where it is, or give its path")
+        raise UsageError(
+            f"{script} does not exist in {Path.cwd()}: start the command where it is, or give its path"
+        )
     if max_restarts < 0:
         raise UsageError(f"--max-restarts is {max_restarts}: it must be 0 or greater")
     if memory_interval_steps is not None and memory_interval_steps < 1:
-        raise UsageError(f"--memory-interval-steps is {memory_interval_steps}: it must be 1 or greater")
+        raise UsageError(
+            f"--memory-interval-steps is {memory_interval_steps}: it must be 1 or greater"
+        )
     if exclude_bad_hosts is not None and not exclude_bad_hosts.absolute().parent.is_dir():
-        raise UsageError(f"--exclude-bad-hosts {exclude_bad_hosts}: its folder does not exist: make it first")
+        raise UsageError(
+            f"--exclude-bad-hosts {exclude_bad_hosts}: its folder does not exist: make it first"
+        )
     if log is not None and (log.is_dir() or not log.absolute().parent.is_dir()):
         raise UsageError(f"--log {log}: give a file in a folder that exists")
     from hfscale.recovery.supervisor import RunSettings, Supervisor
@@ -81,7 +113,9 @@ def run(
         max_restarts=max_restarts,
         root=memory_dir,
         memory_interval_steps=memory_interval_steps,
-        nodes=_nodes(nodes, node_rank, rendezvous, min_nodes, node_wait, replica_bandwidth) if nodes > 1 else None,
+        nodes=_nodes(nodes, node_rank, rendezvous, min_nodes, node_wait, replica_bandwidth)
+        if nodes > 1
+        else None,
         standby=standby,
         exclude_file=exclude_bad_hosts,
         log=log,
@@ -90,19 +124,30 @@ def run(
 
 
 def _nodes(
-    nodes: int, node_rank: int, rendezvous: str | None, min_nodes: int | None, wait_s: float, bandwidth: str | None
+    nodes: int,
+    node_rank: int,
+    rendezvous: str | None,
+    min_nodes: int | None,
+    wait_s: float,
+    bandwidth: str | None,
 ) -> "NodeSettings":
     from hfscale.recovery.connections import read_token
     from hfscale.recovery.nodes import NodeSettings
 
     if not 0 <= node_rank < nodes:
-        raise UsageError(f"--node-rank is {node_rank}: with --nodes {nodes} it must be 0 to {nodes - 1}")
+        raise UsageError(
+            f"--node-rank is {node_rank}: with --nodes {nodes} it must be 0 to {nodes - 1}"
+        )
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         given = "missing" if rendezvous is None else rendezvous
-        raise UsageError(f"--rendezvous is {given}: give the host of node 0 and a free port, such as node0:29400")
+        raise UsageError(
+            f"--rendezvous is {given}: give the host of node 0 and a free port, such as node0:29400"
+        )
     if min_nodes is not None and not 1 <= min_nodes <= nodes:
-        raise UsageError(f"--min-nodes is {min_nodes}: with --nodes {nodes} it must be 1 to {nodes}")
+        raise UsageError(
+            f"--min-nodes is {min_nodes}: with --nodes {nodes} it must be 1 to {nodes}"
+        )
     if wait_s <= 0:
         raise UsageError(f"--node-wait is {wait_s:g}: it must be positive")
     bytes_per_s = None

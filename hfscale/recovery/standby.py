@@ -25,9 +25,14 @@ from hfscale.core.run_memory import RunMemory
 from hfscale.recovery.children import send
 
 _RANK = Path(__file__).parent / "standby_rank.py"
-_WRAPPER = "exit_code.py"  # of launch/multinode: ends with the exit code of the training, and takes SIGUSR1
-_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # whether there are GPUs is asked without initializing CUDA
-_MODULES = {"accelerate.commands.launch": ["accelerate", "launch"], "torch.distributed.run": ["torchrun"]}
+# Of launch/multinode: ends with the exit code of the training, and takes SIGUSR1
+_WRAPPER = "exit_code.py"
+# Whether there are GPUs is asked without initializing CUDA
+_WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+_MODULES = {
+    "accelerate.commands.launch": ["accelerate", "launch"],
+    "torch.distributed.run": ["torchrun"],
+}
 
 
 class Standby:
@@ -39,7 +44,9 @@ class Standby:
         prepare (`Callable`): what the process runs before its program.
     """
 
-    def __init__(self, command: Sequence[str], memory: RunMemory, prepare: Callable[[], None]) -> None:
+    def __init__(
+        self, command: Sequence[str], memory: RunMemory, prepare: Callable[[], None]
+    ) -> None:
         self._memory = memory
         self._launcher = launcher_of(command)
         self._prepare = prepare
@@ -82,7 +89,8 @@ class Standby:
         assert self._write is not None
         with suppress(BrokenPipeError), os.fdopen(self._write, "w") as file:
             json.dump(dict(environ), file)
-        send(self._process.pid, signal.SIGCONT)  # one that was stopped would never become the launcher
+        # One that was stopped would never become the launcher
+        send(self._process.pid, signal.SIGCONT)
         process = self._process
         self._process = self._write = None
         return process
@@ -149,7 +157,8 @@ def main(descriptor: int, launcher: list[str]) -> int:
         return 0
     os.environ.clear()
     os.environ.update(json.loads(text))
-    os.environ.update(PET_RUN_PATH="1", PET_START_METHOD="fork", **_WITHOUT_CUDA)  # PET: defaults of torchrun's flags
+    # PET: defaults of torchrun's flags
+    os.environ.update(PET_RUN_PATH="1", PET_START_METHOD="fork", **_WITHOUT_CUDA)
     if launcher[0] == _WRAPPER:
         return exit_code_of(lambda: run_launcher(launcher[1:]))
     run_launcher(launcher)

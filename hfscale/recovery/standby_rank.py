@@ -16,12 +16,18 @@ def main() -> None:
     """Undo what the launcher has set, run the script, and do what the interpreter does at its end."""
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
     for name in ("PET_RUN_PATH", "PET_START_METHOD"):  # the launcher's own flags
         os.environ.pop(name, None)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    paths = [
+        path
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if path and path not in sys.path
+    ]
     sys.path[1:1] = paths  # that the launcher has added
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # torch and the standard library do that by themselves

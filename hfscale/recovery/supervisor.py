@@ -35,7 +35,13 @@ from hfscale.core.run_memory import (
     remove_abandoned,
 )
 from hfscale.errors import UsageError
-from hfscale.recovery.children import adopt_orphans, describe, die_with_parent, end_descendants, send
+from hfscale.recovery.children import (
+    adopt_orphans,
+    describe,
+    die_with_parent,
+    end_descendants,
+    send,
+)
 from hfscale.recovery.connections import TOKEN_VARIABLE
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
@@ -81,7 +87,8 @@ class _Launch:
     ranks: dict[int, int] = field(default_factory=dict)  # pid: rank
     watched: set[int] = field(default_factory=set)  # pids whose end is waited for
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank: its message
-    trained: set[int] = field(default_factory=set)  # ranks for which nothing but their own end is left
+    # Ranks for which nothing but their own end is left
+    trained: set[int] = field(default_factory=set)
     first_dead: int | None = None  # rank that ended without saying why, or with an error
     failed_at: float | None = None
     is_stopped: bool = False  # because another node has failed
@@ -123,7 +130,9 @@ class Supervisor:
             UsageError: the command or the folder in memory cannot be used.
         """
         for folder in remove_abandoned(self._settings.root):
-            self._say("reclaimed", f"deleted the memory of a run whose supervisor was killed: {folder}")
+            self._say(
+                "reclaimed", f"deleted the memory of a run whose supervisor was killed: {folder}"
+            )
         try:
             self._memory = RunMemory.create(self._settings.root)
         except OSError as error:
@@ -169,14 +178,22 @@ class Supervisor:
                 if start.failure is not None:
                     self._record(start.failure)
             launch = self._start(start)
-            if self._signalled is not None:  # the signal came before there was a launcher to pass it on to
+            # The signal came before there was a launcher to pass it on to
+            if self._signalled is not None:
                 send(launch.process.pid, signal.SIGTERM)
             while launch.process.poll() is None and not self._is_unkillable(launch):
                 self._handle_events(launch)
-            code = -signal.SIGKILL if launch.process.returncode is None else launch.process.returncode
+            code = (
+                -signal.SIGKILL if launch.process.returncode is None else launch.process.returncode
+            )
             self._launch = None  # a signal must not go to another process with its id
             self._leave_group(launch, code)
-            if launch.is_standby and not launch.has_stepped and self._standby is not None and code != 0:
+            if (
+                launch.is_standby
+                and not launch.has_stepped
+                and self._standby is not None
+                and code != 0
+            ):
                 self._standby.end()
                 self._standby = None  # if that was the reason, it would come back
             self._end_descendants()
@@ -247,7 +264,11 @@ class Supervisor:
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def _start(self, start: Start | None) -> _Launch:
-        process = self._standby.become_launcher(self._environ(start)) if self._standby is not None else None
+        process = (
+            self._standby.become_launcher(self._environ(start))
+            if self._standby is not None
+            else None
+        )
         is_standby = process is not None
         if process is None:
             process = self._start_command(self._environ(start))
@@ -277,7 +298,10 @@ class Supervisor:
         for attempt in range(1, attempts + 1):
             try:
                 return subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
-                    list(self._settings.command), env=environ, start_new_session=True, preexec_fn=die_with_parent
+                    list(self._settings.command),
+                    env=environ,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
                 )
             except OSError as error:
                 problem = f"command {self._settings.command[0]} cannot be run: {error.strerror}"
@@ -298,7 +322,9 @@ class Supervisor:
                     send(pid, signal.SIGKILL)
             timeout = _OTHERS_GRACE_S
         # What a rank has said is read before its end is handled: it may be the reason.
-        for key in sorted((key for key, _ in self._selector.select(timeout)), key=self._is_end_of_process):
+        for key in sorted(
+            (key for key, _ in self._selector.select(timeout)), key=self._is_end_of_process
+        ):
             if self._is_end_of_process(key):
                 key.data(launch)
             else:
@@ -327,19 +353,25 @@ class Supervisor:
 
     def _read(self, launch: _Launch, connection: Any) -> None:
         """Take all messages that have arrived."""
-        pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        pid = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[
+            0
+        ]
         try:
             while text := connection.recv(_MAX_MESSAGE):
                 try:
                     self._take(launch, pid, json.loads(text))
                 except (ValueError, KeyError, TypeError) as error:
-                    self._say("unread", f"a message of process {pid} is ignored: {type(error).__name__}: {error}")
+                    self._say(
+                        "unread",
+                        f"a message of process {pid} is ignored: {type(error).__name__}: {error}",
+                    )
             self._forget(connection)
         except BlockingIOError:
             pass  # nothing more has arrived
         except OSError:  # the connection was reset: the process has ended
             self._forget(connection)
-        if pid in launch.ranks and pid not in launch.watched:  # it may have ended already, after all its messages
+        # It may have ended already, after all its messages
+        if pid in launch.ranks and pid not in launch.watched:
             launch.watched.add(pid)
             self._watch_process(launch, pid, lambda launch: self._rank_ended(launch, pid))
 
@@ -372,7 +404,10 @@ class Supervisor:
         try:
             added = add_lines(path, hosts)
         except OSError as error:
-            self._say("not_excluded", f"{path} cannot be written ({error.strerror}); bad hosts: {' '.join(hosts)}")
+            self._say(
+                "not_excluded",
+                f"{path} cannot be written ({error.strerror}); bad hosts: {' '.join(hosts)}",
+            )
             return
         if added:
             text = f"added to {path}, since the health checks blame them: {' '.join(added)}"
@@ -396,7 +431,9 @@ class Supervisor:
         if not launch.ranks:
             send(launch.process.pid, signal.SIGCONT)  # a launcher that was stopped would never end
         ending = launch.endings.get(rank)
-        is_expected = rank in launch.trained or (ending is not None and ending["code"] in (0, PREEMPTED))
+        is_expected = rank in launch.trained or (
+            ending is not None and ending["code"] in (0, PREEMPTED)
+        )
         if launch.failed_at is None and not is_expected and self._signalled is None:
             launch.failed_at = time.time()
             launch.first_dead = rank
@@ -440,11 +477,15 @@ class Supervisor:
             self._say("done", None)
             return 0
         if _is_preempted(launch) or code == PREEMPTED:
-            self._say("preempted", f"preempted: start the same command again (exit code {PREEMPTED})")
+            self._say(
+                "preempted", f"preempted: start the same command again (exit code {PREEMPTED})"
+            )
             return PREEMPTED
         final = next((ending for ending in endings if ending["final"]), None)
         if final is not None:
-            self._say("failed", f"not started again, since the error would come back: {final['reason']}")
+            self._say(
+                "failed", f"not started again, since the error would come back: {final['reason']}"
+            )
             return int(final["code"]) or 1
         if code == _WRONG_USAGE:  # of the launcher, or of ranks whose exit code it returns
             reason = f"the command ended with exit code {code}: wrong usage, or a missing package"
@@ -463,9 +504,16 @@ class Supervisor:
             reason = "its process was killed or crashed"
         else:
             code = launch.process.returncode
-            reason = "the launcher did not end" if code is None else f"the launcher ended with code {code}"
+            reason = (
+                "the launcher did not end"
+                if code is None
+                else f"the launcher ended with code {code}"
+            )
         samples = self._memory.samples_of(begun) if begun > completed else {}
-        for path in [*self._memory.folder.glob("progress-*"), *self._memory.folder.glob("samples-*")]:
+        for path in [
+            *self._memory.folder.glob("progress-*"),
+            *self._memory.folder.glob("samples-*"),
+        ]:
             path.unlink(missing_ok=True)
         return Failure(
             failed_at=launch.failed_at or ended_at,
@@ -485,7 +533,9 @@ class Supervisor:
         lost = recovery["steps_lost"]
         shown = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
         self._say(
-            "recovered", f"recovered in {total:.1f} s ({shown}); {lost} steps lost", parts | {"steps_lost": lost}
+            "recovered",
+            f"recovered in {total:.1f} s ({shown}); {lost} steps lost",
+            parts | {"steps_lost": lost},
         )
 
     def _forward(self, number: int, frame: Any) -> None:

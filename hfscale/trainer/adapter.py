@@ -228,7 +228,9 @@ class TrainerAdapter:
         self._change_callbacks(callback, lambda others: [*others, callback])
 
     def _change_callbacks(
-        self, callback: TrainerCallback, change: Callable[[list[TrainerCallback]], list[TrainerCallback]]
+        self,
+        callback: TrainerCallback,
+        change: Callable[[list[TrainerCallback]], list[TrainerCallback]],
     ) -> None:
         handler = self.trainer.callback_handler
 
@@ -239,12 +241,15 @@ class TrainerAdapter:
             handler.callbacks = others()
 
         self._watch_running_training()
-        handler.callbacks = change(others())  # a new list: an event may be iterating over the old one
+        # A new list: an event may be iterating over the old one
+        handler.callbacks = change(others())
         self._undo[id(callback)] = remove
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def replace_saving(self, save: Callable[[Any, Any], None], wait: Callable[[], None]) -> Callable[[Any, Any], None]:
+    def replace_saving(
+        self, save: Callable[[Any, Any], None], wait: Callable[[], None]
+    ) -> Callable[[Any, Any], None]:
         """Replace `_save_checkpoint`: Trainer has no event between the decision to save and the writing.
 
         Args:
@@ -354,7 +359,9 @@ class TrainerAdapter:
         """
         return self._methods_replaced(dict.fromkeys(names, lambda *args, **kwargs: None))
 
-    def folder_shown_as(self, names: Sequence[str], folder: str, shown: str) -> AbstractContextManager[None]:
+    def folder_shown_as(
+        self, names: Sequence[str], folder: str, shown: str
+    ) -> AbstractContextManager[None]:
         """Have methods of the Trainer get another path for a folder that is their first argument, in the `with` block.
 
         Args:
@@ -369,7 +376,9 @@ class TrainerAdapter:
 
             return call
 
-        return self._methods_replaced({name: showing(getattr(self.trainer, name)) for name in names})
+        return self._methods_replaced(
+            {name: showing(getattr(self.trainer, name)) for name in names}
+        )
 
     def pushes_delayed(self, folders: list[str]) -> AbstractContextManager[None]:
         """Keep Trainer from uploading checkpoints within the `with` block.
@@ -423,9 +432,15 @@ class TrainerAdapter:
         """
         accelerator = self.trainer.accelerator
         adapt = accelerator.deepspeed_ulysses_dl_adapter
-        self._replace(accelerator, "deepspeed_ulysses_dl_adapter", lambda loader, model: wrap(adapt(loader, model)))
+        self._replace(
+            accelerator,
+            "deepspeed_ulysses_dl_adapter",
+            lambda loader, model: wrap(adapt(loader, model)),
+        )
 
-    def wrap_create_optimizer(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def wrap_create_optimizer(
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
         """Replace `create_optimizer`: there is no event between the making of the optimizer and of its scheduler.
 
         Args:
@@ -589,7 +604,9 @@ class TrainerAdapter:
 
         return train_and_restore
 
-    def _find_asked(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> str | None:
+    def _find_asked(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
+    ) -> str | None:
         """Return the checkpoint that the arguments of `train` name; True is the newest one, as in Trainer."""
         if resume_from_checkpoint is True:
             output_dir = Path(self.output_dir(None))
@@ -600,7 +617,9 @@ class TrainerAdapter:
     def _leave_if_unused(self) -> bool:
         """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""
         callbacks = self.trainer.callback_handler.callbacks
-        if self._preparations or any(isinstance(callback, AdapterCallback) for callback in callbacks):
+        if self._preparations or any(
+            isinstance(callback, AdapterCallback) for callback in callbacks
+        ):
             return False
         _call_all(self._undo_lasting)
         delattr(self.trainer, _ATTRIBUTE)
@@ -653,7 +672,12 @@ class TrainerAdapter:
         self._replace(self.trainer, "log", without_training)
 
     def _replace(
-        self, owner: Any, name: str, value: Any, *, undo: dict[Any, Callable[[], object]] | None = None
+        self,
+        owner: Any,
+        name: str,
+        value: Any,
+        *,
+        undo: dict[Any, Callable[[], object]] | None = None,
     ) -> None:
         """Set an attribute of an instance; the undo leaves it alone if other code has replaced it since."""
         if undo is None:

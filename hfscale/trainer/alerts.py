@@ -62,7 +62,9 @@ class AlertCallback(AdapterCallback):
         parts = urlsplit(webhook)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             shown = f"{parts.scheme}:…" if parts.scheme else "…"  # the rest may be a secret
-            raise ParameterError("webhook", shown, "give a URL that begins with https:// or http://")
+            raise ParameterError(
+                "webhook", shown, "give a URL that begins with https:// or http://"
+            )
         self.webhook = webhook
         self._begin_run()
 

@@ -37,11 +37,17 @@ class BatchDigest:
             kept = mask if mask is not None and mask.shape == ids.shape else None
             self._add("inputs", ids, kept)
         for name, value in batch.items():
-            if value.ndim and name not in _NOT_DATA and not (name == "input_ids" and value.ndim == 2):
+            if (
+                value.ndim
+                and name not in _NOT_DATA
+                and not (name == "input_ids" and value.ndim == 2)
+            ):
                 self._add("inputs", value, None)
         labels = batch.get("labels")
         if labels is not None and labels.ndim:
-            self._add("labels", labels, None if labels.is_floating_point() else labels != _IGNORED_LABEL)
+            self._add(
+                "labels", labels, None if labels.is_floating_point() else labels != _IGNORED_LABEL
+            )
 
     def take(self) -> dict[str, int]:
         """Return the sums of `inputs` and `labels` since the last call, and start again. It waits for the device."""
@@ -66,7 +72,10 @@ class BatchDigest:
         if key not in self._positions:
             if len(self._positions) > 64:
                 self._positions.clear()
-            x = torch.arange(1, rows.shape[1] + 1, device=rows.device) * _MULTIPLIERS[0] + _MULTIPLIERS[1]
+            x = (
+                torch.arange(1, rows.shape[1] + 1, device=rows.device) * _MULTIPLIERS[0]
+                + _MULTIPLIERS[1]
+            )
             self._positions[key] = (x ^ (x >> 29)) * _MULTIPLIERS[0] | 1
         return self._positions[key]
 

@@ -59,7 +59,10 @@ def token_mask(batch: Mapping[str, Any]) -> torch.Tensor | None:
     if isinstance(mask, torch.Tensor):
         return mask != 0
     positions = batch.get("position_ids")
-    shape = next((batch[name].shape[:2] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
+    shape = next(
+        (batch[name].shape[:2] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)),
+        None,
+    )
     if isinstance(positions, torch.Tensor) and positions.shape == shape:
         return ~packed_padding(positions)
     return None
@@ -90,7 +93,10 @@ def batch_entries(trainer: Trainer) -> list[BatchEntry]:
         return [batch_entry(wrapped, counts_nested=True)]
     wrappers = []
     module: nn.Module = wrapped
-    while module is not model and (inner := getattr(module, "module", unwrap_compiled(module))) is not module:
+    while (
+        module is not model
+        and (inner := getattr(module, "module", unwrap_compiled(module))) is not module
+    ):
         wrappers.append(module)
         module = inner
     inside = [

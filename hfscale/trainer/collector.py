@@ -46,7 +46,9 @@ class LogPart(Protocol):
             and at every log.
         """
 
-    def keys(self, exchanged: Any, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
+    def keys(
+        self, exchanged: Any, state: TrainerState, logs: Mapping[str, float]
+    ) -> dict[str, float]:
         """Return the metric keys of the log. It is called on every rank.
 
         Args:
@@ -150,7 +152,9 @@ class LogCollector(TrainerCallback):
     ) -> None:
         self.clock.end(EVALUATE)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.clock.end(SAVE)
 
 
@@ -177,7 +181,9 @@ def _exchange(
         columns = table[:, shared_width:].T.contiguous().numpy()
         for (index, name), column in zip(names[shared_width:], columns, strict=True):
             arrays[index][name] = column
-        return [judge(arrays[index], state) for index, judge in enumerate(judges) if judge is not None]
+        return [
+            judge(arrays[index], state) for index, judge in enumerate(judges) if judge is not None
+        ]
 
     row = [numbers[index][name] for index, name in names]
     table, judgements = TRAINING.combine_numbers(EXCHANGE, row, judge_all, shared=shared_width)

@@ -48,7 +48,9 @@ def add_own_adapters(model: nn.Module) -> None:
     wrappers: list[Any] = [module for module in model.modules() if is_wrapped_parameter(module)]
     for wrapper in wrappers:
         parameter = wrapper.get_param()
-        is_spread = isinstance(parameter, DTensor) and _AXIS in (parameter.device_mesh.mesh_dim_names or ())
+        is_spread = isinstance(parameter, DTensor) and _AXIS in (
+            parameter.device_mesh.mesh_dim_names or ()
+        )
         if is_spread and not hasattr(wrapper, _INSTALLED):
             require("adapters of experts that ranks share")
             _SpreadAdapter(wrapper).install()
@@ -94,9 +96,16 @@ class _SpreadAdapter:
         first = stored.device_mesh.get_local_rank(_AXIS) * count
         for name in adapters:
             left, right, scaling = wrapper.get_delta_factors(name)
-            own = torch.baddbmm(own, left[first : first + count], right[first : first + count], alpha=scaling)
+            own = torch.baddbmm(
+                own, left[first : first + count], right[first : first + count], alpha=scaling
+            )
         adapted: Any = DTensor.from_local(
-            own, stored.device_mesh, stored.placements, run_check=False, shape=stored.shape, stride=stored.stride()
+            own,
+            stored.device_mesh,
+            stored.placements,
+            run_check=False,
+            shape=stored.shape,
+            stride=stored.stride(),
         )
         self._stored = stored
         module._parameters[self._name] = adapted

@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from hfscale.core.replaying import is_replaying
-from hfscale.trainer.batches import NOT_PADDING, TOKENS, BatchEntry, batch_entries, batch_entry, token_mask
+from hfscale.trainer.batches import (
+    NOT_PADDING,
+    TOKENS,
+    BatchEntry,
+    batch_entries,
+    batch_entry,
+    token_mask,
+)
 from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
 
@@ -73,7 +80,10 @@ class ExpertCounter:
         layers = expert_layers(model) if layers is None else layers
         self.layers = list(layers)
         """The names of all layers with experts."""
-        self.counts = [torch.zeros(experts + 1, dtype=torch.int64, device=device) for experts in layers.values()]
+        self.counts = [
+            torch.zeros(experts + 1, dtype=torch.int64, device=device)
+            for experts in layers.values()
+        ]
         """For each layer, the tokens of each expert since `reset`, and last the choices that name no expert."""
         self.unknown_mask = ""
         """What is wrong with an attention mask that does not tell which tokens are padding; then padding counts."""
@@ -89,7 +99,9 @@ class ExpertCounter:
             self._handles.append(entry.module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(entry.module.register_forward_hook(self._leave, always_call=True))
 
-    def _enter(self, entry: BatchEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, entry: BatchEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Note which positions of a batch are padding, and whether its tokens count."""
         running = self._running
         if torch.compiler.is_compiling() or running.outermost is not None:
@@ -123,13 +135,21 @@ class ExpertCounter:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if not self._running.is_counted:
                 return
-            chosen = args[1] if len(args) > 1 else next(kwargs[name] for name in CHOICES if name in kwargs)
+            chosen = (
+                args[1]
+                if len(args) > 1
+                else next(kwargs[name] for name in CHOICES if name in kwargs)
+            )
             none = len(counts) - 1
             experts = chosen.detach().to(torch.int64)
             experts = torch.where((experts >= 0) & (experts < none), experts, none)
             counted = torch.ones_like(experts)
             mask = self._running.token_mask
-            if mask is not None and mask.ndim == 2 and mask.numel() * experts.shape[-1] == experts.numel():
+            if (
+                mask is not None
+                and mask.ndim == 2
+                and mask.numel() * experts.shape[-1] == experts.numel()
+            ):
                 counted = counted * mask.reshape(*experts.shape[:-1], 1)
             elif mask is not None:
                 self._running.is_misfit = True
@@ -212,4 +232,5 @@ def number_of_experts(module: nn.Module) -> int:
     weight = next(module.parameters(recurse=False), None)
     if weight is None:
         return int(module.num_experts)  # type: ignore[arg-type]
-    return int(getattr(weight, "ds_shape", weight.shape)[0])  # ZeRO-3 keeps the shape there; a DTensor's is global
+    # ZeRO-3 keeps the shape there; a DTensor's is global
+    return int(getattr(weight, "ds_shape", weight.shape)[0])

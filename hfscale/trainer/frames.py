@@ -20,7 +20,9 @@ def calling_trainer() -> Trainer:
         if isinstance(candidate, Trainer):
             return candidate
         frame = frame.f_back
-    raise HfScaleError("no Trainer is calling: pass this callback to transformers.Trainer(callbacks=[...])")
+    raise HfScaleError(
+        "no Trainer is calling: pass this callback to transformers.Trainer(callbacks=[...])"
+    )
 
 
 def resumed_from() -> str | None:
@@ -30,7 +32,10 @@ def resumed_from() -> str | None:
     """
     frame = inspect.currentframe()
     while frame is not None:
-        if isinstance(frame.f_locals.get("self"), Trainer) and "resume_from_checkpoint" in frame.f_locals:
+        if (
+            isinstance(frame.f_locals.get("self"), Trainer)
+            and "resume_from_checkpoint" in frame.f_locals
+        ):
             found = frame.f_locals["resume_from_checkpoint"]
             return str(found) if found and not isinstance(found, bool) else None
         frame = frame.f_back

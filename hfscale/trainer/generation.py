@@ -37,7 +37,9 @@ def turn_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except TemplateError:  # the template refuses this conversation: it may need a system message
         return None
-    rest = tokenizer(rendered.rpartition(_ANSWER)[2].lstrip(), add_special_tokens=False)["input_ids"]
+    rest = tokenizer(rendered.rpartition(_ANSWER)[2].lstrip(), add_special_tokens=False)[
+        "input_ids"
+    ]
     added = tokenizer.added_tokens_decoder
     return rest[0] if rest and rest[0] in added and added[rest[0]].special else None
 
@@ -98,7 +100,9 @@ def generation_mode(trainer: "Trainer") -> Iterator[PreTrainedModel]:
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with ExitStack() as stack:
         devices = [torch.accelerator.current_device_index()] if device.type != "cpu" else []
-        stack.enter_context(torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"))
+        stack.enter_context(
+            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+        )
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(trainer.accelerator.autocast())
         stack.enter_context(_root_unsharded(model))
@@ -126,4 +130,6 @@ def _root_unsharded(model: Any) -> Iterator[None]:
 
 
 def _unwrapped(trainer: "Trainer") -> Any:
-    return unwrap_compiled(trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+    return unwrap_compiled(
+        trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    )

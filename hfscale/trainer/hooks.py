@@ -116,7 +116,9 @@ def use_optimizer(trainer: Trainer, kind: type[Optimizer], options: dict[str, An
     trainer.optimizer_cls_and_kwargs = (kind, options)
 
 
-def wrap_prediction_steps(trainer: Trainer, context: Callable[[bool], AbstractContextManager[None]]) -> None:
+def wrap_prediction_steps(
+    trainer: Trainer, context: Callable[[bool], AbstractContextManager[None]]
+) -> None:
     """Let each step of an evaluation or prediction of a Trainer run in a context, as long as the Trainer lives.
 
     Args:
@@ -126,7 +128,9 @@ def wrap_prediction_steps(trainer: Trainer, context: Callable[[bool], AbstractCo
     step = trainer.prediction_step
 
     @functools.wraps(step)
-    def step_in_context(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+    def step_in_context(
+        model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         with context(prediction_loss_only):
             return step(model, inputs, prediction_loss_only, *args, **kwargs)
 
@@ -142,12 +146,14 @@ def switch_off_jit_checkpoint(trainer: Trainer) -> None:
     Args:
         trainer (`Trainer`): a Trainer, while it is made or at the beginning of its training.
     """
-    module = sys.modules.get("transformers.trainer_jit_checkpoint")  # from 5.0; imported where the flag is given
+    # From 5.0; imported where the flag is given
+    module = sys.modules.get("transformers.trainer_jit_checkpoint")
     if module is None:
         return
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, module.JITCheckpointCallback) and callback.jit_manager is not None:
-            callback.on_train_end(trainer.args, trainer.state, trainer.control)  # restores the handler of before
+            # Restores the handler of before
+            callback.on_train_end(trainer.args, trainer.state, trainer.control)
             callback.jit_manager = None
             logger.info(
                 "enable_jit_checkpoint is switched off: SpotCheckpointCallback saves on SIGTERM, at the same step on "

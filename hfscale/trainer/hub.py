@@ -10,7 +10,14 @@ from transformers import Trainer
 from hfscale.core.run_files import JSONL_NAME, LOCK_NAME, MANIFEST_NAME, PARAMETERS_NAME, UNFINISHED
 from hfscale.core.versions import hub_client
 
-WORKING_FILES = (LOCK_NAME, JSONL_NAME, "hfscale_*", f"{UNFINISHED}/*", ".*.tmp", ".initial-weights/*")
+WORKING_FILES = (
+    LOCK_NAME,
+    JSONL_NAME,
+    "hfscale_*",
+    f"{UNFINISHED}/*",
+    ".*.tmp",
+    ".initial-weights/*",
+)
 """Patterns of the files in the output directory that are not uploaded."""
 
 
@@ -29,7 +36,10 @@ def without_working_files(trainer: Trainer, push: Callable[..., Any]) -> Callabl
 
         def upload_folder(**options: Any) -> Any:
             if options["folder_path"] == trainer.args.output_dir:
-                options["ignore_patterns"] = [*(options.get("ignore_patterns") or ()), *WORKING_FILES]
+                options["ignore_patterns"] = [
+                    *(options.get("ignore_patterns") or ()),
+                    *WORKING_FILES,
+                ]
             return upload(**options)
 
         client.upload_folder = upload_folder
@@ -54,5 +64,6 @@ def push_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     trainer._push_from_checkpoint(str(checkpoint))
     if trainer.is_world_process_zero():
         assert trainer.args.output_dir is not None  # TrainingArguments gives it a default
-        for name in (MANIFEST_NAME, PARAMETERS_NAME):  # a subclass may copy all files of the checkpoint
+        # A subclass may copy all files of the checkpoint
+        for name in (MANIFEST_NAME, PARAMETERS_NAME):
             Path(trainer.args.output_dir, name).unlink(missing_ok=True)

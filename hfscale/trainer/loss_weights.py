@@ -19,7 +19,9 @@ def why_tokens_weigh_unequally(trainer: Trainer) -> str | None:
         trainer (`Trainer`): prepared for training. One with a `compute_loss` of its own, as those of TRL, is left to
             itself.
     """
-    parts = trainer.args.gradient_accumulation_steps * trainer.args.world_size // trainer.get_tp_size()
+    parts = (
+        trainer.args.gradient_accumulation_steps * trainer.args.world_size // trainer.get_tp_size()
+    )
     is_left_out = (
         parts == 1
         or trainer.model_accepts_loss_kwargs

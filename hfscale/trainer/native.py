@@ -3,7 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hfscale.core.versions import distributed_sizes, divides_expert_gradients_twice, installed, is_peft_model
+from hfscale.core.versions import (
+    distributed_sizes,
+    divides_expert_gradients_twice,
+    installed,
+    is_peft_model,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +45,14 @@ class NativeLayout:
         return asdict(self)
 
     def __str__(self) -> str:
-        sizes = " x ".join(f"{axis}={size}" for axis, size in self.to_dict().items() if size > 1 and axis != "ep")
-        return f"{sizes or 'one rank'}, experts over {self.ep} ranks" if self.ep > 1 else sizes or "one rank"
+        sizes = " x ".join(
+            f"{axis}={size}" for axis, size in self.to_dict().items() if size > 1 and axis != "ep"
+        )
+        return (
+            f"{sizes or 'one rank'}, experts over {self.ep} ranks"
+            if self.ep > 1
+            else sizes or "one rank"
+        )
 
 
 def native_layout(model: object) -> NativeLayout | None:
@@ -68,7 +79,9 @@ def why_expert_gradients_are_small(model: Any, device_type: str) -> str | None:
     if layout is None or layout.fsdp == 1 or layout.ep == 1 or layout.ep < layout.fsdp * layout.tp:
         return None
     base: Any = model.get_base_model() if is_peft_model(model) else model
-    if "ep_dispatch_experts" not in base.ep_plan.values() or not divides_expert_gradients_twice(device_type):
+    if "ep_dispatch_experts" not in base.ep_plan.values() or not divides_expert_gradients_twice(
+        device_type
+    ):
         return None
     return (
         f"transformers {installed('transformers')} divides the gradients of the experts twice by fsdp_size "

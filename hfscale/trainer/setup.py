@@ -25,13 +25,29 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
 
-_PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "liger_kernel", "flash_attn", "triton")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "trl",
+    "liger_kernel",
+    "flash_attn",
+    "triton",
+)
 """Packages whose version is recorded where they are loaded. Looking for others on the disk would take 50 ms."""
 _MAX_TEXT = 200
 """Longest text of a value; longer ones are cut."""
 _MAX_TIED = 16
 """Groups of tied parameters that are listed."""
-_LEFT_OUT_OF_CONFIG = ("id2label", "label2id", "transformers_version", "_name_or_path", "task_specific_params")
+_LEFT_OUT_OF_CONFIG = (
+    "id2label",
+    "label2id",
+    "transformers_version",
+    "_name_or_path",
+    "task_specific_params",
+)
 
 
 def run_setup(trainer: "Trainer") -> dict[str, Any]:
@@ -81,13 +97,21 @@ def layout_axes(trainer: "Trainer", strategy: str) -> dict[str, int]:
     if strategy not in ("fsdp1", "fsdp2", "zero3"):
         return {"dp_replicate": world // cp, "dp_shard": 1, "cp": cp, "tp": 1, "pp": 1}
     replicate = axes.dp_replicate_size if axes is not None else 1
-    return {"dp_replicate": replicate, "dp_shard": world // replicate // cp, "cp": cp, "tp": 1, "pp": 1}
+    return {
+        "dp_replicate": replicate,
+        "dp_shard": world // replicate // cp,
+        "cp": cp,
+        "tp": 1,
+        "pp": 1,
+    }
 
 
 def _arguments(trainer: "Trainer") -> dict[str, Any]:
     """Return the arguments of the Trainer, and those that a recipe or a subclass has set on them."""
     args = trainer.args
-    values = {name: value for name, value in vars(args).items() if not name.startswith("_")} | args.to_dict()
+    values = {
+        name: value for name, value in vars(args).items() if not name.startswith("_")
+    } | args.to_dict()
     return {name: _plain(name, value) for name, value in sorted(values.items())}
 
 
@@ -107,9 +131,17 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    found = {package: getattr(sys.modules.get(package), "__version__", None) for package in _PACKAGES}
-    own = {"python": platform.python_version(), "hfscale": hfscale.__version__, "cuda": torch.version.cuda}
-    return {package: str(version) for package, version in (own | found).items() if version is not None}
+    found = {
+        package: getattr(sys.modules.get(package), "__version__", None) for package in _PACKAGES
+    }
+    own = {
+        "python": platform.python_version(),
+        "hfscale": hfscale.__version__,
+        "cuda": torch.version.cuda,
+    }
+    return {
+        package: str(version) for package, version in (own | found).items() if version is not None
+    }
 
 
 def _numerics(trainer: "Trainer") -> dict[str, Any]:
@@ -132,7 +164,11 @@ def _model(model: "nn.Module") -> dict[str, Any]:
         elements[kind] = elements.get(kind, 0) + parameter.numel()
     return {
         "class": type(model).__name__.removeprefix("FSDP"),
-        "config": {key: _plain(key, value) for key, value in values.items() if key not in _LEFT_OUT_OF_CONFIG},
+        "config": {
+            key: _plain(key, value)
+            for key, value in values.items()
+            if key not in _LEFT_OUT_OF_CONFIG
+        },
         "elements": elements,
         "trained": sum(parameter.requires_grad for parameter in model.parameters()),
         "tied": tied_parameters(model)[:_MAX_TIED],

@@ -49,7 +49,12 @@ def use_cpu(state: Any) -> None:
 
 
 def shorten_arguments(
-    module: Any, *, steps: int, output_dir: str, accumulation: int | None = None, alone: bool = False
+    module: Any,
+    *,
+    steps: int,
+    output_dir: str,
+    accumulation: int | None = None,
+    alone: bool = False,
 ) -> None:
     """Change all `TrainingArguments` that are made later.
 
@@ -82,7 +87,9 @@ def shorten_arguments(
             self.load_best_model_at_end = False
         if alone:
             self.deepspeed = self.fsdp = self.parallelism_config = None
-        self.eval_steps = half if self.eval_steps is None or self.eval_steps < 1 else min(half, self.eval_steps)
+        self.eval_steps = (
+            half if self.eval_steps is None or self.eval_steps < 1 else min(half, self.eval_steps)
+        )
         self.save_steps = half if self.save_steps < 1 else min(half, self.save_steps)
         post_init(self)
 
@@ -122,7 +129,9 @@ def shorten_trainings(
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             report("save", state.global_step)
 
-        def on_epoch_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        def on_epoch_end(
+            self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any
+        ) -> None:
             if state.epoch is not None and state.epoch >= 1:
                 report("end of data", state.global_step)
 
@@ -136,15 +145,21 @@ def shorten_trainings(
             self._get_train_sampler = lambda *_, **__: SequentialSampler(self.train_dataset)
         if len(kinds) > 1:
             report("another kind of rows", 0)
-        if prepare is not None:  # a last step that is not full has other rows on other numbers of ranks
+        # A last step that is not full has other rows on other numbers of ranks
+        if prepare is not None:
             self.train_dataset = _full_steps(self.train_dataset, steps, per_step)
-        self.train_dataset = _part(self.train_dataset, steps, per_step, kinds, args.train_batch_size)
+        self.train_dataset = _part(
+            self.train_dataset, steps, per_step, kinds, args.train_batch_size
+        )
         per_step = args.eval_batch_size * args.world_size
         if isinstance(self.eval_dataset, Mapping):
-            self.eval_dataset = {name: _part(one, 2, per_step) for name, one in self.eval_dataset.items()}
+            self.eval_dataset = {
+                name: _part(one, 2, per_step) for name, one in self.eval_dataset.items()
+            }
         else:
             self.eval_dataset = _part(self.eval_dataset, 2, per_step)
-        self.callback_handler.callbacks.insert(0, Reports())  # before those of the user, which may exchange something
+        # Before those of the user, which may exchange something
+        self.callback_handler.callbacks.insert(0, Reports())
         if prepare is not None:
             prepare(self)
 
@@ -199,10 +214,17 @@ def _is_empty(value: Any) -> bool:
 
 
 def _has_rows(dataset: Any) -> bool:
-    return dataset is not None and hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and len(dataset) > 0
+    return (
+        dataset is not None
+        and hasattr(dataset, "__len__")
+        and hasattr(dataset, "__getitem__")
+        and len(dataset) > 0
+    )
 
 
-def _part(dataset: Any, steps: int, per_step: int, kinds: list[list[int]] | None = None, batch: int = 1) -> Any:
+def _part(
+    dataset: Any, steps: int, per_step: int, kinds: list[list[int]] | None = None, batch: int = 1
+) -> Any:
     """Return the rows of the first steps, and as many of the end as its last step has.
 
     Args:

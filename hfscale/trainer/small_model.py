@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
+_LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "depth",
+)
 _MAX_LAYERS = 2
 _MAX_HEADS = 4
 _SCALE = 0.02
@@ -35,8 +43,17 @@ def make_models_small(module: Any) -> None:
     @classmethod  # type: ignore[misc]
     def from_pretrained(cls: Any, path: Any, *_: Any, config: Any = None, **options: Any) -> Any:
         if config is None:
-            names = ("revision", "cache_dir", "token", "local_files_only", "trust_remote_code", "subfolder")
-            config = cls.config_class.from_pretrained(path, **{k: v for k, v in options.items() if k in names})
+            names = (
+                "revision",
+                "cache_dir",
+                "token",
+                "local_files_only",
+                "trust_remote_code",
+                "subfolder",
+            )
+            config = cls.config_class.from_pretrained(
+                path, **{k: v for k, v in options.items() if k in names}
+            )
         return cls(config)  # not by `_from_config`, which shards it under ZeRO-3
 
     module.PreTrainedModel.__init__ = small
@@ -51,7 +68,11 @@ def make_config_small(config: Any) -> None:
     Args:
         config (`PreTrainedConfig`): the config of a model.
     """
-    parts = [getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None)]
+    parts = [
+        getattr(config, name)
+        for name in getattr(config, "sub_configs", {})
+        if getattr(config, name, None)
+    ]
     for part in (config, *parts):
         _fewer_layers(part)
     if not parts:
@@ -70,8 +91,16 @@ def _fewer_layers(config: Any) -> None:
 
 
 def _narrower(config: Any) -> None:
-    heads, hidden = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    if not isinstance(heads, int) or not isinstance(hidden, int) or heads <= _MAX_HEADS or hidden % heads:
+    heads, hidden = (
+        getattr(config, "num_attention_heads", None),
+        getattr(config, "hidden_size", None),
+    )
+    if (
+        not isinstance(heads, int)
+        or not isinstance(hidden, int)
+        or heads <= _MAX_HEADS
+        or hidden % heads
+    ):
         return
     groups = getattr(config, "num_key_value_heads", None)
     fewer = next(number for number in range(_MAX_HEADS, heads + 1) if heads % number == 0)
@@ -93,7 +122,9 @@ def start_equally(model: nn.Module) -> None:
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 or (parameter.numel() and bool((parameter != parameter[..., :1]).any())):
+            if parameter.dim() > 1 or (
+                parameter.numel() and bool((parameter != parameter[..., :1]).any())
+            ):
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * _SCALE)
     for owner, name in _dropouts(model):

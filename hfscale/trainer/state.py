@@ -49,7 +49,8 @@ def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
         `dict[str, Any]`: the live dictionary, not a copy; empty in a fresh run. Its values must be JSON values.
     """
     by_callback: Any = state.stateful_callbacks
-    assert isinstance(by_callback, dict)  # TrainerState makes it from the list of callbacks that it is given
+    # TrainerState makes it from the list of callbacks that it is given
+    assert isinstance(by_callback, dict)
     saved: dict[str, Any] = by_callback.setdefault(_STATE_KEY, {}).setdefault(name, {})
     return saved
 
@@ -70,11 +71,13 @@ def global_batch_size(trainer: Trainer) -> int:
         trainer (`Trainer`): ranks that share a sequence or a matrix count as one data-parallel rank. With
             `split_batches` the ranks share a batch, which transformers counts once per rank.
     """
-    config: Any = trainer.args.accelerator_config  # an AcceleratorConfig: TrainingArguments converts the user's value
+    # An AcceleratorConfig: TrainingArguments converts the user's value
+    config: Any = trainer.args.accelerator_config
     if config.split_batches:
         return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
     if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
-        trainer._train_batch_size = trainer.args.train_batch_size  # as Trainer does after `on_init_end`
+        # As Trainer does after `on_init_end`
+        trainer._train_batch_size = trainer.args.train_batch_size
     return trainer.get_total_train_batch_size(trainer.args)
 
 
@@ -100,7 +103,8 @@ def jump_to(trainer: Trainer, step: int) -> None:
         step (`int`): optimizer steps taken, at least those so far.
     """
     missed = step - trainer.state.global_step
-    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)  # Accelerate's wraps the real one
+    # Accelerate's wraps the real one
+    scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     assert scheduler is not None  # Trainer makes it before the first step
     if not isinstance(scheduler, ReduceLROnPlateau):  # it counts evaluations
         with warnings.catch_warnings():
@@ -109,4 +113,5 @@ def jump_to(trainer: Trainer, step: int) -> None:
             for _ in range(missed):
                 scheduler.step()
     trainer.state.global_step = step
-    trainer._globalstep_last_logged += missed  # the logged loss is a mean over the steps of this process
+    # The logged loss is a mean over the steps of this process
+    trainer._globalstep_last_logged += missed

@@ -69,7 +69,8 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
     """
     family = requested_family(args, environ)
     if family == "zero":
-        assert args.deepspeed_plugin is not None  # Accelerate or transformers makes it from the request
+        # Accelerate or transformers makes it from the request
+        assert args.deepspeed_plugin is not None
         return f"zero{args.deepspeed_plugin.zero_stage}"
     return f"fsdp{environ.get('FSDP_VERSION', '2')}" if family == "fsdp" else family
 
@@ -81,7 +82,9 @@ def compiles_full_model(args: "TrainingArguments", environ: Mapping[str, str] = 
         args (`TrainingArguments`): the training arguments of this launch.
         environ (`Mapping[str, str]`): the environment variables, from which Accelerate reads it.
     """
-    return bool(args.torch_compile) and not _is_set(environ, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+    return bool(args.torch_compile) and not _is_set(
+        environ, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+    )
 
 
 def gradient_compression(args: "TrainingArguments") -> str:
@@ -153,7 +156,8 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
             train on several GPUs, or the launcher requests Megatron-LM, which transformers' Trainer does not support.
     """
     if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
-        check_support(Combination(strategy="megatron_lm"))  # Accelerate would give the Trainer a model it cannot step
+        # Accelerate would give the Trainer a model it cannot step
+        check_support(Combination(strategy="megatron_lm"))
     launched = int(environ.get("WORLD_SIZE", "1"))
     if launched != args.world_size:
         raise StrategyMismatchError(
@@ -218,7 +222,9 @@ def check_strategy(trainer: "Trainer", environ: Mapping[str, str] = os.environ) 
             "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
             "fsdp": "accelerate runs FSDP on accelerators only; on a machine without GPUs use DDP or ZeRO",
         }.get(asked, "check the --config_file given to accelerate launch")
-        raise StrategyMismatchError(f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}")
+        raise StrategyMismatchError(
+            f"{asked.upper()} was asked for but {runs.upper()} would run: {fix}"
+        )
     model = unwrap_compiled(model_of(trainer))
     layout = native_layout(model)
     asked_for = Combination(
@@ -270,7 +276,9 @@ def _has_frozen_matrices(model: Any) -> bool:
     """Return whether a LoRA matrix of an adapter in use does not train, as the A matrices of LoRA-FA."""
     in_use = {f".{name}." for name in model.active_adapters}
     return any(
-        "lora_" in name and not parameter.requires_grad and any(adapter in f"{name}." for adapter in in_use)
+        "lora_" in name
+        and not parameter.requires_grad
+        and any(adapter in f"{name}." for adapter in in_use)
         for name, parameter in model.named_parameters()
     )
 
@@ -298,7 +306,10 @@ def describe_strategy(trainer: "Trainer") -> str:
         parts.append(str(layout))
     if is_parallel_trainer(trainer):
         sizes = ((axis, size) for axis, size in vars(trainer.layout).items() if size > 1)
-        parts = [" x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank", trainer.stage_plan.schedule]
+        parts = [
+            " x ".join(f"{axis}={size}" for axis, size in sizes) or "one rank",
+            trainer.stage_plan.schedule,
+        ]
         if trainer.parallelized.sequence_parts > 1:
             parts.append(f"sequences cut over {trainer.parallelized.sequence_parts} ranks")
     first = next((p for p in module.parameters() if isinstance(p, DTensor)), None)
@@ -307,9 +318,14 @@ def describe_strategy(trainer: "Trainer") -> str:
         axes = zip(mesh.mesh_dim_names or ("dp_shard",), mesh.shape, strict=True)
         placements = " ".join(map(str, first.placements))
         parts.append(f"{placements} over {' x '.join(f'{name}={size}' for name, size in axes)}")
-        if trainer.is_fsdp_enabled and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward:
+        if (
+            trainer.is_fsdp_enabled
+            and not trainer.accelerator.state.fsdp_plugin.reshard_after_forward
+        ):
             parts[-1] += ", kept from forward to backward"
-    share = _parameter_share(module, trainer.parameter_counts[0] if is_parallel_trainer(trainer) else None)
+    share = _parameter_share(
+        module, trainer.parameter_counts[0] if is_parallel_trainer(trainer) else None
+    )
     parts.append(f"{share:.1%} of the parameters per rank")
     optimizer_share = _optimizer_share(module)
     if optimizer_share is not None:
@@ -344,7 +360,9 @@ def _optimizer_share(module: nn.Module) -> float | None:
     optimizer = getattr(module, "optimizer", None)
     # ZeRO-1 in bf16 with gradients that are accumulated in fp32 has an optimizer of its own, `BF16_Optimizer`.
     names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
-    partitions = next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
+    partitions = next(
+        (getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None
+    )
     if partitions is None:
         return None
     trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
@@ -355,9 +373,16 @@ def _optimizer_share(module: nn.Module) -> float | None:
 def _deepspeed_traits(trainer: "Trainer") -> list[str]:
     if not trainer.is_deepspeed_enabled:
         return []
-    zero = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get("zero_optimization", {})
-    devices = {part: zero.get(f"offload_{part}", {}).get("device", "none") for part in ("optimizer", "param")}
-    traits = [f"{part} offloaded to {device}" for part, device in devices.items() if device != "none"]
+    zero = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config.get(
+        "zero_optimization", {}
+    )
+    devices = {
+        part: zero.get(f"offload_{part}", {}).get("device", "none")
+        for part in ("optimizer", "param")
+    }
+    traits = [
+        f"{part} offloaded to {device}" for part, device in devices.items() if device != "none"
+    ]
     partition_size = getattr(trainer.model_wrapped.optimizer, "zero_hpz_partition_size", 1)
     if partition_size > 1:
         traits.append(f"copies over {partition_size} ranks")
@@ -367,7 +392,9 @@ def _deepspeed_traits(trainer: "Trainer") -> list[str]:
 
 
 def _fsdp_traits(trainer: "Trainer") -> list[str]:
-    if trainer.is_fsdp_enabled and isinstance(trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
+    if trainer.is_fsdp_enabled and isinstance(
+        trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy
+    ):
         return ["offloaded to cpu"]
     return []
 
@@ -378,7 +405,8 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
     Args:
         module (`nn.Module`): a module that a Trainer trains; the engine of DeepSpeed is one too.
     """
-    return next(module.children()) if is_compiled_module(module) else module  # the wrapper has no other child
+    # The wrapper has no other child
+    return next(module.children()) if is_compiled_module(module) else module
 
 
 def _strategy_wrapper(trainer: "Trainer") -> nn.Module:
@@ -398,7 +426,10 @@ def _wraps(strategy: str, module: object) -> bool:
     if strategy == "fsdp2":
         return isinstance(module, FSDPModule)
     if strategy in ("parallel", "native"):
-        return isinstance(module, nn.Module) and any(isinstance(p, DTensor) for p in module.parameters())
+        return isinstance(module, nn.Module) and any(
+            isinstance(p, DTensor) for p in module.parameters()
+        )
     if strategy.startswith("zero"):
-        return type(module).__name__.endswith("Engine")  # DeepSpeedEngine, without importing deepspeed
+        # DeepSpeedEngine, without importing deepspeed
+        return type(module).__name__.endswith("Engine")
     return True

@@ -61,7 +61,14 @@ def candidates(plan: Plan, number: int, *, can_run: Callable[[Job], bool]) -> li
         for rank, estimate in enumerate(sorted(estimates, key=lambda one: one.time.total)):
             time_s = estimate.time.total * SAME_LAYOUT**rank
             order = (round(math.log(time_s, EQUAL)), *simplicity(estimate), time_s)
-            found.append((order, Candidate(name=name_of(estimate.job), choice=replace(choice, estimate=estimate))))
+            found.append(
+                (
+                    order,
+                    Candidate(
+                        name=name_of(estimate.job), choice=replace(choice, estimate=estimate)
+                    ),
+                )
+            )
     return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])[:number]]
 
 
@@ -80,9 +87,18 @@ def _other_micro_batches(job: Job) -> Iterator[Estimate]:
 def name_of(job: Job) -> str:
     """Return a short name of a job, such as `fsdp2-shard2-mb4-full`."""
     layout = job.layout
-    axes = {"rep": layout.dp_replicate, "shard": layout.dp_shard, "cp": layout.cp, "tp": layout.tp, "pp": layout.pp}
+    axes = {
+        "rep": layout.dp_replicate,
+        "shard": layout.dp_shard,
+        "cp": layout.cp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+    }
     has_one_axis = max(layout.dp_replicate, layout.dp_shard) == layout.world_size
-    parts = [strategy_of(job), *(f"{axis}{size}" for axis, size in axes.items() if size > 1 and not has_one_axis)]
+    parts = [
+        strategy_of(job),
+        *(f"{axis}{size}" for axis, size in axes.items() if size > 1 and not has_one_axis),
+    ]
     if job.expert_parallel > 1:
         parts.append(f"ep{job.expert_parallel}")
     if layout.pp > 1:
@@ -94,7 +110,11 @@ def name_of(job: Job) -> str:
 
 
 def successive_halving(
-    names: Sequence[str], steps: int, run: Callable[[str, int], float | None], *, is_over: Callable[[], bool]
+    names: Sequence[str],
+    steps: int,
+    run: Callable[[str, int], float | None],
+    *,
+    is_over: Callable[[], bool],
 ) -> None:
     """Run all configurations, then the faster half for twice as many steps, and so on until two have been compared.
 
@@ -149,7 +169,9 @@ class Correction:
     """Median relative error of the estimates after."""
 
 
-def correct(gpu: Accelerator, measured: Sequence[tuple[Job, float]], *, name: str, source: str) -> Correction:
+def correct(
+    gpu: Accelerator, measured: Sequence[tuple[Job, float]], *, name: str, source: str
+) -> Correction:
     """Correct the rates of a hardware row from measured runs: one factor for computation, one for communication.
 
     Args:
@@ -164,14 +186,18 @@ def correct(gpu: Accelerator, measured: Sequence[tuple[Job, float]], *, name: st
     for rate in CORRECTIONS:
         for link in CORRECTIONS if has_links else (1.0,):
             errors = _errors(_scaled(gpu, rate, link), measured)
-            loss = sum(error**2 for error in errors) + PRIOR * (math.log(rate) ** 2 + math.log(link) ** 2)
+            loss = sum(error**2 for error in errors) + PRIOR * (
+                math.log(rate) ** 2 + math.log(link) ** 2
+            )
             if loss < least:
                 least = loss
                 best = (rate, link)
     base = gpu.base or (gpu.name if gpu.name != name else None)
     row = _scaled(gpu, *best)
     corrected = replace(row, name=name, base=base, source=source, aliases=(), device_names=())
-    before, after = ([abs(math.expm1(e)) for e in _errors(one, measured)] for one in (gpu, corrected))
+    before, after = (
+        [abs(math.expm1(e)) for e in _errors(one, measured)] for one in (gpu, corrected)
+    )
     return Correction(
         gpu=corrected,
         rate=best[0],
@@ -184,23 +210,33 @@ def correct(gpu: Accelerator, measured: Sequence[tuple[Job, float]], *, name: st
 def _errors(gpu: Accelerator, measured: Sequence[tuple[Job, float]]) -> list[float]:
     """Logarithms of predicted over measured speed."""
     jobs = [(replace(job, gpu=gpu), rate) for job, rate in measured]
-    return [math.log(job.tokens_per_step / estimate_job(job).time.total / rate) for job, rate in jobs]
+    return [
+        math.log(job.tokens_per_step / estimate_job(job).time.total / rate) for job, rate in jobs
+    ]
 
 
 def _scaled(gpu: Accelerator, rate: float, link: float) -> Accelerator:
     """The row with achieved rates times the factors; where it has none, times those that estimates assume."""
     shared = shared_constants()
     network = Network.of(gpu, node_size=1, network_gb_s=None, shared=shared)
-    share = gpu.achieved_bf16_tflops / gpu.bf16_tflops if gpu.achieved_bf16_tflops and gpu.bf16_tflops else None
+    share = (
+        gpu.achieved_bf16_tflops / gpu.bf16_tflops
+        if gpu.achieved_bf16_tflops and gpu.bf16_tflops
+        else None
+    )
     share = share or DEFAULT_ACHIEVED
     fp32 = gpu.tf32_tflops or gpu.fp32_tflops
     achieved = {
-        "achieved_bf16_tflops": gpu.achieved_bf16_tflops or (gpu.bf16_tflops and gpu.bf16_tflops * share),
-        "achieved_fp16_tflops": gpu.achieved_fp16_tflops or (gpu.fp16_tflops and gpu.fp16_tflops * share),
+        "achieved_bf16_tflops": gpu.achieved_bf16_tflops
+        or (gpu.bf16_tflops and gpu.bf16_tflops * share),
+        "achieved_fp16_tflops": gpu.achieved_fp16_tflops
+        or (gpu.fp16_tflops and gpu.fp16_tflops * share),
         "achieved_fp32_tflops": gpu.achieved_fp32_tflops or (fp32 and fp32 * share),
         "achieved_memory_tb_s": gpu.achieved_memory_tb_s or gpu.memory_tb_s * shared.memory_rate,
     }
-    scaled: dict[str, Any] = {key: value * rate for key, value in achieved.items() if value is not None}
+    scaled: dict[str, Any] = {
+        key: value * rate for key, value in achieved.items() if value is not None
+    }
     if link != 1.0:
         scaled["achieved_link_gb_s"] = link * network.link_bytes_s * network.shared.link_rate / 1e9
         scaled["hop_us"] = network.shared.hop_s * 1e6 / link

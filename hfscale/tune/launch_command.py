@@ -39,7 +39,12 @@ _ACCELERATE = ("accelerate-launch", "accelerate.commands.launch")
 _TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _MEASURING = ("ScalingCallback", "ScalingMetricsCallback")
 """Callbacks that write the measurements; a script that is no recipe must have one of them."""
-_WITH_DEFAULTS = ("per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "torch_compile")
+_WITH_DEFAULTS = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "bf16",
+    "torch_compile",
+)
 _EXAMPLE = "accelerate launch --num_processes 2 recipes/ddp/train.py"
 
 
@@ -115,9 +120,13 @@ class RecipeCommand:
             UsageError: the planner does not know the optimizer.
         """
         name = str(getattr(self.flags.optim, "value", self.flags.optim))
-        known = {trainer: own for own, trainer in TRAINER_OPTIMIZERS.items()} | {"adamw_torch": "adamw"}
+        known = {trainer: own for own, trainer in TRAINER_OPTIMIZERS.items()} | {
+            "adamw_torch": "adamw"
+        }
         if name not in known:
-            raise UsageError(f"--optim is {name}, which the planner does not know: use one of {', '.join(known)}")
+            raise UsageError(
+                f"--optim is {name}, which the planner does not know: use one of {', '.join(known)}"
+            )
         return known[name]  # type: ignore[return-value]
 
     def precision(self, *, has_bf16: bool) -> Precision:
@@ -138,7 +147,9 @@ class RecipeCommand:
         return {name: value for name, value in self.values.items() if name not in OF_THE_LAYOUT}
 
 
-def read_command(words: Sequence[str], *, model: str | None = None, seq_len: int | None = None) -> RecipeCommand:
+def read_command(
+    words: Sequence[str], *, model: str | None = None, seq_len: int | None = None
+) -> RecipeCommand:
     """Read the launch command of a recipe, or of a script whose flags are those of `TrainingArguments`.
 
     Args:
@@ -159,12 +170,16 @@ def read_command(words: Sequence[str], *, model: str | None = None, seq_len: int
     if "hfscale.recipe" not in text or "parse_arguments" not in text:
         return _of_own_script(launch, text, model, seq_len)
     if model is not None or seq_len is not None:
-        raise UsageError(f"--model and --seq-len are for other scripts: the flags of the recipe {script} name them")
+        raise UsageError(
+            f"--model and --seq-len are for other scripts: the flags of the recipe {script} name them"
+        )
     rest, config = split_off_config(launch.training_script_args)
     values = (read_yaml_mapping(config, None) if config else {}) | values_of(rest)
     task = _task(text)
     if task != "text" and not values.keys() & {"model_name_or_path", "config_name"}:
-        raise UsageError(f"{script} needs the model to plan for: give --model_name_or_path or --config_name")
+        raise UsageError(
+            f"{script} needs the model to plan for: give --model_name_or_path or --config_name"
+        )
     return RecipeCommand(
         script=script,
         processes=_processes(launch),
@@ -175,7 +190,9 @@ def read_command(words: Sequence[str], *, model: str | None = None, seq_len: int
     )
 
 
-def _of_own_script(launch: Namespace, text: str, model: str | None, seq_len: int | None) -> RecipeCommand:
+def _of_own_script(
+    launch: Namespace, text: str, model: str | None, seq_len: int | None
+) -> RecipeCommand:
     """Return the command of a script that is no recipe; its flags are those of `TrainingArguments`, and its own."""
     script = Path(launch.training_script)
     if not any(name in text for name in _MEASURING):
@@ -189,7 +206,11 @@ def _of_own_script(launch: Namespace, text: str, model: str | None, seq_len: int
         )
     values = values_of(launch.training_script_args)
     # The defaults of transformers, where a recipe has others.
-    defaults = {field.name: field.default for field in fields(TrainingArguments) if field.name in _WITH_DEFAULTS}
+    defaults = {
+        field.name: field.default
+        for field in fields(TrainingArguments)
+        if field.name in _WITH_DEFAULTS
+    }
     return RecipeCommand(
         script=script,
         processes=_processes(launch),
@@ -222,7 +243,11 @@ def values_of(argv: Sequence[str]) -> dict[str, Any]:
             raise UsageError(f"'{word}' is not a flag and belongs to none: flags begin with --")
         else:
             earlier = found[name]
-            found[name] = word if earlier is True else [*(earlier if isinstance(earlier, list) else [earlier]), word]
+            found[name] = (
+                word
+                if earlier is True
+                else [*(earlier if isinstance(earlier, list) else [earlier]), word]
+            )
     return found
 
 
@@ -274,7 +299,9 @@ def _as_accelerate(words: Sequence[str]) -> list[str]:
         reason = messages.getvalue().strip().rpartition("error: ")[2] or str(error)
         raise UsageError(f"hfscale tune cannot read this command of torchrun: {reason}") from None
     if found.nnodes not in ("1", "1:1"):
-        raise UsageError(f"the launch command is for {found.nnodes} machines: tune on one of them, with --nnodes 1")
+        raise UsageError(
+            f"the launch command is for {found.nnodes} machines: tune on one of them, with --nnodes 1"
+        )
     counts = {
         "gpu": torch.cuda.device_count(),
         "auto": torch.cuda.device_count() or os.cpu_count(),
@@ -294,7 +321,9 @@ def _parse_launch(words: Sequence[str]) -> Namespace:
             launch: Namespace = launch_command_parser().parse_args(list(words))
     except SystemExit:
         lines = messages.getvalue().strip().splitlines() or ["accelerate prints its help"]
-        raise UsageError(f"accelerate refuses the launch command: {lines[-1].partition('error: ')[2]}") from None
+        raise UsageError(
+            f"accelerate refuses the launch command: {lines[-1].partition('error: ')[2]}"
+        ) from None
     return launch
 
 
@@ -302,7 +331,9 @@ def _task(text: str) -> Task:
     found = re.search(r"\b(SFT|DPO|GRPO)Trainer\b", text)
     task: Task = found[1].lower() if found else "text"  # type: ignore[assignment]
     if task == "grpo":
-        raise UsageError("GRPO is not tuned: how long a step generates depends on the prompts; use hfscale plan")
+        raise UsageError(
+            "GRPO is not tuned: how long a step generates depends on the prompts; use hfscale plan"
+        )
     return task
 
 
@@ -312,16 +343,24 @@ def _flags(task: Task, values: Mapping[str, Any]) -> Namespace:
 
 def _processes(launch: Namespace) -> int:
     """The number of processes: the flag, the config file, or as accelerate decides it, all GPUs or one process."""
-    file = launch.config_file or (default_yaml_config_file if Path(default_yaml_config_file).is_file() else None)
+    file = launch.config_file or (
+        default_yaml_config_file if Path(default_yaml_config_file).is_file() else None
+    )
     config = read_yaml(str(file), "--config_file") if file else {}
     config = config if isinstance(config, dict) else {}
     machines = launch.num_machines or config.get("num_machines") or 1
     if machines != 1:
-        raise UsageError(f"the launch command is for {machines} machines: tune on one of them, with --num_machines 1")
-    number: int = launch.num_processes or config.get("num_processes") or max(1, torch.cuda.device_count())
+        raise UsageError(
+            f"the launch command is for {machines} machines: tune on one of them, with --num_machines 1"
+        )
+    number: int = (
+        launch.num_processes or config.get("num_processes") or max(1, torch.cuda.device_count())
+    )
     return number
 
 
 def _passed_on(launch: Namespace) -> list[str]:
-    values = [(f"--{name}", getattr(launch, name)) for name in PASSED_ON if name in launch.nondefault]
+    values = [
+        (f"--{name}", getattr(launch, name)) for name in PASSED_ON if name in launch.nondefault
+    ]
     return [str(word) for pair in values for word in pair]

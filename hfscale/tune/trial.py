@@ -19,7 +19,9 @@ WARM_UP_STEPS = 2
 """First steps of a run, which are not measured: they allocate memory, choose kernels and open connections."""
 LOG_NAME = "output.txt"
 _POLL_S = 0.2
-_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError")
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError"
+)
 _KILLED = re.compile(r"exitcode\s*: -9\b|Signal 9 \(SIGKILL\)|died with <Signals\.SIGKILL")
 """How torch's agent and accelerate report a worker that was killed, as the kernel does where host memory is short."""
 
@@ -61,7 +63,11 @@ def run_trial(
     log = folder / LOG_NAME
     with log.open("w", encoding="utf-8") as file:
         process = psutil.Popen(  # a list of arguments, without a shell
-            command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=dict(environment)
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=dict(environment),
         )
         try:
             code = _wait(process, folder, steps=steps, until=begun + timeout_s, on_step=on_step)
@@ -73,7 +79,9 @@ def run_trial(
     records = _measured(folder)
     if code or not records:
         return Trial(error=_error(code, log, timeout_s), seconds=seconds)
-    memory = [record["gpu/memory_peak_gib"] for record in records if "gpu/memory_peak_gib" in record]
+    memory = [
+        record["gpu/memory_peak_gib"] for record in records if "gpu/memory_peak_gib" in record
+    ]
     return Trial(
         tokens_per_s=statistics.median(record["scaling/tokens_per_s"] for record in records),
         memory_gib=max(memory, default=None),
@@ -118,7 +126,9 @@ def _kill(process: psutil.Popen) -> None:
 
 def _measured(folder: Path) -> list[dict[str, float]]:
     """The logs after the warm-up."""
-    records = [record for record in read_records(folder / JSONL_NAME) if record["step"] > WARM_UP_STEPS]
+    records = [
+        record for record in read_records(folder / JSONL_NAME) if record["step"] > WARM_UP_STEPS
+    ]
     return [record for record in records if "scaling/tokens_per_s" in record]
 
 

@@ -20,10 +20,24 @@ from hfscale.core.shipped import find_config, shipped_root
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
 from hfscale.planner.command_line import make_command
-from hfscale.planner.option_fields import HARDWARE, OUTPUT, SEARCH, check_options, option, same_option
+from hfscale.planner.option_fields import (
+    HARDWARE,
+    OUTPUT,
+    SEARCH,
+    check_options,
+    option,
+    same_option,
+)
 from hfscale.planner.options import JsonOption, PlanOptions, a_count
 from hfscale.planner.plan import Plan, plan
-from hfscale.tune.decisions import Candidate, Correction, candidates, correct, number_of_runs, successive_halving
+from hfscale.tune.decisions import (
+    Candidate,
+    Correction,
+    candidates,
+    correct,
+    number_of_runs,
+    successive_halving,
+)
 
 if TYPE_CHECKING:
     from hfscale.planner.job import Job
@@ -52,9 +66,15 @@ class TuneOptions(JsonOption):
         check=a_count,
         help="Optimizer steps to measure in the first round",
     )
-    top: int = same_option(PlanOptions, "top", 5, function="tune", help="Number of configurations to run")
+    top: int = same_option(
+        PlanOptions, "top", 5, function="tune", help="Number of configurations to run"
+    )
     deadline: float = same_option(
-        PlanOptions, "deadline", 1.0, function="tune", help="Duration that all runs together may take"
+        PlanOptions,
+        "deadline",
+        1.0,
+        function="tune",
+        help="Duration that all runs together may take",
     )
     budget: float | None = same_option(
         PlanOptions, "budget", None, function="tune", help="Cost that all runs together may have"
@@ -69,10 +89,17 @@ class TuneOptions(JsonOption):
         help="Model to plan for, if the script is no recipe: a built-in name, hub id or config.json",
     )
     seq_len: int | None = option(
-        None, group=HARDWARE, flag_of=("tune",), check=a_count, help="Tokens per sequence, if the script is no recipe"
+        None,
+        group=HARDWARE,
+        flag_of=("tune",),
+        check=a_count,
+        help="Tokens per sequence, if the script is no recipe",
     )
     output_dir: Path = option(
-        Path("runs/tune"), group=OUTPUT, flag_of=("tune",), help="Where measurements and configs are kept"
+        Path("runs/tune"),
+        group=OUTPUT,
+        flag_of=("tune",),
+        help="Where measurements and configs are kept",
     )
 
 
@@ -89,13 +116,16 @@ def run(command: list[str] | None, flags: dict[str, Any]) -> int:
         raise UsageError("--budget and --usd-per-gpu-hour belong together: give both or neither")
     from hfscale.tune.launch_command import read_command
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the processes of a run are ended on the way out
+    # The processes of a run are ended on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     asked = read_command(command or [], model=options.model, seq_len=options.seq_len)
     seconds = options.deadline * 3600
     if options.budget is not None and options.usd_per_gpu_hour is not None:
         seconds = min(seconds, options.budget / options.usd_per_gpu_hour / asked.processes * 3600)
     ends = time.monotonic() + seconds
-    row = _measure_machine(asked.processes) if options.gpu is None else find_accelerator(options.gpu)
+    row = (
+        _measure_machine(asked.processes) if options.gpu is None else find_accelerator(options.gpu)
+    )
     found = plan_command(asked, row)
     tuning = Tuning(command=asked, plan=found, output_dir=options.output_dir, ends=ends)
     tuning.choose(options.top)
@@ -106,7 +136,9 @@ def run(command: list[str] | None, flags: dict[str, Any]) -> int:
         answer["files"] = [str(path) for path in tuning.write_best(chosen)]
         answer["hardware"] = _correct(tuning, row)
     with writing(f"--output-dir {options.output_dir}", "give another folder"):
-        (options.output_dir / "tune.json").write_text(json.dumps(answer, indent=1) + "\n", encoding="utf-8")
+        (options.output_dir / "tune.json").write_text(
+            json.dumps(answer, indent=1) + "\n", encoding="utf-8"
+        )
     if options.as_json:
         print(json.dumps(answer))
     else:
@@ -163,9 +195,26 @@ def _liger(asked: "RecipeCommand") -> bool | None:
 
 def _measure_machine(processes: int) -> Accelerator:
     """Calibrate this machine in processes of their own, whose memory is free again when the runs begin."""
-    print(f"hfscale: measuring this machine with {processes} processes (--gpu NAME skips it)", file=sys.stderr)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(find_config("ddp").path)]
-    launcher += ["--num_processes", str(processes), "--module", "hfscale", "plan", "--calibrate", "--json"]
+    print(
+        f"hfscale: measuring this machine with {processes} processes (--gpu NAME skips it)",
+        file=sys.stderr,
+    )
+    launcher = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(find_config("ddp").path),
+    ]
+    launcher += [
+        "--num_processes",
+        str(processes),
+        "--module",
+        "hfscale",
+        "plan",
+        "--calibrate",
+        "--json",
+    ]
     done = subprocess.run(launcher, capture_output=True, text=True, check=False)  # noqa: S603  # without a shell
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode != 0 or not lines:
@@ -202,7 +251,9 @@ class Tuning:
         """
         found = candidates(self.plan, number, can_run=self._can_run)
         if not found:
-            raise HfScaleError(f"{self.command.script} can run none of the {len(self.plan.choices)} layouts that fit")
+            raise HfScaleError(
+                f"{self.command.script} can run none of the {len(self.plan.choices)} layouts that fit"
+            )
         self.configurations = {candidate.name: candidate for candidate in found}
 
     def run(self, steps: int) -> None:
@@ -273,7 +324,11 @@ class Tuning:
         from hfscale.planner.launchable import recipe_of
 
         recipe = recipe_of(job)
-        return shipped_root() / recipe if self._is_shipped and recipe is not None else self.command.script
+        return (
+            shipped_root() / recipe
+            if self._is_shipped and recipe is not None
+            else self.command.script
+        )
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         estimate = candidate.choice.estimate
@@ -318,8 +373,10 @@ class Tuning:
         launch = shlex.join(["accelerate", "launch", *self._launch(folder, job)[3:]])
         about = f"# {launch}\n# {candidate.name} of hfscale tune.\n"
         files = {
-            "accelerate.yaml": about + accelerate_yaml(self.plan, choice, folder).partition("\n")[2],
-            "recipe.yaml": about + "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()),
+            "accelerate.yaml": about
+            + accelerate_yaml(self.plan, choice, folder).partition("\n")[2],
+            "recipe.yaml": about
+            + "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()),
             "launch.sh": f"#!/bin/sh\nset -eu\n{launch}\n",
         }
         if uses_deepspeed(job):
@@ -345,9 +402,16 @@ class Tuning:
         ]
         script = str(self._script(job))
         if self.command.is_recipe:
-            return [*launcher, *self.command.launcher, script, "--config", str(folder / "recipe.yaml")]
+            return [
+                *launcher,
+                *self.command.launcher,
+                script,
+                "--config",
+                str(folder / "recipe.yaml"),
+            ]
         if job.precision == "fp32" and not uses_deepspeed(job):
-            launcher += ["--mixed_precision", "no"]  # the config asks for bf16, and the flags of the script do not
+            # The config asks for bf16, and the flags of the script do not
+            launcher += ["--mixed_precision", "no"]
         return [*launcher, *self.command.launcher, script, *self._words(job)]
 
     def _words(self, job: "Job") -> list[str]:
@@ -411,7 +475,9 @@ class Tuning:
             on_step=show.step,
         )
         rate = trial.error or f"{trial.tokens_per_s:,.0f} tokens/s"
-        show.end(f"{name}, {steps} steps: {rate} (predicted {candidate.predicted_tokens_per_s:,.0f})")
+        show.end(
+            f"{name}, {steps} steps: {rate} (predicted {candidate.predicted_tokens_per_s:,.0f})"
+        )
         return trial
 
 
@@ -420,10 +486,21 @@ class Show:
 
     def __init__(self, runs: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
 
         console = Console(stderr=True, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._runs = self.bar.add_task("runs", total=runs)
         self._steps = self.bar.add_task("steps", total=1)
@@ -462,14 +539,24 @@ def _correct(tuning: Tuning, row: Accelerator) -> dict[str, Any]:
     from hfscale.facts.hardware import read_hardware_document
     from hfscale.health.calibrate import write_row
 
-    jobs = [(tuning.configurations[name].choice.estimate.job, rate) for name, rate in tuning.measured.items()]
+    jobs = [
+        (tuning.configurations[name].choice.estimate.job, rate)
+        for name, rate in tuning.measured.items()
+    ]
     name = row.name if row.name.startswith("local-") else f"local-{row.name}"
     found: Correction = correct(
-        row, jobs, name=name, source=f"{row.source}; corrected by hfscale tune from {len(jobs)} runs on {date.today()}"
+        row,
+        jobs,
+        name=name,
+        source=f"{row.source}; corrected by hfscale tune from {len(jobs)} runs on {date.today()}",
     )
     file = user_hardware_file()
     document = read_hardware_document(file) if file.is_file() else {}
-    earlier = [one for one in document.get("measurement", []) if one.get("gpu") == name and one["kind"] != "tune"]
+    earlier = [
+        one
+        for one in document.get("measurement", [])
+        if one.get("gpu") == name and one["kind"] != "tune"
+    ]
     runs = [
         {
             "kind": "tune",
@@ -517,7 +604,9 @@ def _show(answer: dict[str, Any]) -> None:
         console.print("No configuration could be measured.")
         return
     hardware = answer["hardware"]
-    console.print(f"Chosen: {answer['chosen']}; launch it with: sh {_launch_file(answer)}", markup=False)
+    console.print(
+        f"Chosen: {answer['chosen']}; launch it with: sh {_launch_file(answer)}", markup=False
+    )
     console.print(
         f"Corrected: {hardware['name']} in {hardware['file']} (median error of the estimates "
         f"{hardware['median_error_before']:.0%} -> {hardware['median_error_after']:.0%}); plan with it: hfscale plan "
@@ -537,7 +626,9 @@ COMMAND = make_command(
     arguments={
         "command": Annotated[
             list[str] | None,
-            typer.Argument(metavar="-- COMMAND …", help="accelerate launch … train.py …, or torchrun …"),
+            typer.Argument(
+                metavar="-- COMMAND …", help="accelerate launch … train.py …, or torchrun …"
+            ),
         ]
     },
 )

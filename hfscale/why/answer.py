@@ -71,13 +71,22 @@ def compare_runs(first: Path, second: Path) -> Answer:
         "last_step": curves.last_step,
         "traced_steps": sorted(a.traces.keys() & b.traces.keys()),
     }
-    how = f"compared bit by bit ({reason})" if exact else f"compared within the tolerance of rounding ({reason})"
+    how = (
+        f"compared bit by bit ({reason})"
+        if exact
+        else f"compared within the tolerance of rounding ({reason})"
+    )
     hint = "" if is_traced or not earliest.is_one else _hint(earliest, a, b)
     return Answer(
         first_difference=found,
         before=before,
         explanation=_explanation(
-            found, before, curves, traces if is_traced or not found.is_one else None, how=how, hint=hint
+            found,
+            before,
+            curves,
+            traces if is_traced or not found.is_one else None,
+            how=how,
+            hint=hint,
         ),
         compared=compared,
     )
@@ -106,7 +115,9 @@ def _compare_traces(a: RunFolder, b: RunFolder, *, exact: bool) -> TraceDifferen
             last = compare_exactly(step, *traces)
         else:
             elements = elements_on_cpu(a, b)
-            last = compare_within_rounding(step, *traces, dtype=lowest_of_both(a, b), elements_on_cpu=elements)
+            last = compare_within_rounding(
+                step, *traces, dtype=lowest_of_both(a, b), elements_on_cpu=elements
+            )
         if last.difference.is_one:
             return last
         if not exact and growth(traces[0]) > _UNSTABLE_GROWTH:
@@ -162,7 +173,9 @@ def _explanation(
             )
         return text
     where = f" in {found.module}" if found.module else ""
-    what = f" ({found.operation}: {_short(found.a)} and {_short(found.b)})" if found.operation else ""
+    what = (
+        f" ({found.operation}: {_short(found.a)} and {_short(found.b)})" if found.operation else ""
+    )
     rank = f" on rank {found.rank}" if found.rank is not None else ""
     stage = _STAGES[found.kind]
     if traces is None and found.kind == "optimizer" and found.operation == "loss":

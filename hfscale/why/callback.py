@@ -59,9 +59,13 @@ class TraceCallback(AdapterCallback):
     def __init__(self, steps: Sequence[int], *, operations: bool = True) -> None:
         for step in steps:
             if step < 1:
-                raise ParameterError("steps", list(steps), f"{step} is below 1, and steps are counted from 1")
+                raise ParameterError(
+                    "steps", list(steps), f"{step} is below 1, and steps are counted from 1"
+                )
         if len(set(steps)) > MAX_STEPS:
-            raise ParameterError("steps", f"a list of {len(set(steps))}", f"at most {MAX_STEPS} steps can be traced")
+            raise ParameterError(
+                "steps", f"a list of {len(set(steps))}", f"at most {MAX_STEPS} steps can be traced"
+            )
         self.steps = frozenset(steps)
         self.operations = operations
         self._begin_run()
@@ -75,20 +79,25 @@ class TraceCallback(AdapterCallback):
     ) -> None:
         if not self.steps:
             return
-        if self._recorder is not None:  # of a training loop that `auto_find_batch_size` has restarted
+        # Of a training loop that `auto_find_batch_size` has restarted
+        if self._recorder is not None:
             self._recorder.discard()
             self._recorder = None
         adapter = TrainerAdapter.current()
         strategy = running_strategy(adapter.trainer)
         if strategy.startswith("zero") or strategy == "parallel":
             name = "ParallelTrainer" if strategy == "parallel" else "DeepSpeed"
-            raise UsageError(f"steps cannot be traced under {name}: trace the same training under FSDP2 or DDP")
+            raise UsageError(
+                f"steps cannot be traced under {name}: trace the same training under FSDP2 or DDP"
+            )
         if not self._is_attached:
             self._is_attached = True
             adapter.at_training_end(self._detach)
             adapter.wrap_training_step(self._record)
         if args.torch_compile:
-            logger.warning("modules and operations are not traced under torch.compile; the rest of a step is")
+            logger.warning(
+                "modules and operations are not traced under torch.compile; the rest of a step is"
+            )
         folder = adapter.run_dir() / TRACES_NAME
         if state.is_world_process_zero and state.global_step == 0 and folder.is_dir():
             with best_effort("writing a trace", folder):  # those of another run
@@ -108,7 +117,9 @@ class TraceCallback(AdapterCallback):
         if state.global_step + 1 in self.steps:
             adapter = TrainerAdapter.current()
             step = state.global_step + 1
-            self._recorder = StepRecorder(adapter.trainer, adapter.run_dir(), step, operations=self.operations)
+            self._recorder = StepRecorder(
+                adapter.trainer, adapter.run_dir(), step, operations=self.operations
+            )
             self._recorder.begin()
 
     def on_step_end(

@@ -91,7 +91,11 @@ def _first_number(
     recent: dict[str, list[float]] = {"loss": [], "grad_norm": []}
     drifts_from = None
     for index, step in enumerate(steps):
-        for key, kind in (("learning_rate", "optimizer"), ("loss", "forward"), ("grad_norm", "backward")):
+        for key, kind in (
+            ("learning_rate", "optimizer"),
+            ("loss", "forward"),
+            ("grad_norm", "backward"),
+        ):
             if not _has(a, b, step, key):
                 continue
             x, y, is_mean = a.numbers[step][key], b.numbers[step][key], False
@@ -119,7 +123,11 @@ def _first_number(
             recent[key].append(apart)
             if apart <= limit:
                 continue
-            if index < SETTLING_STEPS or math.isinf(apart) or apart > JUMP * max(before, default=0.0):
+            if (
+                index < SETTLING_STEPS
+                or math.isinf(apart)
+                or apart > JUMP * max(before, default=0.0)
+            ):
                 return difference, None
             drifts_from = drifts_from or step
     return None, drifts_from
@@ -129,14 +137,20 @@ def _mean_loss(run: RunFolder, begin: int, step: int) -> float | None:
     """Return the mean loss of the steps after `begin` up to `step`; None if the logs of a run do not divide there."""
     total, end = 0.0, step
     while end > begin:
-        if end not in run.numbers or "loss" not in run.numbers[end] or not begin <= run.begins[end] < end:
+        if (
+            end not in run.numbers
+            or "loss" not in run.numbers[end]
+            or not begin <= run.begins[end] < end
+        ):
             return None
         total += run.numbers[end]["loss"] * (end - run.begins[end])
         end = run.begins[end]
     return total / (step - begin)
 
 
-def _place(first: Difference, steps: Sequence[int], a: RunFolder, b: RunFolder, rng: Earlier | None) -> Difference:
+def _place(
+    first: Difference, steps: Sequence[int], a: RunFolder, b: RunFolder, rng: Earlier | None
+) -> Difference:
     """Say what a loss that differs comes from: other random numbers, other weights before the step, or the forward."""
     assert first.step is not None
     if rng is not None:
@@ -158,7 +172,11 @@ def _weights_hash(run: RunFolder, step: int) -> tuple[tuple[str, str], ...] | No
     manifest = run.manifests.get(step)
     if manifest is None:
         return None
-    files = [(name, record.xxh3_128) for name, record in manifest.files.items() if name.endswith(".safetensors")]
+    files = [
+        (name, record.xxh3_128)
+        for name, record in manifest.files.items()
+        if name.endswith(".safetensors")
+    ]
     return tuple(sorted(files)) or None
 
 
@@ -173,11 +191,19 @@ def _first_data(a: Sequence[Fingerprint], b: Sequence[Fingerprint]) -> Differenc
             if first is None or second is None:
                 continue
             if (first * y.copies - second * x.copies) % _MODULUS:
-                return Difference(kind="data", step=x.begun + 1, operation=name, a=f"{first:016x}", b=f"{second:016x}")
+                return Difference(
+                    kind="data",
+                    step=x.begun + 1,
+                    operation=name,
+                    a=f"{first:016x}",
+                    b=f"{second:016x}",
+                )
     return None
 
 
-def _common_windows(a: Sequence[Fingerprint], b: Sequence[Fingerprint]) -> list[tuple[Fingerprint, Fingerprint]]:
+def _common_windows(
+    a: Sequence[Fingerprint], b: Sequence[Fingerprint]
+) -> list[tuple[Fingerprint, Fingerprint]]:
     """Join the windows of two runs that log at other steps, until they begin and end together."""
     found = []
     i = j = 0
@@ -227,11 +253,18 @@ def _rng_before(a: Sequence[Fingerprint], b: Sequence[Fingerprint], step: int) -
     earlier = [one for one in common if one < step]
     drawn = step in states[0] and (not earlier or states[0][step] != states[0][earlier[-1]])
     where = earlier[-1] if earlier else step
-    if not common or where not in states[0] or not drawn or states[0][where] == states[1].get(where):
+    if (
+        not common
+        or where not in states[0]
+        or not drawn
+        or states[0][where] == states[1].get(where)
+    ):
         return None
     if not earlier and len(common) > 1 and states[0][common[0]] == states[0][common[1]]:
         return None  # the run draws nothing while it trains
-    return Earlier(kind="rng", name=f"random states after step {where}", a=states[0][where], b=states[1][where])
+    return Earlier(
+        kind="rng", name=f"random states after step {where}", a=states[0][where], b=states[1][where]
+    )
 
 
 def _first_weights(a: RunFolder, b: RunFolder, *, exact: bool) -> Difference | None:
@@ -250,5 +283,7 @@ def _first_weights(a: RunFolder, b: RunFolder, *, exact: bool) -> Difference | N
         apart = relative_difference(first, second)
         # The squares are added up in double precision; only a resumed run begins with weights that have been rounded.
         if apart > (1e-12 if begun == 0 else 1e-6):
-            return Difference(kind="weights", step=begun + 1, operation="norm", a=x["norm"], b=y["norm"])
+            return Difference(
+                kind="weights", step=begun + 1, operation="norm", a=x["norm"], b=y["norm"]
+            )
     return None

@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-KINDS = ("config", "data", "rng", "weights", "forward", "backward", "gradient", "clipping", "optimizer")
+KINDS = (
+    "config",
+    "data",
+    "rng",
+    "weights",
+    "forward",
+    "backward",
+    "gradient",
+    "clipping",
+    "optimizer",
+)
 """Kinds of a difference, in the order in which a step meets them. `weights` are those at the start of the step."""
 
 

@@ -40,7 +40,9 @@ class DigestQueue:
 
     def __init__(self) -> None:
         self._waiting: list[
-            tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, str], Callable[[Digest], None]]
+            tuple[
+                torch.Tensor, torch.Tensor, torch.Tensor, tuple[Any, str], Callable[[Digest], None]
+            ]
         ] = []
 
     def add(self, tensor: torch.Tensor, give: Callable[[Digest], None]) -> None:
@@ -72,8 +74,14 @@ class DigestQueue:
         squares = torch.stack([square.to(device) for square, *_ in waiting]).tolist()
         sums = torch.stack([total.to(device) for _, total, *_ in waiting]).tolist()
         hashes = torch.stack([value.to(device) for _, _, value, *_ in waiting]).tolist()
-        for (*_, (shape, dtype), give), square, total, value in zip(waiting, squares, sums, hashes, strict=True):
-            give(Digest(shape=shape, dtype=dtype, hash=f"{value % 2**64:016x}", square=square, sum=total))
+        for (*_, (shape, dtype), give), square, total, value in zip(
+            waiting, squares, sums, hashes, strict=True
+        ):
+            give(
+                Digest(
+                    shape=shape, dtype=dtype, hash=f"{value % 2**64:016x}", square=square, sum=total
+                )
+            )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -85,7 +93,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
     held: Any = tensor.detach()
     if isinstance(held, DTensor):
         held = held.to_local()
-        wait = getattr(held, "wait", None)  # a collective of functional collectives that has not completed
+        # A collective of functional collectives that has not completed
+        wait = getattr(held, "wait", None)
         held = wait() if callable(wait) else held
     if is_traceable_wrapper_subclass(held) or held.is_complex() or held.layout != torch.strided:
         return None

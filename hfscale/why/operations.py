@@ -7,7 +7,15 @@ import torch
 
 from hfscale.core.torch_internals import TorchDispatchMode, is_in_torch_dispatch_mode
 
-_UNINITIALIZED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "set_")
+_UNINITIALIZED = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+)
 """Operations whose results have no content yet."""
 _NAMESPACE = "aten::"
 """Collectives and FSDP's own operators are left out: their results may not have arrived when they return."""
@@ -61,4 +69,8 @@ class OperationRecorder(TorchDispatchMode):
 def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
-    return [one for one in result if isinstance(one, torch.Tensor)] if isinstance(result, tuple | list) else []
+    return (
+        [one for one in result if isinstance(one, torch.Tensor)]
+        if isinstance(result, tuple | list)
+        else []
+    )

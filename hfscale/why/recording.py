@@ -109,7 +109,8 @@ class StepRecorder:
             handle.remove()
         self._handles = []
         self._queue.empty()
-        events = [event for event in self._events if event.value is not None]  # without tensors that wrap others
+        # Without tensors that wrap others
+        events = [event for event in self._events if event.value is not None]
         setup = run_setup(self._trainer)
         header = {
             "format": FORMAT,
@@ -138,7 +139,10 @@ class StepRecorder:
     def _hook_modules(self) -> None:
         for full_name, module in self._model.named_modules():
             name = plain_name(full_name)
-            enter, leave = functools.partial(self._enter, name), functools.partial(self._leave, name)
+            enter, leave = (
+                functools.partial(self._enter, name),
+                functools.partial(self._leave, name),
+            )
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
         for name, parameter in self._parameters:
@@ -146,7 +150,9 @@ class StepRecorder:
                 give = functools.partial(self._gradient, "local_gradient", name, "gradient")
                 self._handles.append(parameter.register_hook(give))
 
-    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if not self._is_in_micro:
             return
         if module is self._model:
@@ -155,7 +161,9 @@ class StepRecorder:
             self._entered.append(name)
             return
         with self._recording():
-            self._values(name, "input", {**{str(i): value for i, value in enumerate(args)}, **kwargs})
+            self._values(
+                name, "input", {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+            )
         self._entered.append(name)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -167,16 +175,23 @@ class StepRecorder:
                 self._values(name, "output", {"": output})
 
     def _values(self, name: str, kind: str, values: Mapping[str, Any]) -> None:
-        tensors = [(key, tensor) for key, value in values.items() for key, tensor in _flat(key, value)]
+        tensors = [
+            (key, tensor) for key, value in values.items() for key, tensor in _flat(key, value)
+        ]
         for key, tensor in tensors[:_MAX_TENSORS]:
             value_name = f"{kind} {key}".strip()
             self._tensor("forward", name, value_name, tensor)
             if tensor.requires_grad:
-                hook = functools.partial(self._gradient, "backward", name, f"gradient of {value_name}")
+                hook = functools.partial(
+                    self._gradient, "backward", name, f"gradient of {value_name}"
+                )
                 self._handles.append(tensor.register_hook(hook))
 
-    def _gradient(self, phase: str, name: str, value_name: str, gradient: torch.Tensor | None) -> None:
-        if not self._is_in_micro or gradient is None:  # autograd calls hooks of values that got no gradient too
+    def _gradient(
+        self, phase: str, name: str, value_name: str, gradient: torch.Tensor | None
+    ) -> None:
+        # Autograd calls hooks of values that got no gradient too
+        if not self._is_in_micro or gradient is None:
             return
         with self._recording():
             if phase == "backward":
@@ -189,7 +204,11 @@ class StepRecorder:
     def _before_micro(self, inputs: Any) -> None:
         with self._recording():
             if isinstance(inputs, Mapping):
-                batch = {str(name): value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+                batch = {
+                    str(name): value
+                    for name, value in inputs.items()
+                    if isinstance(value, torch.Tensor)
+                }
                 for name, value in batch.items():
                     self._tensor("batch", "", name, value)
                 rows = BatchDigest()
@@ -243,7 +262,9 @@ class StepRecorder:
         optimizer: Any = self._trainer.optimizer
         states = getattr(optimizer, "optimizer", optimizer).state
         for name, parameter in self._parameters:
-            for key, value in sorted(states.get(parameter, {}).items(), key=lambda item: str(item[0])):
+            for key, value in sorted(
+                states.get(parameter, {}).items(), key=lambda item: str(item[0])
+            ):
                 if isinstance(value, torch.Tensor):
                     self._tensor(phase, name, str(key), value)
 
@@ -282,7 +303,9 @@ class StepRecorder:
             return
         index = len(self._events)
         micro = self._micro
-        self._events.append(Event(phase=phase, micro=micro, name=name, value_name=value_name, value=None))
+        self._events.append(
+            Event(phase=phase, micro=micro, name=name, value_name=value_name, value=None)
+        )
 
         def give(digest: Digest) -> None:
             self._events[index] = Event(
@@ -293,7 +316,9 @@ class StepRecorder:
 
     def _add(self, phase: str, name: str, value_name: str, value: Any) -> None:
         if len(self._events) < MAX_LINES:
-            self._events.append(Event(phase=phase, micro=self._micro, name=name, value_name=value_name, value=value))
+            self._events.append(
+                Event(phase=phase, micro=self._micro, name=name, value_name=value_name, value=value)
+            )
 
 
 def plain_name(name: str) -> str:

@@ -95,7 +95,9 @@ def read_run(path: Path) -> RunFolder:
     setup = setups[-1] if setups else _setup_of_trace(traces)
     fingerprints = tuple(_fingerprints(path))
     logged = sorted(numbers)
-    begins = dict(zip(logged, [0, *logged], strict=False)) | {one.step: one.begun for one in fingerprints}
+    begins = dict(zip(logged, [0, *logged], strict=False)) | {
+        one.step: one.begun for one in fingerprints
+    }
     return RunFolder(
         path=path,
         setup=setup,
@@ -195,7 +197,9 @@ def _fingerprints(path: Path) -> list[Fingerprint]:
                 labels=_hash(record.get("labels")),
                 copies=copies if isinstance(copies, int) and copies > 0 else 1,
                 rng=record["rng"] if isinstance(record.get("rng"), str) else None,
-                weights={k: float(v) for k, v in numbers.items() if _is_number(v) and math.isfinite(v)},
+                weights={
+                    k: float(v) for k, v in numbers.items() if _is_number(v) and math.isfinite(v)
+                },
             )
         )
     return found

@@ -8,34 +8,129 @@ from hfscale.why.difference import Earlier
 from hfscale.why.run_folder import RunFolder, read_run
 from hfscale.why.tolerance import roundoff
 
-_BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "split_batches", "train_batch_size")
+_BATCH = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "split_batches",
+    "train_batch_size",
+)
 _LAYOUT_ARGUMENTS = (
     *_BATCH,
-    *("fsdp", "fsdp_config", "deepspeed", "deepspeed_plugin", "parallelism_config", "accelerator_config", "tp_size"),
-    *("pp_size", "cp_size", "ep_size", "fsdp_size", "dp_shard_size", "dp_replicate_size", "distributed_state"),
+    *(
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+        "deepspeed_plugin",
+        "parallelism_config",
+        "accelerator_config",
+        "tp_size",
+    ),
+    *(
+        "pp_size",
+        "cp_size",
+        "ep_size",
+        "fsdp_size",
+        "dp_shard_size",
+        "dp_replicate_size",
+        "distributed_state",
+    ),
     *("pipeline_schedule", "virtual_stages", "ddp_backend", "ddp_timeout", "n_gpu", "local_rank"),
-    *("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters", "ddp_static_graph", "use_cpu"),
-    *("world_size", "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "fsdp_plugin_args"),
+    *(
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_find_unused_parameters",
+        "ddp_static_graph",
+        "use_cpu",
+    ),
+    *(
+        "world_size",
+        "fsdp_min_num_params",
+        "fsdp_transformer_layer_cls_to_wrap",
+        "fsdp_plugin_args",
+    ),
 )
 """Arguments that say how the work is spread. They change nothing as long as the global batch is equal."""
 _ABOUT_STEPS = {
     "optimizer": (
-        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "weight_decay"),
-        *("adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args", "max_steps", "num_train_epochs"),
-        *("optim_target_modules", "lr_scaling_rule", "base_global_batch_size", "warmup_scale", "base_block_size"),
+        *(
+            "learning_rate",
+            "lr_scheduler_type",
+            "lr_scheduler_kwargs",
+            "warmup_steps",
+            "warmup_ratio",
+            "weight_decay",
+        ),
+        *(
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+            "optim",
+            "optim_args",
+            "max_steps",
+            "num_train_epochs",
+        ),
+        *(
+            "optim_target_modules",
+            "lr_scaling_rule",
+            "base_global_batch_size",
+            "warmup_scale",
+            "base_block_size",
+        ),
     ),
     "clipping": ("max_grad_norm",),
     "data": (
-        *("data_seed", "seed", "train_file", "dataset_name", "dataset_config_name", "block_size", "packing"),
-        *("group_by_length", "train_sampling_strategy", "dataloader_drop_last", "streaming", "max_length", "loss_on"),
-        *("chat_template", "ignore_data_skip", "length_column_name", "completion_only_loss", "assistant_only_loss"),
+        *(
+            "data_seed",
+            "seed",
+            "train_file",
+            "dataset_name",
+            "dataset_config_name",
+            "block_size",
+            "packing",
+        ),
+        *(
+            "group_by_length",
+            "train_sampling_strategy",
+            "dataloader_drop_last",
+            "streaming",
+            "max_length",
+            "loss_on",
+        ),
+        *(
+            "chat_template",
+            "ignore_data_skip",
+            "length_column_name",
+            "completion_only_loss",
+            "assistant_only_loss",
+        ),
     ),
     "rng": ("seed", "full_determinism"),
     "weights": ("seed", "model_name_or_path", "config_name", "optim"),
     "forward": (
-        *("bf16", "fp16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_peft"),
-        *("use_liger_kernel", "neftune_noise_alpha", "attn_implementation", "fused_loss", "label_smoothing_factor"),
-        *("average_tokens_across_devices", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "seed"),
+        *(
+            "bf16",
+            "fp16",
+            "tf32",
+            "torch_compile",
+            "torch_compile_backend",
+            "torch_compile_mode",
+            "use_peft",
+        ),
+        *(
+            "use_liger_kernel",
+            "neftune_noise_alpha",
+            "attn_implementation",
+            "fused_loss",
+            "label_smoothing_factor",
+        ),
+        *(
+            "average_tokens_across_devices",
+            "lora_r",
+            "lora_alpha",
+            "lora_dropout",
+            "lora_target_modules",
+            "seed",
+        ),
         *("quantization", "dtype", "packing", "loss_type"),
     ),
     "gradient": ("average_tokens_across_devices", "gradient_compression", "bf16", "fp16"),
@@ -57,12 +152,17 @@ def settings_differences(a: RunFolder, b: RunFolder) -> list[Earlier]:
     found: list[Earlier] = []
     for kind in ("layout", "model", "versions", "numerics"):
         if a.part(kind) and b.part(kind):
-            found += [Earlier(kind=kind, name=name, a=x, b=y) for name, x, y in _differing(a.part(kind), b.part(kind))]
+            found += [
+                Earlier(kind=kind, name=name, a=x, b=y)
+                for name, x, y in _differing(a.part(kind), b.part(kind))
+            ]
     if a.part("arguments") and b.part("arguments"):
         for name, x, y in _differing(a.part("arguments"), b.part("arguments")):
             if kinds_explained(name) and name not in _LAYOUT_ARGUMENTS:
                 found.append(Earlier(kind="config", name=name, a=x, b=y))
-    return sorted(found, key=lambda one: ("config", "model", "layout", "numerics", "versions").index(one.kind))
+    return sorted(
+        found, key=lambda one: ("config", "model", "layout", "numerics", "versions").index(one.kind)
+    )
 
 
 def compare_settings(first: Path, second: Path) -> list[Earlier]:
@@ -126,7 +226,10 @@ def has_same_arithmetic(a: RunFolder, b: RunFolder) -> tuple[bool, str]:
             return False, f"{name} is {x} and {y}"
     numerics = a.part("numerics")
     if numerics.get("device") != "cpu" and not numerics.get("deterministic"):
-        return False, "kernels of the GPU may add up in another order in each run (see --full_determinism)"
+        return (
+            False,
+            "kernels of the GPU may add up in another order in each run (see --full_determinism)",
+        )
     return True, "layout, versions and device are the same"
 
 
@@ -172,7 +275,9 @@ def _layout_text(run: RunFolder) -> str:
     return " then ".join(f"{strategy} on {ranks}" for strategy, ranks in run.layouts) or "unknown"
 
 
-def _differing(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differing(
+    a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Return (name, value, value) of what differs; names of nested values have dots."""
     for name in sorted({*a, *b}):
         x, y = a.get(name), b.get(name)

@@ -23,7 +23,9 @@ def roundoff(dtype: str) -> float:
     return UNIT_ROUNDOFF.get(dtype.removeprefix("torch."), UNIT_ROUNDOFF["bfloat16"])
 
 
-def relative_tolerance(dtype: str, *, ranks: int, steps: int = 1, chained: bool = False, of_norm: int = 0) -> float:
+def relative_tolerance(
+    dtype: str, *, ranks: int, steps: int = 1, chained: bool = False, of_norm: int = 0
+) -> float:
     """Return the relative difference that rounding explains, between two orders of the same arithmetic.
 
     Args:

@@ -24,7 +24,18 @@ FORMAT = 2
 MAX_LINES = 400_000
 """Lines of one rank and step, about 50 MB."""
 PHASES = (
-    *("settings", "weights", "states", "batch", "rng", "forward", "loss", "backward", "local_gradient", "gradient"),
+    *(
+        "settings",
+        "weights",
+        "states",
+        "batch",
+        "rng",
+        "forward",
+        "loss",
+        "backward",
+        "local_gradient",
+        "gradient",
+    ),
     *("clipping", "optimizer", "updated", "end"),
 )
 """The phases of a step. Within one micro-batch `forward` comes before `backward`."""
@@ -53,7 +64,11 @@ class Event:
     @property
     def is_tensor(self) -> bool:
         """Whether the value is the digest of a tensor."""
-        return isinstance(self.value, list) and len(self.value) == 5 and isinstance(self.value[0], list)
+        return (
+            isinstance(self.value, list)
+            and len(self.value) == 5
+            and isinstance(self.value[0], list)
+        )
 
     @property
     def digest_hash(self) -> str:
@@ -126,7 +141,9 @@ def read_trace(folder: Path) -> list[RankTrace]:
     found.sort(key=lambda trace: trace.rank)
     expected = found[0].header.get("world_size") if found else None
     if not found or [trace.rank for trace in found] != list(range(expected or 0)):
-        raise UsageError(f"{folder} lacks traces of some of its {expected} ranks: copy the files of all nodes into it")
+        raise UsageError(
+            f"{folder} lacks traces of some of its {expected} ranks: copy the files of all nodes into it"
+        )
     return found
 
 
@@ -136,14 +153,22 @@ def _read(path: Path, rank: int) -> RankTrace:
             header = json.loads(file.readline())
             events = [_event(json.loads(line)) for line in file]
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read as a trace: {error}: trace the step again") from None
+        raise UsageError(
+            f"{path} cannot be read as a trace: {error}: trace the step again"
+        ) from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise UsageError(f"{path} is not a trace of format {FORMAT}, which this version of hfscale reads")
+        raise UsageError(
+            f"{path} is not a trace of format {FORMAT}, which this version of hfscale reads"
+        )
     if not events or events[-1].phase != "end":
-        raise UsageError(f"{path} is incomplete: the run ended during the traced step; trace it again")
+        raise UsageError(
+            f"{path} is incomplete: the run ended during the traced step; trace it again"
+        )
     return RankTrace(rank=rank, header=header, events=events[:-1])
 
 
 def _event(line: Any) -> Event:
     phase, micro, name, value_name, value = line
-    return Event(phase=str(phase), micro=int(micro), name=str(name), value_name=str(value_name), value=value)
+    return Event(
+        phase=str(phase), micro=int(micro), name=str(name), value_name=str(value_name), value=value
+    )

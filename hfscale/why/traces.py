@@ -23,7 +23,10 @@ _KIND_OF_PHASE = {
     "optimizer": "optimizer",
     "updated": "optimizer",
 }
-_ORDER = {phase: number for number, phase in enumerate(_KIND_OF_PHASE)} | {"backward": 7, "local_gradient": 7}
+_ORDER = {phase: number for number, phase in enumerate(_KIND_OF_PHASE)} | {
+    "backward": 7,
+    "local_gradient": 7,
+}
 _RANDOM = ("dropout", "bernoulli", "rand", "normal_", "uniform_", "exponential_", "multinomial")
 """Parts of the names of operations that draw random numbers."""
 _AFTER_NORM = ("clipping", "optimizer", "updated")
@@ -93,7 +96,11 @@ def compare_exactly(step: int, a: Sequence[RankTrace], b: Sequence[RankTrace]) -
 
 def _first_of_rank(a: RankTrace, b: RankTrace) -> tuple[_Found | None, int]:
     """Return the first differing value of a rank, without settings, random states and single operations."""
-    left = [(i, event) for i, event in enumerate(a.events) if event.phase in _KIND_OF_PHASE and event.phase != "rng"]
+    left = [
+        (i, event)
+        for i, event in enumerate(a.events)
+        if event.phase in _KIND_OF_PHASE and event.phase != "rng"
+    ]
     right = [event for event in b.events if event.phase in _KIND_OF_PHASE and event.phase != "rng"]
     for number, ((index, x), y) in enumerate(zip(left, right, strict=False)):
         if x.key != y.key or (x.value != y.value and not _same_bits(x, y)):
@@ -121,7 +128,8 @@ def _located(step: int, found: _Found, a: RankTrace, b: RankTrace) -> tuple[Diff
         event = found.b  # what the second run alone has
     if found.a is None or found.b is None or found.a.key != found.b.key:
         texts = [
-            "nothing" if one is None else f"{one.value_name} of {one.name or 'the step'}" for one in (found.a, found.b)
+            "nothing" if one is None else f"{one.value_name} of {one.name or 'the step'}"
+            for one in (found.a, found.b)
         ]
         difference = Difference(
             kind=_KIND_OF_PHASE[event.phase],
@@ -154,7 +162,9 @@ def _place(found: _Found, event: Event, a: RankTrace, b: RankTrace) -> tuple[str
     previous = a.events[known[-1]] if known else None
     operation = _operation(a, b, event, known[-1] if known else 0, found.index)
     name = event.name
-    arises_outside = event.value_name.startswith("input") or event.value_name.startswith("gradient of output")
+    arises_outside = event.value_name.startswith("input") or event.value_name.startswith(
+        "gradient of output"
+    )
     if arises_outside and previous is not None and previous.phase == event.phase:
         name = _common_parent(previous.name, name)
     return name, operation or (event.value_name if event.phase != "local_gradient" else "gradient")
@@ -185,7 +195,11 @@ def _operation(a: RankTrace, b: RankTrace, event: Event, begin: int, end: int) -
     others = [one for one in b.events[start:position] if one.phase == "operation"]
     for x, y in zip(wanted, others, strict=False):
         if x.value_name != y.value_name or not _same_bits(x, y):
-            return y.value_name if x.value_name == y.value_name else f"{x.value_name} and {y.value_name}"
+            return (
+                y.value_name
+                if x.value_name == y.value_name
+                else f"{x.value_name} and {y.value_name}"
+            )
     if len(wanted) != len(others):
         longer = wanted if len(wanted) > len(others) else others
         return longer[min(len(wanted), len(others))].value_name
@@ -196,7 +210,12 @@ def _shown(event: Event) -> Any:
     if not event.is_tensor:
         return event.value
     shape = "x".join(map(str, event.value[0])) or "scalar"
-    return {"shape": shape, "dtype": event.value[1], "hash": event.digest_hash, "norm": event.square**0.5}
+    return {
+        "shape": shape,
+        "dtype": event.value[1],
+        "hash": event.digest_hash,
+        "norm": event.square**0.5,
+    }
 
 
 # ---- random numbers
@@ -205,7 +224,10 @@ def _shown(event: Event) -> Any:
 def _rng_difference(a: Sequence[RankTrace], b: Sequence[RankTrace]) -> Earlier | None:
     """Return the random states before a micro-batch that differ, if the step draws from them."""
     for x, y in zip(a, b, strict=True):
-        states = [{event.key: event.value for event in trace.events if event.phase == "rng"} for trace in (x, y)]
+        states = [
+            {event.key: event.value for event in trace.events if event.phase == "rng"}
+            for trace in (x, y)
+        ]
         for key, value in states[0].items():
             if key[3] != "before" or value == states[1].get(key):
                 continue
@@ -249,7 +271,10 @@ def _settings(a: Sequence[RankTrace], b: Sequence[RankTrace]) -> list[Earlier]:
                 name = ".".join(part for part in key if part)
                 where = "" if len(a) == 1 else f" on rank {x.rank}"
                 found.setdefault(
-                    name, Earlier(kind="config", name=f"{name}{where}", a=first.get(key), b=second.get(key))
+                    name,
+                    Earlier(
+                        kind="config", name=f"{name}{where}", a=first.get(key), b=second.get(key)
+                    ),
                 )
     return list(found.values())
 
@@ -280,7 +305,12 @@ class _Total:
 
 
 def compare_within_rounding(
-    step: int, a: Sequence[RankTrace], b: Sequence[RankTrace], *, dtype: str, elements_on_cpu: int = 0
+    step: int,
+    a: Sequence[RankTrace],
+    b: Sequence[RankTrace],
+    *,
+    dtype: str,
+    elements_on_cpu: int = 0,
 ) -> TraceDifference:
     """Compare the traces of one step of two runs of different layouts on norms and sums over all ranks.
 
@@ -298,7 +328,11 @@ def compare_within_rounding(
     first, second = _totals(a), _totals(b)
     scales = [_data_parallel(a), _data_parallel(b)]
     ranks = max(len(a), len(b))
-    before = [one for one in _settings(a[:1], b[:1]) if isinstance(one.a, float) or isinstance(one.b, float)]
+    before = [
+        one
+        for one in _settings(a[:1], b[:1])
+        if isinstance(one.a, float) or isinstance(one.b, float)
+    ]
     compared = skipped = 0
     for key, x in sorted(
         first.items(), key=lambda item: _ORDER[item[0][0]]
@@ -312,7 +346,16 @@ def compare_within_rounding(
             if value_name.startswith("rows"):
                 compared += 1
                 if (x.text * _copies(b) - y.text * _copies(a)) % _MODULUS:
-                    return _cross(step, "data", key, f"{x.text:016x}", f"{y.text:016x}", None, before, compared)
+                    return _cross(
+                        step,
+                        "data",
+                        key,
+                        f"{x.text:016x}",
+                        f"{y.text:016x}",
+                        None,
+                        before,
+                        compared,
+                    )
             continue
         copies = _copies_of(x, y)
         if copies is None:
@@ -325,16 +368,25 @@ def compare_within_rounding(
             squares = [square / scale**2 for square, scale in zip(squares, scales, strict=True)]
             sums = [total / scale for total, scale in zip(sums, scales, strict=True)]
         elif phase == "loss":
-            squares, sums = [0.0, 0.0], [x.sum / x.elements * _micros(a), y.sum / y.elements * _micros(b)]
-        chained = phase not in ("forward", "loss") or step > 1  # later weights carry the error of gradients
-        is_clipped = phase in _AFTER_NORM or step > 1  # clipping has multiplied all gradients by the norm's error
+            squares, sums = (
+                [0.0, 0.0],
+                [x.sum / x.elements * _micros(a), y.sum / y.elements * _micros(b)],
+            )
+        # Later weights carry the error of gradients
+        chained = phase not in ("forward", "loss") or step > 1
+        # Clipping has multiplied all gradients by the norm's error
+        is_clipped = phase in _AFTER_NORM or step > 1
         of_norm = elements_on_cpu if is_clipped else 0
         limit = relative_tolerance(dtype, ranks=ranks, steps=step, chained=chained, of_norm=of_norm)
         norms = [square**0.5 for square in squares]
         if relative_difference(*norms) > limit or _sums_differ(sums, max(norms), x.elements, limit):
             rank = _odd_rank(x, y, limit) if copies > 1 else None
-            return _cross(step, _KIND_OF_PHASE[phase], key, *_pair(norms, sums), rank, before, compared)
-    return TraceDifference(difference=Difference(kind="none"), before=before, compared=compared, skipped=skipped)
+            return _cross(
+                step, _KIND_OF_PHASE[phase], key, *_pair(norms, sums), rank, before, compared
+            )
+    return TraceDifference(
+        difference=Difference(kind="none"), before=before, compared=compared, skipped=skipped
+    )
 
 
 def growth(traces: Sequence[RankTrace]) -> float:
@@ -370,7 +422,9 @@ def _cross(
     compared: int,
 ) -> TraceDifference:
     _, name, value_name = key
-    difference = Difference(kind=kind, step=step, rank=rank, module=name or None, operation=value_name, a=a, b=b)
+    difference = Difference(
+        kind=kind, step=step, rank=rank, module=name or None, operation=value_name, a=a, b=b
+    )
     detail = f"{value_name} of {name or 'the step'} differs, added up over ranks"
     return TraceDifference(difference=difference, before=before, detail=detail, compared=compared)
 
@@ -425,7 +479,11 @@ def _layout(traces: Sequence[RankTrace]) -> Mapping[str, Any]:
 def _data_parallel(traces: Sequence[RankTrace]) -> int:
     """Return the number of ranks over which gradients are averaged: each rank's own gradients are as many times it."""
     layout = _layout(traces)
-    return int(layout.get("dp_replicate", 1)) * int(layout.get("dp_shard", 1)) * int(layout.get("cp", 1))
+    return (
+        int(layout.get("dp_replicate", 1))
+        * int(layout.get("dp_shard", 1))
+        * int(layout.get("cp", 1))
+    )
 
 
 def _copies(traces: Sequence[RankTrace]) -> int:

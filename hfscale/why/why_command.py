@@ -19,7 +19,9 @@ _SHOWN = 12
 
 def run(
     run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help="The --output_dir of a run.")],
-    run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help="The --output_dir of another run.")],
+    run_b: Annotated[
+        Path, typer.Argument(metavar="RUN_B", help="The --output_dir of another run.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Say why two runs differ: the first step, rank, module and operation. Exit code 1 if they do."""
@@ -32,7 +34,12 @@ def _text(answer: Answer) -> str:
     lines = [answer.explanation]
     found = answer.first_difference
     if found.is_one:
-        values = (("step", found.step), ("rank", found.rank), ("kind", found.kind), ("module", found.module))
+        values = (
+            ("step", found.step),
+            ("rank", found.rank),
+            ("kind", found.kind),
+            ("module", found.module),
+        )
         named = (*values, ("operation", found.operation), ("a", found.a), ("b", found.b))
         lines += ["", *(f"  {name:<10} {value}" for name, value in named if value is not None)]
     if answer.before:

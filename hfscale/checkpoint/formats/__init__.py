@@ -56,10 +56,14 @@ def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
         return read_parallel(checkpoint)
     if strategy in STRATEGIES:
         return read_universal(checkpoint) if is_universal(checkpoint) else read_zero(checkpoint)
-    raise CheckpointError(f"{checkpoint} was written under {strategy}: hfscale converts {', '.join(STRATEGIES)}")
+    raise CheckpointError(
+        f"{checkpoint} was written under {strategy}: hfscale converts {', '.join(STRATEGIES)}"
+    )
 
 
-def write_view(view: CheckpointView, folder: Path, strategy: str, *, step: int, world_size: int) -> None:
+def write_view(
+    view: CheckpointView, folder: Path, strategy: str, *, step: int, world_size: int
+) -> None:
     """Write a view in the format that `strategy` loads.
 
     Args:
@@ -81,7 +85,9 @@ def write_view(view: CheckpointView, folder: Path, strategy: str, *, step: int, 
     elif strategy in STRATEGIES:
         write_universal(view, folder, step=step, world_size=world_size)
     else:
-        raise CheckpointError(f"nothing can be converted to {strategy}: choose one of {', '.join(STRATEGIES)}")
+        raise CheckpointError(
+            f"nothing can be converted to {strategy}: choose one of {', '.join(STRATEGIES)}"
+        )
 
 
 def check_target(view: CheckpointView, strategy: str) -> None:

@@ -24,7 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hfscale.checkpoint.formats.pieces import PieceSavePlanner
-from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
+from hfscale.checkpoint.formats.view import (
+    CheckpointView,
+    ParameterGroup,
+    TensorRef,
+    check_names,
+    saved_name,
+)
 from hfscale.checkpoint.pickles import Chunk, Entry, read_dcp_metadata
 from hfscale.core import distributed
 from hfscale.core.collectives import Channel
@@ -47,7 +53,9 @@ def _read_value(folder: Path, chunk: Chunk) -> Any:
     try:
         return torch.load(io.BytesIO(stored), map_location="cpu", weights_only=True)
     except Exception as error:  # a broken archive raises exceptions of any type
-        raise CheckpointError(f"{folder / chunk.file} cannot be read: {str(error).splitlines()[0][:200]}") from None
+        raise CheckpointError(
+            f"{folder / chunk.file} cannot be read: {str(error).splitlines()[0][:200]}"
+        ) from None
 
 
 def tensor_ref(folder: Path, name: str, entry: Entry) -> TensorRef:
@@ -73,12 +81,19 @@ def tensor_ref(folder: Path, name: str, entry: Entry) -> TensorRef:
         for chunk in entry.chunks:
             piece = _read_value(folder, chunk)
             if not isinstance(piece, torch.Tensor) or tuple(piece.shape) != chunk.sizes:
-                raise CheckpointError(f"{folder / chunk.file}: '{name}' is not the piece that the metadata describes")
-            slices = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                raise CheckpointError(
+                    f"{folder / chunk.file}: '{name}' is not the piece that the metadata describes"
+                )
+            slices = tuple(
+                slice(begin, begin + size)
+                for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)
+            )
             full[slices] = piece
             covered += piece.numel()
         if covered != full.numel():
-            raise CheckpointError(f"{folder}: {covered} of the {full.numel()} elements of '{name}' are stored")
+            raise CheckpointError(
+                f"{folder}: {covered} of the {full.numel()} elements of '{name}' are stored"
+            )
         return full
 
     return TensorRef(shape=shape, dtype=dtype, read=read)
@@ -181,7 +196,11 @@ def _without_data(tree: Any) -> Any:
     """Return the tree with tensors on the meta device, which take no memory; DCP plans the files from it."""
     if isinstance(tree, TensorRef):
         return torch.empty(tree.shape, dtype=tree.dtype, device="meta")
-    return {key: _without_data(value) for key, value in tree.items()} if isinstance(tree, Mapping) else tree
+    return (
+        {key: _without_data(value) for key, value in tree.items()}
+        if isinstance(tree, Mapping)
+        else tree
+    )
 
 
 def _flatten(tree: Any, prefix: str) -> Iterator[tuple[str, TensorRef]]:
@@ -229,7 +248,9 @@ def read_fsdp2(checkpoint: Path) -> CheckpointView:
             continue
         parameter, _, key = name.removeprefix(_STATE).rpartition(".")
         if parameter not in known:
-            raise CheckpointError(f"{optimizer} has states of '{parameter}', which is in none of its groups")
+            raise CheckpointError(
+                f"{optimizer} has states of '{parameter}', which is in none of its groups"
+            )
         if entry.shape is None:
             value = torch.tensor(float(_read_value(optimizer, entry.chunks[0])))
             state.setdefault(parameter, {})[key] = TensorRef.of(value)
@@ -262,11 +283,14 @@ def write_fsdp2(view: CheckpointView, folder: Path) -> None:
     """
     weights = dict(view.weights)
     for alias, name in view.aliases.items():  # FSDP2 asks for both names of a tied weight
-        if saved_name(name) in view.weights:  # adapter checkpoints do not contain the base model's weights
+        # Adapter checkpoints do not contain the base model's weights
+        if saved_name(name) in view.weights:
             weights.setdefault(alias, view.weights[saved_name(name)])
     save_refs(folder / MODEL_FOLDER, {"model": weights})
     groups = [_with_defaults(group) | {"params": list(group.names)} for group in view.groups]
-    save_refs(folder / OPTIMIZER_FOLDER, {"optimizer": {"state": view.state, "param_groups": groups}})
+    save_refs(
+        folder / OPTIMIZER_FOLDER, {"optimizer": {"state": view.state, "param_groups": groups}}
+    )
 
 
 def _with_defaults(group: ParameterGroup) -> dict[str, Any]:
@@ -274,4 +298,6 @@ def _with_defaults(group: ParameterGroup) -> dict[str, Any]:
     if "betas" not in group.options:
         return group.options
     defaults = torch.optim.AdamW([torch.zeros(1)]).defaults
-    return {name: value for name, value in defaults.items() if name not in group.options} | group.options
+    return {
+        name: value for name, value in defaults.items() if name not in group.options
+    } | group.options

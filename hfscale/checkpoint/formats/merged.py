@@ -41,11 +41,15 @@ def merge(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, Tenso
         if not found:
             continue  # the parameter is tied, or was not saved
         if len(found) < len(parts):
-            raise CheckpointError(f"'{name}' is made of {len(parts)} tensors, of which {len(found)} are stored")
+            raise CheckpointError(
+                f"'{name}' is made of {len(parts)} tensors, of which {len(found)} are stored"
+            )
         used.update(parts)
         own = {part: weights[part] for part in parts}
         merged[name] = TensorRef(
-            shape=tuple(tensor.shape), dtype=own[parts[0]].dtype, read=_merging(model, name, own, tuple(tensor.shape))
+            shape=tuple(tensor.shape),
+            dtype=own[parts[0]].dtype,
+            read=_merging(model, name, own, tuple(tensor.shape)),
         )
     return {name: ref for name, ref in merged.items() if name not in used}
 
@@ -88,7 +92,9 @@ def split(weights: Mapping[str, TensorRef], model: nn.Module) -> dict[str, Tenso
         parts = _separated(model, {name: merged})
         splitting = _Splitting(model, name, ref)
         for part, tensor in parts.items():
-            separate[part] = TensorRef(shape=tuple(tensor.shape), dtype=ref.dtype, read=splitting.reader(part))
+            separate[part] = TensorRef(
+                shape=tuple(tensor.shape), dtype=ref.dtype, read=splitting.reader(part)
+            )
     return separate
 
 
@@ -109,7 +115,9 @@ def _merging(
     def read() -> torch.Tensor:
         merged = _merged(model, {part: ref.read() for part, ref in parts.items()})
         if tuple(merged.shape) != shape:
-            raise CheckpointError(f"'{name}' would have the shape {list(merged.shape)}, the model has {list(shape)}")
+            raise CheckpointError(
+                f"'{name}' would have the shape {list(merged.shape)}, the model has {list(shape)}"
+            )
         return merged
 
     return read
@@ -117,7 +125,12 @@ def _merging(
 
 def _merged(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Merge one parameter from its parts, with the conversion table that `from_pretrained` uses."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     table = weight_conversions(model)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -129,7 +142,9 @@ def _merged(model: nn.Module, parts: Mapping[str, torch.Tensor]) -> torch.Tensor
         if pattern is None:
             return tensor  # it is only renamed
         if chosen is None:
-            chosen = copy.deepcopy(next(entry for entry in converters if pattern in entry.source_patterns))
+            chosen = copy.deepcopy(
+                next(entry for entry in converters if pattern in entry.source_patterns)
+            )
         chosen.add_tensor(target, part, pattern, tensor)  # type: ignore[arg-type]
     assert chosen is not None
     realized: Any = next(iter(convert_weight(chosen, target, model).values()))

@@ -20,7 +20,13 @@ import torch
 
 from hfscale.checkpoint.formats.dcp import save_refs, tensor_ref
 from hfscale.checkpoint.formats.parameter_names import read_parameter_names
-from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, check_names, saved_name
+from hfscale.checkpoint.formats.view import (
+    CheckpointView,
+    ParameterGroup,
+    TensorRef,
+    check_names,
+    saved_name,
+)
 from hfscale.checkpoint.pickles import Entry, read_dcp_metadata
 from hfscale.checkpoint.untrusted import read_json
 from hfscale.core.run_files import PARAMETERS_NAME
@@ -51,7 +57,10 @@ class ParallelMetadata:
 
     def to_json(self) -> str:
         """Return the content of the file."""
-        groups = [{key: _plain(value) for key, value in group.items() if _is_plain(value)} for group in self.groups]
+        groups = [
+            {key: _plain(value) for key, value in group.items() if _is_plain(value)}
+            for group in self.groups
+        ]
         fields = {"format": _FORMAT, "layout": self.layout, "packed": self.packed, "groups": groups}
         return json.dumps(fields) + "\n"
 
@@ -59,7 +68,9 @@ class ParallelMetadata:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(isinstance(item, _PLAIN_TYPES) for item in value)
-    return isinstance(value, _PLAIN_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, _PLAIN_TYPES) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -76,8 +87,13 @@ def read_parallel_metadata(checkpoint: Path) -> ParallelMetadata:
     try:
         fields = read_json(path)
         if fields["format"] != _FORMAT:
-            raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}")
-        groups = [{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()} for group in fields["groups"]]
+            raise CheckpointError(
+                f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}"
+            )
+        groups = [
+            {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
+            for group in fields["groups"]
+        ]
         packed = {str(name): int(dim) for name, dim in fields["packed"].items()}
         return ParallelMetadata(layout=fields["layout"], packed=packed, groups=groups)
     except FileNotFoundError:
@@ -86,7 +102,9 @@ def read_parallel_metadata(checkpoint: Path) -> ParallelMetadata:
                 f"{checkpoint} was written by an earlier version of hfscale (it has a {_EARLIER_VERSION_NAME}): "
                 "resume with that version, or start from scratch with --resume_from_checkpoint false"
             ) from None
-        raise CheckpointError(f"{checkpoint} has no {PARALLEL_NAME}: ParallelTrainer did not finish it") from None
+        raise CheckpointError(
+            f"{checkpoint} has no {PARALLEL_NAME}: ParallelTrainer did not finish it"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from None
 
@@ -105,7 +123,9 @@ def read_parallel(checkpoint: Path) -> CheckpointView:
             f"{checkpoint / PARALLEL_NAME} has the options of {len(metadata.groups)} parameter groups, "
             f"{PARAMETERS_NAME} has {len(names.groups)} groups"
         )
-    parameters = {name.removeprefix(ADAPTER_PREFIX): name for group in names.groups for name in group}
+    parameters = {
+        name.removeprefix(ADAPTER_PREFIX): name for group in names.groups for name in group
+    }
     weights: dict[str, TensorRef] = {}
     state: dict[str, dict[str, TensorRef]] = {}
     for name, ref in _full_tensors(folder, read_dcp_metadata(folder), metadata.packed).items():
@@ -115,15 +135,23 @@ def read_parallel(checkpoint: Path) -> CheckpointView:
             continue
         own, _, key = own.rpartition(".")
         if own not in parameters:
-            raise CheckpointError(f"{folder} has states of '{own}', which is in none of the optimizer's groups")
+            raise CheckpointError(
+                f"{folder} has states of '{own}', which is in none of the optimizer's groups"
+            )
         state.setdefault(parameters[own], {})[key] = ref
     check_names([*weights, *state])
     groups = list(map(ParameterGroup.of, metadata.groups, names.groups))
-    aliases = {alias: name for alias, name in names.aliases.items() if name in weights and alias not in weights}
+    aliases = {
+        alias: name
+        for alias, name in names.aliases.items()
+        if name in weights and alias not in weights
+    }
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
 
 
-def _full_tensors(folder: Path, entries: Mapping[str, Entry], packed: Mapping[str, int]) -> dict[str, TensorRef]:
+def _full_tensors(
+    folder: Path, entries: Mapping[str, Entry], packed: Mapping[str, int]
+) -> dict[str, TensorRef]:
     """Return every tensor by name; a matrix that is stored in parts is concatenated when it is read."""
     full: dict[str, TensorRef] = {}
     parts: dict[str, dict[int, TensorRef]] = {}
@@ -134,7 +162,9 @@ def _full_tensors(folder: Path, entries: Mapping[str, Entry], packed: Mapping[st
         if not mark:
             full[name] = tensor_ref(folder, name, entry)
         elif not number.isdigit():
-            raise CheckpointError(f"{folder} names a tensor '{name[:80]}', which is not a part of a matrix")
+            raise CheckpointError(
+                f"{folder} names a tensor '{name[:80]}', which is not a part of a matrix"
+            )
         else:
             parts.setdefault(base, {})[int(number)] = tensor_ref(folder, name, entry)
     for base, numbered in parts.items():
@@ -179,7 +209,9 @@ def write_parallel(view: CheckpointView, folder: Path) -> None:
         if name not in view.aliases:
             tensors[f"model.{trained.get(name, name).removeprefix(ADAPTER_PREFIX)}"] = ref
     for name, keys in view.state.items():
-        tensors |= {f"optimizer.{name.removeprefix(ADAPTER_PREFIX)}.{key}": ref for key, ref in keys.items()}
+        tensors |= {
+            f"optimizer.{name.removeprefix(ADAPTER_PREFIX)}.{key}": ref for key, ref in keys.items()
+        }
     check_names([name for group in view.groups for name in group.names])
     save_refs(folder / FOLDER, tensors)
     metadata = ParallelMetadata(layout=None, groups=[group.options for group in view.groups])

@@ -53,7 +53,9 @@ class ParameterNames:
 
     def to_json(self) -> str:
         """Return the content of the file."""
-        return json.dumps({"format": _FORMAT, "groups": self.groups, "aliases": self.aliases}) + "\n"
+        return (
+            json.dumps({"format": _FORMAT, "groups": self.groups, "aliases": self.aliases}) + "\n"
+        )
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
@@ -79,9 +81,12 @@ def read_parameter_names(checkpoint: Path) -> ParameterNames:
     try:
         fields = read_json(path)
         if fields["format"] != _FORMAT:
-            raise CheckpointError(f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}")
+            raise CheckpointError(
+                f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}"
+            )
         names = ParameterNames(
-            groups=[[str(name) for name in group] for group in fields["groups"]], aliases=dict(fields["aliases"])
+            groups=[[str(name) for name in group] for group in fields["groups"]],
+            aliases=dict(fields["aliases"]),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from None
@@ -105,8 +110,13 @@ def trained_names(model: nn.Module) -> ParameterNames:
 
     # Trainer's own rule; it uses only the model.
     decayed = set(transformers.Trainer.get_decay_parameter_names(cast(Any, None), model))
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [[parameter for name, parameter in trained if (name in decayed) == is_decayed] for is_decayed in (1, 0)]
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
+    groups = [
+        [parameter for name, parameter in trained if (name in decayed) == is_decayed]
+        for is_decayed in (1, 0)
+    ]
     return ParameterNames.of(model, [{"params": group} for group in groups])
 
 
@@ -128,7 +138,9 @@ def model_of_config(checkpoint: Path) -> nn.Module:
         )
         model_class = getattr(transformers, (config.architectures or [""])[0], None)
         with torch.device("meta"):
-            if isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel):
+            if isinstance(model_class, type) and issubclass(
+                model_class, transformers.PreTrainedModel
+            ):
                 model: Any = model_class(config)
             else:
                 auto_class: Any = transformers.AutoModelForCausalLM

@@ -15,8 +15,18 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor, Placement, Shard
 
@@ -62,7 +72,9 @@ class Pieces:
             CheckpointError: the placements of the DTensor do not describe the shard that the rank holds.
         """
         if not isinstance(tensor, DTensor):
-            return cls(shape=tensor.shape, pieces=(Piece(offsets=(0,) * tensor.ndim, tensor=tensor),))
+            return cls(
+                shape=tensor.shape, pieces=(Piece(offsets=(0,) * tensor.ndim, tensor=tensor),)
+            )
         local = tensor.to_local()
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
@@ -102,11 +114,18 @@ class Pieces:
         Args:
             offsets (`Sequence[int]`): its first index along each dim.
         """
-        return next(piece.tensor for piece in self.pieces if offsets is not None and piece.offsets == tuple(offsets))
+        return next(
+            piece.tensor
+            for piece in self.pieces
+            if offsets is not None and piece.offsets == tuple(offsets)
+        )
 
 
 def held_intervals(
-    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], coordinate: Sequence[int]
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
 ) -> list[list[Interval]]:
     """Return the indices that a rank holds along each dim.
 
@@ -149,7 +168,12 @@ def _cut(local: torch.Tensor, intervals: Sequence[Sequence[Interval]]) -> list[P
     for of_dim in intervals:
         lengths = [end - start for start, end in of_dim]
         positions = itertools.accumulate(lengths, initial=0)
-        along.append([(start, at, length) for (start, _), at, length in zip(of_dim, positions, lengths, strict=False)])
+        along.append(
+            [
+                (start, at, length)
+                for (start, _), at, length in zip(of_dim, positions, lengths, strict=False)
+            ]
+        )
     pieces = []
     for rectangle in itertools.product(*along):
         tensor = local
@@ -165,14 +189,18 @@ class PieceSavePlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return what this rank would write."""
         plan = super().create_local_plan()
-        self._pieces = {name: Pieces.of(value) for name, value in self.state_dict.items() if _is_strided(value)}
+        self._pieces = {
+            name: Pieces.of(value) for name, value in self.state_dict.items() if _is_strided(value)
+        }
         others = [item for item in plan.items if item.index.fqn not in self._pieces]
         own = [
             WriteItem(
                 index=MetadataIndex(name, piece.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=piece.chunk, properties=TensorProperties.create_from_tensor(piece.tensor), size=pieces.shape
+                    chunk=piece.chunk,
+                    properties=TensorProperties.create_from_tensor(piece.tensor),
+                    size=pieces.shape,
                 ),
             )
             for name, pieces in self._pieces.items()
@@ -188,7 +216,9 @@ class PieceSavePlanner(DefaultSavePlanner):
 
 
 def _is_strided(value: Any) -> bool:
-    return isinstance(value, DTensor) and any(isinstance(placement, StridedShard) for placement in value.placements)
+    return isinstance(value, DTensor) and any(
+        isinstance(placement, StridedShard) for placement in value.placements
+    )
 
 
 class PieceLoadPlanner(DefaultLoadPlanner):
@@ -208,7 +238,9 @@ class PieceLoadPlanner(DefaultLoadPlanner):
         items = []
         for name, pieces in self._wanted.items():
             stored: Any = self.metadata.state_dict_metadata[name]
-            items += create_read_items_for_chunk_list(name, stored, [piece.chunk for piece in pieces.pieces])
+            items += create_read_items_for_chunk_list(
+                name, stored, [piece.chunk for piece in pieces.pieces]
+            )
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:

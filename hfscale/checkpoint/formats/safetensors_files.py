@@ -69,18 +69,24 @@ def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
 
 def _tensors(path: Path) -> Iterator[tuple[str, TensorRef]]:
     try:
-        file: Any = safe_open(path, framework="pt", device="cpu")  # memory-mapped: tensors are read when needed
+        # memory-mapped: tensors are read when needed
+        file: Any = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
     for name in file.keys():  # noqa: SIM118
         entry = file.get_slice(name)
         if entry.get_dtype() not in _DTYPES:
-            raise CheckpointError(f"{path}: '{name}' has the dtype {entry.get_dtype()}, which hfscale cannot convert")
+            raise CheckpointError(
+                f"{path}: '{name}' has the dtype {entry.get_dtype()}, which hfscale cannot convert"
+            )
 
         def read(name: str = name) -> torch.Tensor:
             return torch.as_tensor(file.get_tensor(name))
 
-        yield name, TensorRef(shape=tuple(entry.get_shape()), dtype=_DTYPES[entry.get_dtype()], read=read)
+        yield (
+            name,
+            TensorRef(shape=tuple(entry.get_shape()), dtype=_DTYPES[entry.get_dtype()], read=read),
+        )
 
 
 def write_weights(
@@ -114,7 +120,9 @@ def write_weights(
         weight_map |= dict.fromkeys(shard, name)
     metadata = {"total_size": sum(ref.bytes for ref in weights.values())}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / f"{stem}.safetensors{INDEX_SUFFIX}").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{stem}.safetensors{INDEX_SUFFIX}").write_text(
+        json.dumps(index, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def _cast(ref: TensorRef, dtype: torch.dtype) -> TensorRef:

@@ -7,9 +7,18 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.formats.merged import merge
-from hfscale.checkpoint.formats.parameter_names import ParameterNames, model_of_config, read_parameter_names
+from hfscale.checkpoint.formats.parameter_names import (
+    ParameterNames,
+    model_of_config,
+    read_parameter_names,
+)
 from hfscale.checkpoint.formats.safetensors_files import read_weights, write_weights
-from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, TensorRef, canonical_name
+from hfscale.checkpoint.formats.view import (
+    CheckpointView,
+    ParameterGroup,
+    TensorRef,
+    canonical_name,
+)
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.errors import CheckpointError
 
@@ -34,7 +43,11 @@ def read_unsharded(checkpoint: Path) -> CheckpointView:
         for number, values in optimizer["state"].items()
     }
     groups = list(map(ParameterGroup.of, optimizer["param_groups"], names.groups))
-    aliases = {alias: name for alias, name in names.aliases.items() if name in weights and alias not in weights}
+    aliases = {
+        alias: name
+        for alias, name in names.aliases.items()
+        if name in weights and alias not in weights
+    }
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
 
 
@@ -46,11 +59,15 @@ def read_unsharded_weights(checkpoint: Path) -> dict[str, TensorRef]:
     """
     weights = read_weights(checkpoint, "model") or read_weights(checkpoint, "adapter_model")
     if weights is None:
-        raise CheckpointError(f"{checkpoint} has neither model.safetensors nor adapter_model.safetensors")
+        raise CheckpointError(
+            f"{checkpoint} has neither model.safetensors nor adapter_model.safetensors"
+        )
     return weights
 
 
-def _as_in_memory(checkpoint: Path, weights: dict[str, TensorRef], names: ParameterNames) -> dict[str, TensorRef]:
+def _as_in_memory(
+    checkpoint: Path, weights: dict[str, TensorRef], names: ParameterNames
+) -> dict[str, TensorRef]:
     """Return the weights by the names of the optimizer's parameters: `save_pretrained` renames some of them."""
     trained = {names.aliases.get(name, name) for group in names.groups for name in group}
     return weights if trained <= weights.keys() else merge(weights, model_of_config(checkpoint))
@@ -61,7 +78,9 @@ def _names_by_number(checkpoint: Path, optimizer: Any, names: ParameterNames) ->
     try:
         groups = [group["params"] for group in optimizer["param_groups"]]
     except (KeyError, TypeError):
-        raise CheckpointError(f"{checkpoint / OPTIMIZER_NAME} is not the state of a torch optimizer") from None
+        raise CheckpointError(
+            f"{checkpoint / OPTIMIZER_NAME} is not the state of a torch optimizer"
+        ) from None
     if [len(group) for group in groups] != [len(group) for group in names.groups]:
         raise CheckpointError(
             f"{checkpoint / OPTIMIZER_NAME} has groups of {[len(group) for group in groups]} parameters, the model "
@@ -95,12 +114,16 @@ def write_unsharded(view: CheckpointView, folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         state = {
             number: {
-                key: _memory_mapped(ref, Path(scratch, f"{number}.{key}")) for key, ref in view.state[name].items()
+                key: _memory_mapped(ref, Path(scratch, f"{number}.{key}"))
+                for key, ref in view.state[name].items()
             }
             for name, number in order.items()
             if name in view.state
         }
-        groups = [group.options | {"params": [order[name] for name in group.names]} for group in view.groups]
+        groups = [
+            group.options | {"params": [order[name] for name in group.names]}
+            for group in view.groups
+        ]
         torch.save({"state": state, "param_groups": groups}, folder / OPTIMIZER_NAME)
 
 

@@ -55,7 +55,10 @@ class ParameterGroup:
     @classmethod
     def of(cls, group: Mapping[str, Any], names: Iterable[str]) -> "ParameterGroup":
         """Return the group for an entry of an optimizer's `param_groups`, whose `params` are replaced by names."""
-        return cls(options={key: value for key, value in group.items() if key != "params"}, names=list(names))
+        return cls(
+            options={key: value for key, value in group.items() if key != "params"},
+            names=list(names),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,9 @@ class CheckpointView:
         for name in (parameter, saved_name(parameter), self.aliases.get(parameter, parameter)):
             if name in self.weights:
                 return self.weights[name]
-        raise CheckpointError(f"the checkpoint has optimizer states of '{parameter}' but no such weight")
+        raise CheckpointError(
+            f"the checkpoint has optimizer states of '{parameter}' but no such weight"
+        )
 
 
 def saved_name(parameter: str) -> str:
@@ -107,7 +112,9 @@ def check_names(names: Iterable[str]) -> None:
     """
     for name in names:
         if not _PLAIN_NAME.fullmatch(name) or ".." in name:
-            raise CheckpointError(f"the checkpoint names a tensor '{name[:80]}', which is not a parameter's name")
+            raise CheckpointError(
+                f"the checkpoint names a tensor '{name[:80]}', which is not a parameter's name"
+            )
 
 
 def check_states(view: CheckpointView) -> None:

@@ -83,7 +83,9 @@ def read_zero(checkpoint: Path) -> CheckpointView:
     paths = _optimizer_files(folder)
     optimizers = [load_archive(path, DEEPSPEED_CLASSES)["optimizer_state_dict"] for path in paths]
     is_stage_3 = "fp32_flat_groups" in optimizers[0]
-    name = "zero_pp_rank_{}_mp_rank_00_model_states.pt" if is_stage_3 else "mp_rank_00_model_states.pt"
+    name = (
+        "zero_pp_rank_{}_mp_rank_00_model_states.pt" if is_stage_3 else "mp_rank_00_model_states.pt"
+    )
     ranks = range(len(paths) if is_stage_3 else 1)
     models = [load_archive(folder / name.format(rank), DEEPSPEED_CLASSES) for rank in ranks]
     model = models[0]
@@ -96,9 +98,14 @@ def read_zero(checkpoint: Path) -> CheckpointView:
         frozen = _frozen_of_stage_3(models)
     else:
         frozen = {name: TensorRef.of(tensor) for name, tensor in model["module"].items()}
-    aliases = {canonical_name(alias): canonical_name(first) for alias, first in model.get("shared_params", {}).items()}
+    aliases = {
+        canonical_name(alias): canonical_name(first)
+        for alias, first in model.get("shared_params", {}).items()
+    }
     weights = {
-        saved_name(canonical_name(name)): ref for name, ref in frozen.items() if canonical_name(name) not in aliases
+        saved_name(canonical_name(name)): ref
+        for name, ref in frozen.items()
+        if canonical_name(name) not in aliases
     }
     state: dict[str, dict[str, TensorRef]] = {}
     names: list[list[str]] = []
@@ -115,16 +122,24 @@ def read_zero(checkpoint: Path) -> CheckpointView:
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
-    found = {int(match[1]): path for path in folder.iterdir() if (match := _OPTIMIZER_FILE.fullmatch(path.name))}
+    found = {
+        int(match[1]): path
+        for path in folder.iterdir()
+        if (match := _OPTIMIZER_FILE.fullmatch(path.name))
+    }
     if not found or sorted(found) != list(range(len(found))):
-        raise CheckpointError(f"{folder} has the optimizer states of the ranks {sorted(found)}: some are missing")
+        raise CheckpointError(
+            f"{folder} has the optimizer states of the ranks {sorted(found)}: some are missing"
+        )
     return [path for _, path in sorted(found.items())]
 
 
 def _base_state(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     base = optimizer.get("base_optimizer_state", optimizer.get("optimizer_state_dict"))
     if not isinstance(base, Mapping) or "state" not in base:
-        raise CheckpointError("these DeepSpeed files have its elastic format, which hfscale cannot convert")
+        raise CheckpointError(
+            "these DeepSpeed files have its elastic format, which hfscale cannot convert"
+        )
     return base
 
 
@@ -132,12 +147,20 @@ def _flat_tensors(optimizer: Mapping[str, Any], number: int, masters: str) -> di
     """Return everything that one rank has of group `number`: its flat partitions by key, and scalars."""
     base = _base_state(optimizer)
     found = {"fp32": optimizer[masters][number], **base["state"].get(number, {})}
-    steps = [group["step"] for group in base["param_groups"] if number in group["params"] and "step" in group]
-    return {"step": steps[0], **found} if steps else found  # DeepSpeed's own optimizers count steps per group
+    steps = [
+        group["step"]
+        for group in base["param_groups"]
+        if number in group["params"] and "step" in group
+    ]
+    # DeepSpeed's own optimizers count steps per group
+    return {"step": steps[0], **found} if steps else found
 
 
 def _tensors_by_group(
-    optimizers: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, torch.Size]], *, is_stage_3: bool
+    optimizers: Sequence[Mapping[str, Any]],
+    shapes: Sequence[Mapping[str, torch.Size]],
+    *,
+    is_stage_3: bool,
 ) -> Iterator[dict[str, dict[str, TensorRef]]]:
     """Yield, for each group, the tensors of each parameter by key."""
     fragments_of = _fragments_of_stage_3 if is_stage_3 else _fragments_of_stages_1_and_2
@@ -145,7 +168,10 @@ def _tensors_by_group(
     for number, group in enumerate(shapes):
         flats = [_flat_tensors(optimizer, number, masters) for optimizer in optimizers]
         fragments = fragments_of(optimizers, number, group)
-        yield {name: dict(_joined(name, tuple(shape), flats, fragments[name])) for name, shape in group.items()}
+        yield {
+            name: dict(_joined(name, tuple(shape), flats, fragments[name]))
+            for name, shape in group.items()
+        }
 
 
 def _fragments_of_stages_1_and_2(
@@ -153,7 +179,11 @@ def _fragments_of_stages_1_and_2(
 ) -> dict[str, list[Fragment]]:
     mappings = [optimizer["param_slice_mappings"][number] for optimizer in optimizers]
     return {
-        name: [(rank, own[name].start, own[name].numel) for rank, own in enumerate(mappings) if name in own]
+        name: [
+            (rank, own[name].start, own[name].numel)
+            for rank, own in enumerate(mappings)
+            if name in own
+        ]
         for name in group
     }
 
@@ -167,13 +197,18 @@ def _fragments_of_stage_3(
     for name, shape in group.items():
         elements = math.prod(shape)
         share = math.ceil(elements / ranks)  # DeepSpeed pads the last rank's part to this length
-        fragments[name] = [(rank, start, max(0, min(share, elements - rank * share))) for rank in range(ranks)]
+        fragments[name] = [
+            (rank, start, max(0, min(share, elements - rank * share))) for rank in range(ranks)
+        ]
         start += share
     return fragments
 
 
 def _joined(
-    name: str, shape: tuple[int, ...], flats: Sequence[Mapping[str, Any]], fragments: Sequence[Fragment]
+    name: str,
+    shape: tuple[int, ...],
+    flats: Sequence[Mapping[str, Any]],
+    fragments: Sequence[Fragment],
 ) -> Iterator[tuple[str, TensorRef]]:
     """Yield each key of one parameter with its tensor: the fragments of the ranks concatenated, or rank 0's scalar.
 
@@ -185,7 +220,9 @@ def _joined(
     """
     if sum(numel for _, _, numel in fragments) != math.prod(shape):
         stored = sum(numel for _, _, numel in fragments)
-        raise CheckpointError(f"the ranks' files have {stored} elements of '{name}', whose shape is {list(shape)}")
+        raise CheckpointError(
+            f"the ranks' files have {stored} elements of '{name}', whose shape is {list(shape)}"
+        )
     for key, value in flats[0].items():
         if value is None:
             continue
@@ -194,7 +231,10 @@ def _joined(
             continue
 
         def read(key: str = key) -> torch.Tensor:
-            parts = [flats[rank][key].detach().narrow(0, start, numel) for rank, start, numel in fragments]
+            parts = [
+                flats[rank][key].detach().narrow(0, start, numel)
+                for rank, start, numel in fragments
+            ]
             return torch.cat(parts).view(shape)
 
         yield key, TensorRef(shape=shape, dtype=value.dtype, read=read)
@@ -203,26 +243,36 @@ def _joined(
 def _frozen_of_stage_3(models: Sequence[Mapping[str, Any]]) -> dict[str, TensorRef]:
     """Return what the optimizer does not update: frozen parameters, which are sharded, and buffers, which are not."""
     first = models[0]
-    found = {name: TensorRef.of(first["module"][name]) for name in first["buffer_names"] if name in first["module"]}
+    found = {
+        name: TensorRef.of(first["module"][name])
+        for name in first["buffer_names"]
+        if name in first["module"]
+    }
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in models]
         size = tuple(shape)
 
-        def read(parts: Sequence[torch.Tensor] = parts, size: tuple[int, ...] = size) -> torch.Tensor:
+        def read(
+            parts: Sequence[torch.Tensor] = parts, size: tuple[int, ...] = size
+        ) -> torch.Tensor:
             return torch.cat(list(parts))[: math.prod(size)].view(size)
 
         found[name] = TensorRef(shape=size, dtype=parts[0].dtype, read=read)
     return found
 
 
-def _groups(optimizer: Mapping[str, Any], names: list[list[str]], checkpoint: Path) -> list[ParameterGroup]:
+def _groups(
+    optimizer: Mapping[str, Any], names: list[list[str]], checkpoint: Path
+) -> list[ParameterGroup]:
     """Return the optimizer's groups.
 
     ZeRO-3 divides groups of more than `sub_group_size` elements per rank into several; `params` has their numbers.
     """
     groups = []
     for group in _base_state(optimizer)["param_groups"]:
-        groups.append(ParameterGroup.of(group, [name for part in group["params"] for name in names[part]]))
+        groups.append(
+            ParameterGroup.of(group, [name for part in group["params"] for name in names[part]])
+        )
     if sum(len(group.names) for group in groups) != sum(map(len, names)):
         raise CheckpointError(
             f"{checkpoint}: DeepSpeed's files do not say which group each parameter belongs to: resume from it under "
@@ -255,13 +305,18 @@ def read_universal(checkpoint: Path) -> CheckpointView:
         check_names(shapes)
         groups.append(ParameterGroup.of(option, shapes))
         for name in shapes:
-            keys = {path.stem: _read_tensor(path) for path in sorted((folder / "zero" / name).glob("*.pt"))}
+            keys = {
+                path.stem: _read_tensor(path)
+                for path in sorted((folder / "zero" / name).glob("*.pt"))
+            }
             if "fp32" not in keys:
                 raise CheckpointError(f"{folder} has no weight of '{name}'")
             weights[saved_name(name)] = keys.pop("fp32")
             state[name] = keys
     others = {name: TensorRef.of(tensor) for name, tensor in model["module"].items()}
-    return CheckpointView(weights=others | weights, groups=groups, state=state, aliases=model["shared_params"])
+    return CheckpointView(
+        weights=others | weights, groups=groups, state=state, aliases=model["shared_params"]
+    )
 
 
 def _read_tensor(path: Path) -> TensorRef:
@@ -291,10 +346,18 @@ def write_universal(view: CheckpointView, folder: Path, *, step: int, world_size
         for name in group.names:
             _write_parameter(zero / name, view.weight_of(name), view.state.get(name, {}))
     trained = {saved_name(name) for group in groups for name in group.names}
-    others = {name: ref.read() for name, ref in view.weights.items() if name not in trained | set(view.aliases)}
+    others = {
+        name: ref.read()
+        for name, ref in view.weights.items()
+        if name not in trained | set(view.aliases)
+    }
     _write_counters(tagged, view, groups, others, step=step, world_size=world_size)
     options = [dict(group.options) for group in groups]
-    steps = [view.state[group.names[0]]["step"].read() for group in groups if "step" in view.state[group.names[0]]]
+    steps = [
+        view.state[group.names[0]]["step"].read()
+        for group in groups
+        if "step" in view.state[group.names[0]]
+    ]
     state = {
         "param_groups": options,
         "ds_version": installed("deepspeed") or _FORMAT_VERSION,
@@ -330,7 +393,9 @@ def _write_counters(
         "module": dict(others),
         "buffer_names": [],
         "optimizer": None,
-        "param_shapes": [{name: torch.Size(view.weight_of(name).shape) for name in g.names} for g in groups],
+        "param_shapes": [
+            {name: torch.Size(view.weight_of(name).shape) for name in g.names} for g in groups
+        ],
         "frozen_param_shapes": {},
         "shared_params": dict(view.aliases),
         "frozen_param_fragments": {},
@@ -374,4 +439,8 @@ def check_for_stage_3(view: CheckpointView) -> None:
 def _shared_options(options: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the options that have the same value in all groups; the others stay as the launch sets them."""
     first = options[0]
-    return {key: value for key, value in first.items() if all(group.get(key) == value for group in options)}
+    return {
+        key: value
+        for key, value in first.items()
+        if all(group.get(key) == value for group in options)
+    }

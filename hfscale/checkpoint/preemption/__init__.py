@@ -4,7 +4,14 @@ Notices are collected here; `hfscale.checkpoint.preemption.stop` makes all ranks
 """
 
 from hfscale.checkpoint.preemption.clouds import CLOUDS, detect_cloud, watch_cloud
-from hfscale.checkpoint.preemption.notice import EXIT_CODE, NOTICES, SOURCES, Notice, Preempted, PreemptionNotices
+from hfscale.checkpoint.preemption.notice import (
+    EXIT_CODE,
+    NOTICES,
+    SOURCES,
+    Notice,
+    Preempted,
+    PreemptionNotices,
+)
 from hfscale.checkpoint.preemption.peers import PeerWatch, peers_of, siblings, stop_watching_peers
 from hfscale.checkpoint.preemption.signals import SignalWatch, assumed_notice_s, watch_signals
 from hfscale.checkpoint.preemption.workers import end_workers, shield_workers

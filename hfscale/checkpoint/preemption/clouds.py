@@ -43,7 +43,8 @@ which can hang or give a wrong answer)."""
 MAX_BYTES = 64 * 1024
 """More than any expected answer; scheduled events of a large scale set are a few KiB."""
 _FAILURES_BEFORE_A_WARNING = 3
-_LONGEST_PAUSE_S = 20.0  # less than the shortest notice, so that a service that works again is read in time
+# Less than the shortest notice, so that a service that works again is read in time
+_LONGEST_PAUSE_S = 20.0
 
 
 class MetadataError(Exception):
@@ -78,7 +79,9 @@ class MetadataClient:
         self._port = parts.port or 80
         self.timeout_s = timeout_s
 
-    def request(self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float | None = None) -> Answer:
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str], *, timeout_s: float | None = None
+    ) -> Answer:
         """Send a request and return the answer.
 
         Args:
@@ -109,10 +112,14 @@ class MetadataClient:
             raise MetadataError(f"{path}: {type(error).__name__}: {error}") from error
         finally:
             connection.close()
-        return Answer(response.status, text, {name.lower(): value for name, value in response.getheaders()})
+        return Answer(
+            response.status, text, {name.lower(): value for name, value in response.getheaders()}
+        )
 
 
-def _read_body(response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline: float) -> bytes:
+def _read_body(
+    response: http.client.HTTPResponse, connection: http.client.HTTPConnection, deadline: float
+) -> bytes:
     """Read the body until `deadline`: with the socket's timeout alone a server could send single bytes without end."""
     body = b""
     while chunk := response.read1(MAX_BYTES):
@@ -169,7 +176,9 @@ class AwsWatch:
         """Return True at the first poll that finds a rebalance recommendation, and False at all later ones."""
         if self._was_hinted:
             return False
-        self._was_hinted = self._get("/latest/meta-data/events/recommendations/rebalance") is not None
+        self._was_hinted = (
+            self._get("/latest/meta-data/events/recommendations/rebalance") is not None
+        )
         return self._was_hinted
 
     def _get(self, path: str) -> Answer | None:
@@ -186,9 +195,13 @@ class AwsWatch:
     def _new_token(self) -> str:
         path = "/latest/api/token"
         try:
-            answer = self._client.request("PUT", path, {"X-aws-ec2-metadata-token-ttl-seconds": "21600"})
+            answer = self._client.request(
+                "PUT", path, {"X-aws-ec2-metadata-token-ttl-seconds": "21600"}
+            )
         except MetadataError as error:
-            raise MetadataError(f"{error} (in a container the instance needs a metadata hop limit of 2)") from error
+            raise MetadataError(
+                f"{error} (in a container the instance needs a metadata hop limit of 2)"
+            ) from error
         token = _checked(answer, path).text
         if not token.isascii() or not token.isprintable():
             raise MetadataError(f"{path}: the answer is not a token")
@@ -248,7 +261,9 @@ class AzureWatch:
             self._name = self._get(path).text.strip().lower()
         answer = self._get("/metadata/scheduledevents?api-version=2020-07-01")
         ends = [
-            _seconds_left(event, answer) for event in json.loads(answer.text)["Events"] if self._concerns_us(event)
+            _seconds_left(event, answer)
+            for event in json.loads(answer.text)["Events"]
+            if self._concerns_us(event)
         ]
         return Notice(source=self.source, seconds=min(ends)) if ends else None
 
@@ -258,7 +273,9 @@ class AzureWatch:
     def _concerns_us(self, event: Mapping[str, Any]) -> bool:
         # Machines of a scale set are listed with a leading underscore.
         resources = [str(name).lower().removeprefix("_") for name in event["Resources"]]
-        return event["EventType"] in self.ending and (self._name or "").removeprefix("_") in resources
+        return (
+            event["EventType"] in self.ending and (self._name or "").removeprefix("_") in resources
+        )
 
     def _get(self, path: str) -> Answer:
         return _checked(self._client.request("GET", path, {"Metadata": "true"}), path)
@@ -280,7 +297,9 @@ def detect_cloud(root: Path = DMI) -> str | None:
     Returns:
         `str`: one of `CLOUDS`, or None if the machine is in none of these clouds.
     """
-    vendors = " ".join(_read(root / name) for name in ("sys_vendor", "board_vendor", "bios_vendor", "bios_version"))
+    vendors = " ".join(
+        _read(root / name) for name in ("sys_vendor", "board_vendor", "bios_vendor", "bios_version")
+    )
     if "amazon" in vendors.lower():
         return "aws"
     if "Google" in vendors:
@@ -382,7 +401,9 @@ class CloudPoller(threading.Thread):
         self._failures += 1
         if self._failures == _FAILURES_BEFORE_A_WARNING:
             logger.warning(
-                "the metadata service for %s does not work, polling continues: %s", self._watch.source, error
+                "the metadata service for %s does not work, polling continues: %s",
+                self._watch.source,
+                error,
             )
         return min(max(self._watch.every_s, 1.0) * 2.0 ** min(self._failures, 5), _LONGEST_PAUSE_S)
 

@@ -61,12 +61,20 @@ def siblings(environ: Mapping[str, str] = os.environ) -> dict[str, psutil.Proces
     """
     try:
         parent = psutil.Process().parent()
-        children = [process for process in (parent.children() if parent is not None else []) if is_alive(process)]
+        children = [
+            process
+            for process in (parent.children() if parent is not None else [])
+            if is_alive(process)
+        ]
     except psutil.Error:
         return {}
     if str(len(children)) != environ.get("LOCAL_WORLD_SIZE"):
         return {}
-    return {f"process {child.pid} of another rank": child for child in children if child.pid != os.getpid()}
+    return {
+        f"process {child.pid} of another rank": child
+        for child in children
+        if child.pid != os.getpid()
+    }
 
 
 _running: "PeerWatch | None" = None
@@ -97,7 +105,9 @@ class PeerWatch(threading.Thread):
         previous = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         if previous != -1:  # of an event loop such as asyncio's
             signal.set_wakeup_fd(previous)
-            logger.info("if a rank dies, the others end when the launcher kills them: the wakeup descriptor is in use")
+            logger.info(
+                "if a rank dies, the others end when the launcher kills them: the wakeup descriptor is in use"
+            )
             return
         _running = self
         super().start()
@@ -126,7 +136,8 @@ class PeerWatch(threading.Thread):
         while signal.SIGTERM not in (numbers := os.read(self._reader, 64)):
             if _STOP in numbers:
                 return
-        first = self._dead()  # the launcher signals after the first death; later peers leave as this process does
+        # The launcher signals after the first death; later peers leave as this process does
+        first = self._dead()
         pause_s = GRACE_S
         while not self._stop_now.wait(pause_s):
             pause_s = _LOOK_EVERY_S

@@ -18,9 +18,12 @@ LAUNCHER_GRACE_S = 30.0
 """Default seconds between the signal and SIGKILL: torch.distributed.elastic, and Kubernetes' termination grace
 period."""
 
-_REPEATED_AFTER_S = 5.0  # one stop can bring several signals: the scheduler's own, and another through the launcher
+# One stop can bring several signals: the scheduler's own, and another through the launcher
+_REPEATED_AFTER_S = 5.0
 _BEFORE_THE_FIRST_STEP = "hfscale: {name}: the run stops after its first step\n"
-_INTERRUPTED = "\nhfscale: Ctrl-C: the run saves and stops after this step; press it again to stop at once\n"
+_INTERRUPTED = (
+    "\nhfscale: Ctrl-C: the run saves and stops after this step; press it again to stop at once\n"
+)
 
 
 def assumed_notice_s(source: str, environ: Mapping[str, str] = os.environ) -> float | None:
@@ -55,7 +58,9 @@ class SignalWatch:
             after a pending notice ends the process with exit code 75.
     """
 
-    def __init__(self, notices: PreemptionNotices = NOTICES, *, whole_process: bool = False) -> None:
+    def __init__(
+        self, notices: PreemptionNotices = NOTICES, *, whole_process: bool = False
+    ) -> None:
         self.notices = notices
         self.whole_process = whole_process
         self._previous: dict[signal.Signals, Any] = {}
@@ -72,7 +77,8 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             return False
         if not self.is_installed:
-            self._previous = {number: signal.getsignal(number) for number in SIGNALS}  # first: one may come right away
+            # first: one may come right away
+            self._previous = {number: signal.getsignal(number) for number in SIGNALS}
             for number in SIGNALS:
                 signal.signal(number, self._handle)
         return True
@@ -139,7 +145,8 @@ class SignalWatch:
                     link = connect()
                     if link is not None:
                         link.ending(EXIT_CODE)
-                    os._exit(EXIT_CODE)  # without unwinding: other ranks may wait in a collective that this one left
+                    # Without unwinding: other ranks may wait in a collective that this one left
+                    os._exit(EXIT_CODE)
                 if is_main_process():
                     _print(_BEFORE_THE_FIRST_STEP.format(name=name))
             self.notices.add(Notice(source=name))

@@ -112,9 +112,15 @@ class _Outlook:
     def of_all_ranks(self) -> "_Outlook":
         """Return the worst values of all ranks; every rank must call it."""
         source, minus_left, write_s, around_save_s = TRAINING.maximum(
-            "stop: outlook", [float(self.source), -self.seconds_left, self.write_s, self.around_save_s]
+            "stop: outlook",
+            [float(self.source), -self.seconds_left, self.write_s, self.around_save_s],
         )
-        return _Outlook(source=int(source), seconds_left=-minus_left, write_s=write_s, around_save_s=around_save_s)
+        return _Outlook(
+            source=int(source),
+            seconds_left=-minus_left,
+            write_s=write_s,
+            around_save_s=around_save_s,
+        )
 
     @property
     def has_time_to_save(self) -> bool:
@@ -149,7 +155,9 @@ class PreemptionStop(ResetOnCopy):
         notices: PreemptionNotices = NOTICES,
     ) -> None:
         if notice_s is not None and not notice_s > 0:
-            raise ParameterError("notice_s", notice_s, "it must be greater than 0, in seconds, or None")
+            raise ParameterError(
+                "notice_s", notice_s, "it must be greater than 0, in seconds, or None"
+            )
         check_cloud(cloud)
         self.notice_s = notice_s
         self.cloud = cloud
@@ -207,7 +215,9 @@ class PreemptionStop(ResetOnCopy):
                 self._listening.callback(peer_watch.stop)
                 peer_watch.start()
         else:
-            logger.warning("signals are not handled: train() runs in a thread, and Python needs the main thread")
+            logger.warning(
+                "signals are not handled: train() runs in a thread, and Python needs the main thread"
+            )
         if trainer.args.local_process_index == 0:
             poller = watch_cloud(self.cloud, notices=self.notices)
             if poller is not None:
@@ -306,9 +316,14 @@ class PreemptionStop(ResetOnCopy):
         self._agreement.finish()
         if self.stop is not None and distributed.rank() == 0 and self._stop_path is not None:
             try:
-                self._stop_path.unlink(missing_ok=True)  # not before: a run that is killed must stop again
+                # Not before: a run that is killed must stop again
+                self._stop_path.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("remove %s, or it stops the next launch too: %s", self._stop_path, error.strerror)
+                logger.warning(
+                    "remove %s, or it stops the next launch too: %s",
+                    self._stop_path,
+                    error.strerror,
+                )
         self.notices.clear()
         self._listening.close()
 
@@ -326,7 +341,9 @@ class PreemptionStop(ResetOnCopy):
         reason = self.reason(last_committed)
         if self.stop.source == signal.SIGINT.name:
             return KeyboardInterrupt(f"stopped by {reason}; relaunch the same command to resume")
-        return Preempted(f"preempted by {reason}; relaunch the same command to resume (exit code {EXIT_CODE})")
+        return Preempted(
+            f"preempted by {reason}; relaunch the same command to resume (exit code {EXIT_CODE})"
+        )
 
     def reason(self, last_committed: str | None) -> str | None:
         """Return why the run stopped, for the status file.
@@ -341,7 +358,11 @@ class PreemptionStop(ResetOnCopy):
             return None
         if self.stop.why_not is not None:
             return f"{self.stop.source}: {self.stop.why_not}"
-        return f"{self.stop.source}: {last_committed} is committed" if last_committed else self.stop.source
+        return (
+            f"{self.stop.source}: {last_committed} is committed"
+            if last_committed
+            else self.stop.source
+        )
 
     def _gather_processes(self) -> list[dict[str, Any]]:
         """Return what `describe_process` returns on each rank; every rank must call it."""
@@ -353,7 +374,8 @@ class PreemptionStop(ResetOnCopy):
     def _vote(self) -> float:
         """Return this rank's vote; rank 0 also looks for the stop file."""
         if self._stop_path is not None and distributed.rank() == 0:
-            with suppress(OSError):  # it does not exist; or the file system fails, which is no reason to stop
+            # It does not exist; or the file system fails, which is no reason to stop
+            with suppress(OSError):
                 self._stop_path.stat()
                 self.notices.add(Notice(source=STOP_FILE))
         if self.notices.pending():
@@ -390,7 +412,9 @@ class PreemptionStop(ResetOnCopy):
         left = [notice.seconds_left(self._assumed_s(notice.source)) for notice in notices]
         return _Outlook(
             source=max((SOURCES.index(notice.source) for notice in notices), default=-1),
-            seconds_left=min((seconds for seconds in left if seconds is not None), default=math.inf),
+            seconds_left=min(
+                (seconds for seconds in left if seconds is not None), default=math.inf
+            ),
             write_s=-1.0 if self.last_write_s is None else self.last_write_s,
             around_save_s=self.around_save_s(),
         )
@@ -398,7 +422,9 @@ class PreemptionStop(ResetOnCopy):
     def _assumed_s(self, source: str) -> float | None:
         """Return the seconds that are assumed for a source that gives no time; None: no limit."""
         is_signal = source in signal.Signals.__members__
-        return self.notice_s if is_signal and self.notice_s is not None else assumed_notice_s(source)
+        return (
+            self.notice_s if is_signal and self.notice_s is not None else assumed_notice_s(source)
+        )
 
     def _reason_not_to_save(self, outlook: _Outlook, state: TrainerState) -> str | None:
         if not self._saves:
@@ -430,7 +456,8 @@ class PreemptionStop(ResetOnCopy):
 
         @functools.wraps(evaluate)
         def cut_short(*args: Any, **kwargs: Any) -> Any:
-            outer = self._evaluation_agreement  # with several evaluation sets evaluate() calls itself for each
+            # With several evaluation sets evaluate() calls itself for each
+            outer = self._evaluation_agreement
             self._evaluation_agreement = outer or self._new_agreement()
             try:
                 return evaluate(*args, **kwargs)
@@ -453,9 +480,13 @@ class PreemptionStop(ResetOnCopy):
 def _log_stop(stop: Stop) -> None:
     left = "" if stop.seconds_left is None else f", {max(stop.seconds_left, 0.0):.0f} s left"
     if stop.save:
-        logger.info("%s%s: every process stops after step %d and saves it", stop.source, left, stop.step)
+        logger.info(
+            "%s%s: every process stops after step %d and saves it", stop.source, left, stop.step
+        )
     else:
-        logger.warning("%s: every process stops after step %d; %s", stop.source, stop.step, stop.why_not)
+        logger.warning(
+            "%s: every process stops after step %d; %s", stop.source, stop.step, stop.why_not
+        )
     if is_main_process():
         saved = "and saves it" if stop.save else f"and does not save it: {stop.why_not}"
         text = f"{stop.source}{left}: every process stops after step {stop.step} {saved}"

@@ -114,4 +114,8 @@ class _ShieldedForkServer(context.ForkServerContext):
     Process = _ServedWorker
 
 
-_SHIELDED = {"fork": _ShieldedFork(), "spawn": _ShieldedSpawn(), "forkserver": _ShieldedForkServer()}
+_SHIELDED = {
+    "fork": _ShieldedFork(),
+    "spawn": _ShieldedSpawn(),
+    "forkserver": _ShieldedForkServer(),
+}

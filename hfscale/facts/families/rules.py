@@ -34,7 +34,11 @@ def falcon_kv_heads(config: ModelConfig) -> int:
 
     The newer decoder groups query heads; the older one has a single key-value head or one per query head.
     """
-    return grouped_query(config) if config.flag("new_decoder_architecture") else multi_query_if_set(config)
+    return (
+        grouped_query(config)
+        if config.flag("new_decoder_architecture")
+        else multi_query_if_set(config)
+    )
 
 
 # -- sliding windows --------------------------------------------------------------------------------------------------
@@ -72,7 +76,10 @@ def sliding_layers(
         layers = range(config.count("num_hidden_layers"))
         types = config.items("layer_types")
         if types is None:
-            types = ["sliding_attention" if slides(config, layer) else "full_attention" for layer in layers]
+            types = [
+                "sliding_attention" if slides(config, layer) else "full_attention"
+                for layer in layers
+            ]
         unknown = set(types) - {"sliding_attention", "full_attention"}
         if unknown or len(types) != len(layers):
             raise UnsupportedModelError(
@@ -92,12 +99,15 @@ sliding = sliding_layers(lambda config, layer: True)
 sliding_if_enabled = sliding_layers(lambda config, layer: True, enabled_by=_ENABLED_BY)
 """The window of every layer."""
 
-sliding_by_pattern = sliding_layers(lambda config, layer: (layer + 1) % config.count("sliding_window_pattern") != 0)
+sliding_by_pattern = sliding_layers(
+    lambda config, layer: (layer + 1) % config.count("sliding_window_pattern") != 0
+)
 """The window of every layer but the last of each `sliding_window_pattern` layers."""
 
 sliding_but_the_last = sliding_layers(
     lambda config, layer: (
-        (layer + 1) % config.count("sliding_window_pattern") != 0 and layer + 1 < config.count("num_hidden_layers")
+        (layer + 1) % config.count("sliding_window_pattern") != 0
+        and layer + 1 < config.count("num_hidden_layers")
     )
 )
 """The window of every layer but the last of each `sliding_window_pattern` layers, and the last of all."""

@@ -60,7 +60,9 @@ def find_model(name: str) -> ModelShape:
         return known
     if name.count("/") == 1 and not name.startswith((".", "/")):
         return ModelShape.from_config(_from_hub(name))
-    raise UnsupportedModelError(f"model {name!r} is not a file, a built-in name or a hub id: {_nearest(name)}")
+    raise UnsupportedModelError(
+        f"model {name!r} is not a file, a built-in name or a hub id: {_nearest(name)}"
+    )
 
 
 def _from_hub(name: str) -> str:
@@ -68,7 +70,9 @@ def _from_hub(name: str) -> str:
     try:
         from huggingface_hub import hf_hub_download
     except ImportError:
-        raise MissingDependencyError("huggingface_hub is not installed: pip install huggingface_hub") from None
+        raise MissingDependencyError(
+            "huggingface_hub is not installed: pip install huggingface_hub"
+        ) from None
     try:
         return hf_hub_download(name, "config.json")
     except Exception as error:  # many classes: no such repository, gated, offline, timeout

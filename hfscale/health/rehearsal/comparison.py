@@ -67,7 +67,9 @@ class Comparison:
                     sides = Side(rank=other, entry=entries[index]), Side(rank=rank, entry=entry)
                     first, second = sorted(sides, key=lambda side: side.rank)
                     position = sequence.matched + index + 1
-                    return Difference(kind=kind, group=entry.group, position=position, a=first, b=second)
+                    return Difference(
+                        kind=kind, group=entry.group, position=position, a=first, b=second
+                    )
             elif other in self._ended:
                 return self._missing(sequence, rank, other, index)
         sequence.drop_matched()
@@ -99,7 +101,9 @@ class Comparison:
                 a = Side(rank=present[0], entry=sequence.pending[present[0]][0])
                 b = Side(rank=absent[0], entry=self._last.get(absent[0]))
                 assert a.entry is not None
-                return Difference(kind="silent", group=a.entry.group, position=sequence.matched + 1, a=a, b=b)
+                return Difference(
+                    kind="silent", group=a.entry.group, position=sequence.matched + 1, a=a, b=b
+                )
         return None
 
     def _missing(self, sequence: _Sequence, waits: int, ended: int, index: int) -> Difference:

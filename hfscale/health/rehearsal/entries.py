@@ -47,7 +47,11 @@ class Entry:
         size = f" of {shown} {self.dtype}" if self.sizes else ""
         if self.sends:
             size = f" sending {list(self.sends)} and receiving {list(self.receives)} {self.dtype}"
-        peer = f" {'to' if self.name == 'send' else 'from'} rank {self.peer}" if self.peer is not None else ""
+        peer = (
+            f" {'to' if self.name == 'send' else 'from'} rank {self.peer}"
+            if self.peer is not None
+            else ""
+        )
         return f"{self.name}{size}{peer}" + (f" ({self.how})" if self.how else "")
 
     @property
@@ -60,7 +64,11 @@ class Entry:
     def gathered_module(self) -> str:
         """The module whose parameters are gathered for its forward pass; empty for anything else."""
         is_gather = self.phase == "forward" and self.name.startswith("allgather")
-        return self.module if is_gather and any(part in frame for frame in self.stack for part in _SHARDING) else ""
+        return (
+            self.module
+            if is_gather and any(part in frame for frame in self.stack for part in _SHARDING)
+            else ""
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -70,7 +78,8 @@ class Entry:
     def from_dict(cls, fields: Mapping[str, Any]) -> "Entry":
         """Return the entry of `to_dict`, after JSON."""
         values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields.items()
         }
         return cls(**values)
 

@@ -68,7 +68,8 @@ def install(folder: str) -> None:
         "transformers.trainer": _shorten_trainings,
     }
     if COMPARED in os.environ:
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # as one process without the launcher's config has
+        # As one process without the launcher's config has
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     if SMALL in os.environ:
         functions["transformers.modeling_utils"] = _make_models_small
     sys.meta_path.insert(0, _AfterImport(functions))
@@ -99,7 +100,8 @@ def _watch_groups(c10d: Any) -> None:
         everyone = range(c10d.get_world_size())
         if "RANK" in os.environ:
             _recorder().new_group(
-                sorted(everyone if ranks is None else ranks), bool(options.get("use_local_synchronization"))
+                sorted(everyone if ranks is None else ranks),
+                bool(options.get("use_local_synchronization")),
             )
         return new(ranks, *arguments, **options)
 

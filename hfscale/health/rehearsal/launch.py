@@ -126,7 +126,9 @@ class Listener:
                 rank.argv = message["argv"]
                 self.world_size = max(self.world_size, message["world_size"])
             elif message["kind"] == "error":
-                rank.error = "\n  ".join([f"it has ended with {message['text']}", *message["stack"]])
+                rank.error = "\n  ".join(
+                    [f"it has ended with {message['text']}", *message["stack"]]
+                )
             elif message["kind"] == "event" and rank.rank == 0:
                 self.events[message["name"]] += 1
             elif message["kind"] == "entry":
@@ -135,7 +137,9 @@ class Listener:
                     return
 
 
-def rehearse(command: Sequence[str], *, steps: int, quiet_s: float, small: bool = False) -> Rehearsal:
+def rehearse(
+    command: Sequence[str], *, steps: int, quiet_s: float, small: bool = False
+) -> Rehearsal:
     """Run a launch command for a few steps on CPUs and compare what its ranks enter.
 
     Args:

@@ -47,7 +47,9 @@ class Parity:
     @property
     def is_good(self) -> bool:
         """Whether the command computes what one process computes."""
-        return self.first_difference["kind"] == "none" and not any(step.differs for step in self.steps)
+        return self.first_difference["kind"] == "none" and not any(
+            step.differs for step in self.steps
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields for JSON."""
@@ -57,12 +59,21 @@ class Parity:
         """Return the report for people."""
         verdict = "computes the same as" if self.is_good else "does not compute the same as"
         lines = [f"The command on {self.world_size} ranks {verdict} one process.", ""]
-        lines.append(f"{'step':>4}  {'loss':>12} {'one process':>12}  {'grad_norm':>12} {'one process':>12}")
+        lines.append(
+            f"{'step':>4}  {'loss':>12} {'one process':>12}  {'grad_norm':>12} {'one process':>12}"
+        )
         for row in self.steps:
-            cells = [row.asked.get("loss"), row.one.get("loss"), row.asked.get("grad_norm"), row.one.get("grad_norm")]
+            cells = [
+                row.asked.get("loss"),
+                row.one.get("loss"),
+                row.asked.get("grad_norm"),
+                row.one.get("grad_norm"),
+            ]
             shown = ["-" if cell is None else f"{cell:.6f}" for cell in cells]
             mark = "  differs" if row.differs else ""
-            lines.append(f"{row.step:>4}  {shown[0]:>12} {shown[1]:>12}  {shown[2]:>12} {shown[3]:>12}{mark}")
+            lines.append(
+                f"{row.step:>4}  {shown[0]:>12} {shown[1]:>12}  {shown[2]:>12} {shown[3]:>12}{mark}"
+            )
         return "\n".join([*lines, "", self.explanation])
 
 
@@ -86,7 +97,9 @@ def check_parity(command: Sequence[str], *, steps: int, quiet_s: float) -> Parit
         variables = {STEPS: str(steps), SMALL: "1", COMPARED: "1"}
         code, listener, tail = run_watched(words, asked, variables, quiet_s)
         if listener.difference is not None:
-            raise HealthError("a rank would wait for ever: see hfscale check --collectives with the same command")
+            raise HealthError(
+                "a rank would wait for ever: see hfscale check --collectives with the same command"
+            )
         if code:
             raise HealthError(f"the command has failed: {failure_of(listener, tail)}")
         if listener.world_size < 2:
@@ -109,7 +122,9 @@ def _compare(one: Path, asked: Path, ranks: int) -> Parity:
         for name in _NUMBERS:
             is_norm = name == "grad_norm"
             of_norm = elements if is_norm else 0
-            limit = relative_tolerance("float32", ranks=ranks, steps=step, chained=is_norm, of_norm=of_norm)
+            limit = relative_tolerance(
+                "float32", ranks=ranks, steps=step, chained=is_norm, of_norm=of_norm
+            )
             if name in a[step] and name in b[step]:
                 differs |= relative_difference(a[step][name], b[step][name]) > limit
         rows.append(Step(step=step, one=dict(a[step]), asked=dict(b[step]), differs=differs))

@@ -133,11 +133,16 @@ class Recorder:
 
     def _kernel(self, name: str, operator: Any) -> Callable[..., Any]:
         below = torch_bindings._dispatch_keyset_full_after(torch_bindings.DispatchKey.BackendSelect)
-        positions = {argument.name: index for index, argument in enumerate(operator._schema.arguments)}
+        positions = {
+            argument.name: index for index, argument in enumerate(operator._schema.arguments)
+        }
 
         def kernel(keyset: Any, *arguments: Any) -> Any:
             if os.getpid() == self._pid:
-                self._record(name, {key: arguments[at] for key, at in positions.items() if at < len(arguments)})
+                self._record(
+                    name,
+                    {key: arguments[at] for key, at in positions.items() if at < len(arguments)},
+                )
             result = operator.redispatch(keyset & below, *arguments)
             self._kept.append(result)
             return result
@@ -162,7 +167,9 @@ class Recorder:
             ranks,
             name.strip("_"),
             sizes=tuple(tensor.numel() for tensor in tensors),
-            dtype=_dtypes(tensors or tensors_in(arguments.get("input", arguments.get("input_tensors", [])))),
+            dtype=_dtypes(
+                tensors or tensors_in(arguments.get("input", arguments.get("input_tensors", [])))
+            ),
             how=" ".join(how).lower(),
             sends=sends,
             receives=receives,
@@ -171,7 +178,9 @@ class Recorder:
 
     def _announce(self, group: str, ranks: tuple[int, ...], name: str, **fields: Any) -> None:
         frames = _frames()
-        functions = [(frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))) for frame in frames]
+        functions = [
+            (frame.f_code.co_name, str(frame.f_globals.get("__name__", ""))) for frame in frames
+        ]
         entry = Entry(
             group=f"{group} with ranks {', '.join(map(str, ranks))}",
             ranks=ranks,
@@ -179,7 +188,9 @@ class Recorder:
             phase=_phase(functions),
             step=self.step,
             module=self._module(frames),
-            stack=tuple(_frame_text(frame.f_code, frame.f_lineno) for frame in frames[-_LONGEST_STACK:]),
+            stack=tuple(
+                _frame_text(frame.f_code, frame.f_lineno) for frame in frames[-_LONGEST_STACK:]
+            ),
             **fields,
         )
         self._send({"kind": "entry", "entry": entry.to_dict()})
@@ -233,11 +244,18 @@ def _dtypes(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors}))
 
 
-def _splits(name: str, arguments: Mapping[str, Any], ranks: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _splits(
+    name: str, arguments: Mapping[str, Any], ranks: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the elements that an all-to-all sends to each rank and receives from each."""
     if name == "alltoall_":
-        sent, received = tensors_in(arguments["input_tensors"]), tensors_in(arguments["output_tensors"])
-        return tuple(tensor.numel() for tensor in sent), tuple(tensor.numel() for tensor in received)
+        sent, received = (
+            tensors_in(arguments["input_tensors"]),
+            tensors_in(arguments["output_tensors"]),
+        )
+        return tuple(tensor.numel() for tensor in sent), tuple(
+            tensor.numel() for tensor in received
+        )
     if name == "alltoall_base_":
         rows = _rows(arguments["input"], arguments["input_split_sizes"], ranks)
         return rows, _rows(arguments["output"], arguments["output_split_sizes"], ranks)

@@ -48,7 +48,10 @@ def _side(side: Side) -> list[str]:
         return [f"Rank {side.rank}: {side.ended or 'has entered nothing'}"]
     what = f"{side.entry.label}, in {side.entry.place}"
     title = f"{side.ended}; its last collective was {what}" if side.ended else what
-    return [f"Rank {side.rank}: {title}", *(f"  {frame}" for frame in shown_frames(side.entry.stack))]
+    return [
+        f"Rank {side.rank}: {title}",
+        *(f"  {frame}" for frame in shown_frames(side.entry.stack)),
+    ]
 
 
 def shown_frames(stack: Sequence[str]) -> list[str]:
@@ -72,5 +75,7 @@ def _covered(found: Rehearsal) -> list[str]:
     ]
     reached = [name for name in _OPTIONAL if found.events.get(name)]
     missed = [name for name in _OPTIONAL if not found.events.get(name)]
-    lines.append(f"Reached: {', '.join(reached) or 'none'}; not reached: {', '.join(missed) or 'none'}.")
+    lines.append(
+        f"Reached: {', '.join(reached) or 'none'}; not reached: {', '.join(missed) or 'none'}."
+    )
     return lines

@@ -68,7 +68,9 @@ class CommunicationMeter(Meter):
     def step_begin(self, state: TrainerState) -> None:
         assert self._sampled is not None
         callbacks = self._trainer.callback_handler.callbacks
-        is_traced = any(isinstance(c, ProfilerCallback) and state.global_step + 1 in c.steps for c in callbacks)
+        is_traced = any(
+            isinstance(c, ProfilerCallback) and state.global_step + 1 in c.steps for c in callbacks
+        )
         if not is_traced:
             self._sampled.step_begin(self._trainer.current_gradient_accumulation_steps)
 
@@ -98,7 +100,9 @@ class CommunicationMeter(Meter):
         return {
             "exposed_comm_s": or_nan(exposed.seconds if exposed is not None else None),
             "exposed_comm_step_s": or_nan(exposed.step_s if exposed is not None else None),
-            "comm_over_backward": or_nan(exposed.comm_over_backward if exposed is not None else None),
+            "comm_over_backward": or_nan(
+                exposed.comm_over_backward if exposed is not None else None
+            ),
         }
 
     def keys(self, columns: Columns, window: Window, state: TrainerState) -> dict[str, float]:
@@ -106,7 +110,9 @@ class CommunicationMeter(Meter):
         mean_step_s = window.seconds / window.steps
         shares = [
             min(exposed_s / (mean_step_s if math.isnan(step_s) else step_s), 1.0)
-            for exposed_s, step_s in zip(columns["exposed_comm_s"], columns["exposed_comm_step_s"], strict=True)
+            for exposed_s, step_s in zip(
+                columns["exposed_comm_s"], columns["exposed_comm_step_s"], strict=True
+            )
             if not math.isnan(exposed_s)
         ]
         self.shares = shares if len(shares) == len(columns["exposed_comm_s"]) else []

@@ -75,7 +75,8 @@ class EfficiencyMeter(Meter):
         args = self._trainer.args
         work = asdict(self.workload) if self.workload is not None else {}
         facts: dict[str, Any] = {
-            **{key: value for key, value in work.items() if value != 0},  # without tokens, two fields are 0
+            # Without tokens, two fields are 0
+            **{key: value for key, value in work.items() if value != 0},
             "world_size": args.world_size,
             "strategy": running_strategy(self._trainer),
             "global_batch_size": global_batch_size(self._trainer),

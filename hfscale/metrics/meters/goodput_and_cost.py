@@ -46,5 +46,7 @@ class GoodputMeter(Meter):
         if self.rate is not None:
             keys["scaling/usd"] = self.goodput_tracker.gpu_hours() * self.rate.usd_per_gpu_hour
             if window.tokens_seen:
-                keys["scaling/usd_per_million_tokens"] = keys["scaling/usd"] / window.tokens_seen * 1e6
+                keys["scaling/usd_per_million_tokens"] = (
+                    keys["scaling/usd"] / window.tokens_seen * 1e6
+                )
         return keys

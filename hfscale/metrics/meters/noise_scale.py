@@ -40,7 +40,8 @@ logger = get_logger(__name__)
 MIN_STEPS_BETWEEN_SAMPLES = 50
 """A noise-scale sample costs about 3% of a step of two small micro-batches, and the noise scale changes over thousands
 of steps."""
-_LEAF_PROBE_STRATEGIES = ("single", "ddp")  # checked against a known answer; DeepSpeed's strategies are not
+# Checked against a known answer; DeepSpeed's strategies are not
+_LEAF_PROBE_STRATEGIES = ("single", "ddp")
 DECAY = 0.95
 MIN_SAMPLES = 10
 """With fewer samples, one unlucky step would decide the ratio."""
@@ -77,7 +78,10 @@ class NoiseScaleMeter(Meter):
             return "fp16 scales the loss, and with it the gradients"
         if gradient_compression(args) not in ("none", "fp16", "bf16"):
             return f"with {gradient_compression(args)} the logged norm is not that of the averaged gradient"
-        if trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1:
+        if (
+            trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
+            > 1
+        ):
             return "ranks that share a sequence or a matrix see only parts of the gradients"
         if self._global_batch_size <= args.per_device_train_batch_size:
             return "it needs two micro-batches per step, from two ranks or by gradient accumulation"
@@ -200,7 +204,11 @@ class NoiseScale:
 
         It is None while there are too few samples, and if the average noise or signal is not positive.
         """
-        if self._saved.get("samples", 0) < MIN_SAMPLES or self._saved["signal"] <= 0 or self._saved["noise"] <= 0:
+        if (
+            self._saved.get("samples", 0) < MIN_SAMPLES
+            or self._saved["signal"] <= 0
+            or self._saved["noise"] <= 0
+        ):
             return None
         return float(self._saved["noise"] / self._saved["signal"])
 
@@ -308,7 +316,8 @@ class ReduceScatterProbe(GradientProbe):
         self._is_open = False
         self._norms: dict[int, list[torch.Tensor]] = {}
         for number, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
-            reduce_scatter: Any = _MeasuredReduceScatter(self._measure, number)  # torch exports no base class
+            # torch exports no base class
+            reduce_scatter: Any = _MeasuredReduceScatter(self._measure, number)
             module.set_custom_reduce_scatter(reduce_scatter)
 
     def open(self) -> None:
@@ -321,7 +330,9 @@ class ReduceScatterProbe(GradientProbe):
     def _measure(self, number: int, gradient: torch.Tensor) -> None:
         """Measure the flat gradient of group `number`."""
         if self._is_open:
-            self._norms.setdefault(number, []).append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            self._norms.setdefault(number, []).append(
+                torch.linalg.vector_norm(gradient, dtype=torch.float32)
+            )
 
     def read(self, backward_passes: int) -> tuple[float, int] | None:
         """Return the sum of the squared gradients, with one part for each reduction of the gradients."""
@@ -330,7 +341,9 @@ class ReduceScatterProbe(GradientProbe):
         if not groups:
             return None
         norms = [norm for group in groups.values() for norm in group]
-        return float(torch.stack(norms).square().sum()), max(len(group) for group in groups.values())
+        return float(torch.stack(norms).square().sum()), max(
+            len(group) for group in groups.values()
+        )
 
 
 class _MeasuredReduceScatter:
@@ -340,7 +353,9 @@ class _MeasuredReduceScatter:
         self._measure = measure
         self._number = number
 
-    def allocate(self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Iterable[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -352,4 +367,6 @@ class _MeasuredReduceScatter:
         async_op: bool = False,
     ) -> Any:
         self._measure(self._number, input_tensor)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, group=group, op=op, async_op=async_op
+        )

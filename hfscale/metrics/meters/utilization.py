@@ -59,14 +59,18 @@ class UtilizationMeter(Meter):
         self._peak_facts = {}
         peak_tflops = self._peak_tflops or device_peak_tflops(args.device, dtype)
         if peak_tflops is None:
-            self._give_up(f"the {dtype} peak of this {args.device.type} is unknown (give peak_tflops)")
+            self._give_up(
+                f"the {dtype} peak of this {args.device.type} is unknown (give peak_tflops)"
+            )
             return
         self._peak_flops = peak_tflops * 1e12
         if self._peak_tflops is None:
             self._peak_facts = {"peak_dtype": dtype}
         self._why_no_formula = f"{type(trainer).__name__} has its own loss"
         try:
-            self._formula = FlopsModel.of(model_of(trainer), args, sizes=getattr(trainer, "parameter_counts", None))
+            self._formula = FlopsModel.of(
+                model_of(trainer), args, sizes=getattr(trainer, "parameter_counts", None)
+            )
         except UnsupportedModelError as error:
             self._why_no_formula = f"no formula holds: {str(error).partition(':')[0]}"
         self._extends_loss = has_own_loss(trainer) and extends_loss(trainer)
@@ -105,20 +109,26 @@ class UtilizationMeter(Meter):
         """Add a counted step to the fit, and decide where the FLOPs come from."""
         if self._fit is None:
             return
-        work = [now - before for now, before in zip(self._counter.work, self._step_work, strict=True)]
+        work = [
+            now - before for now, before in zip(self._counter.work, self._step_work, strict=True)
+        ]
         if self._step is None:
             self._fit.note(work)
             return
         self.pause()
         step, self._step = self._step, None
         if step.not_counted:
-            self._refuse_counting(f"the FLOPs of {', '.join(sorted(step.not_counted))} cannot be counted")
+            self._refuse_counting(
+                f"the FLOPs of {', '.join(sorted(step.not_counted))} cannot be counted"
+            )
         elif any(work) and step.model_flops:
             self._fit.add(work, step.model_flops, step.hardware_flops)
             if self._formula is not None and self._formula_agrees(work, step.model_flops):
                 self._use_formula()
             elif self._fit.has_failed:
-                self._give_up("the FLOPs of its steps cannot be predicted from the shapes of the inputs")
+                self._give_up(
+                    "the FLOPs of its steps cannot be predicted from the shapes of the inputs"
+                )
             elif not self._facts:
                 self._facts = {"flops_source": "counted"}
                 logger.info("scaling/mfu is computed from counted FLOPs: %s", self._why_no_formula)
@@ -129,7 +139,11 @@ class UtilizationMeter(Meter):
         tokens = work[1]
         attended = work[2]
         formula, self._formula = self._formula, None
-        if not tokens or abs(tokens * formula.model_flops_per_token(attended / tokens) / counted - 1) > _AGREES:
+        if (
+            not tokens
+            or abs(tokens * formula.model_flops_per_token(attended / tokens) / counted - 1)
+            > _AGREES
+        ):
             return False
         self._formula = formula
         return True
@@ -138,7 +152,9 @@ class UtilizationMeter(Meter):
         assert self._formula is not None
         self._end_counting(keep_formula=True)
         self._facts = {"flops_source": "formula"}
-        logger.info("scaling/mfu is computed from the formula for %s models", self._formula.shape.model_type)
+        logger.info(
+            "scaling/mfu is computed from the formula for %s models", self._formula.shape.model_type
+        )
 
     def _refuse_counting(self, reason: str) -> None:
         """Use the formula if it is plausible, else log nothing."""
@@ -163,7 +179,9 @@ class UtilizationMeter(Meter):
 
     def numbers(self, state: TrainerState) -> dict[str, float]:
         """Return the model FLOPs and the executed FLOPs of this rank, if they are counted."""
-        work = [now - before for now, before in zip(self._counter.work, self._logged_work, strict=True)]
+        work = [
+            now - before for now, before in zip(self._counter.work, self._logged_work, strict=True)
+        ]
         self._logged_work = list(self._counter.work)
         known = self._fit.predict(work) if self._fit is not None else None
         model_flops, hardware_flops = known or (math.nan, math.nan)
@@ -178,10 +196,15 @@ class UtilizationMeter(Meter):
             return {} if math.isnan(mfu) else {"scaling/mfu": mfu, "scaling/hfu": hfu}
         if self._formula is None or "flops_source" not in self._facts or not window.tokens:
             return {}
-        if window.sequence_length != self._length:  # computed once per length, because it goes through all layers
+        # Computed once per length, because it goes through all layers
+        if window.sequence_length != self._length:
             self._length = window.sequence_length
-            self._model_s_per_token = self._formula.model_flops_per_token(self._length) / self._peak_flops
-            self._hardware_s_per_token = self._formula.hardware_flops_per_token(self._length) / self._peak_flops
+            self._model_s_per_token = (
+                self._formula.model_flops_per_token(self._length) / self._peak_flops
+            )
+            self._hardware_s_per_token = (
+                self._formula.hardware_flops_per_token(self._length) / self._peak_flops
+            )
         return {
             "scaling/mfu": window.tokens_per_s_per_gpu * self._model_s_per_token,
             "scaling/hfu": window.tokens_per_s_per_gpu * self._hardware_s_per_token,

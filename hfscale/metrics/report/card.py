@@ -70,5 +70,7 @@ def _energy(run: Run) -> str | None:
     if not processes or len(logs) < 2:
         return None
     spans = [(b["time"] - a["time"], b["gpu/power_w"]) for a, b in pairwise(logs)]
-    joules = sum(seconds * watts * processes for seconds, watts in spans if 0 < seconds < _MAX_GAP_S)
+    joules = sum(
+        seconds * watts * processes for seconds, watts in spans if 0 < seconds < _MAX_GAP_S
+    )
     return f"{joules / 3.6e6:,.3g} kWh of the GPUs, from their power at {len(logs)} logs"

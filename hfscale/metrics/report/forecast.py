@@ -29,7 +29,9 @@ def forecast(run: Run) -> Forecast | None:
     if run.status == "completed" or run.max_steps is None or not run.attempts:
         return None
     launch = run.attempts[-1]
-    logs = [record for record in run.records if record.get("time", 0.0) >= launch.begun][-NEWEST_LOGS:]
+    logs = [record for record in run.records if record.get("time", 0.0) >= launch.begun][
+        -NEWEST_LOGS:
+    ]
     if len(logs) < 2 or logs[-1]["step"] <= logs[0]["step"]:
         return None
     step_s = (logs[-1]["time"] - logs[0]["time"]) / (logs[-1]["step"] - logs[0]["step"])

@@ -127,7 +127,10 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    return [(_mean([x for x, _ in piece]), _mean([y for _, y in piece])) for piece in _pieces(points, most)]
+    return [
+        (_mean([x for x, _ in piece]), _mean([y for _, y in piece]))
+        for piece in _pieces(points, most)
+    ]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -184,13 +187,17 @@ def line_chart(
     for tick in ticks(low, high):
         y = to_svg(left, tick)[1]
         grid.append(f'<path class="grid" d="M0 {y:.1f}H1000"/>')
-        labels.append(f'<span class="y" style="top:{y / 10:.2f}%">{escape(form.format(_short(tick)))}</span>')
+        labels.append(
+            f'<span class="y" style="top:{y / 10:.2f}%">{escape(form.format(_short(tick)))}</span>'
+        )
     for tick in ticks(left, right):
         x = to_svg(tick, low)[0]
         labels.append(f'<span class="x" style="left:{x / 10:.2f}%">{escape(_short(tick))}</span>')
     for mark in marks:
         x = to_svg(min(max(mark, left), right), low)[0]
-        grid.append(f'<path class="mark" d="M{x:.1f} 0V1000"><title>resumed at step {mark:.0f}</title></path>')
+        grid.append(
+            f'<path class="mark" d="M{x:.1f} 0V1000"><title>resumed at step {mark:.0f}</title></path>'
+        )
     lines = []
     for one, points in drawn:
         positions = " ".join(f"{x:.1f} {y:.1f}" for x, y in (to_svg(*point) for point in points))
@@ -242,7 +249,9 @@ def _legend(rows: Sequence[tuple[str, str, str]]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def timeline(rows: Sequence[tuple[str, Sequence[Span], Sequence[float]]], *, begin: float, end: float) -> str:
+def timeline(
+    rows: Sequence[tuple[str, Sequence[Span], Sequence[float]]], *, begin: float, end: float
+) -> str:
     """Draw a timeline.
 
     Args:
@@ -266,7 +275,10 @@ def timeline(rows: Sequence[tuple[str, Sequence[Span], Sequence[float]]], *, beg
             f'width:{max(position(s.end) - position(s.start), 0.15):.3f}%" title="{escape(s.title)}"></span>'
             for s in spans
         )
-        marks = "".join(f'<span class="save" style="left:{position(t):.3f}%" title="a save"></span>' for t in saves)
+        marks = "".join(
+            f'<span class="save" style="left:{position(t):.3f}%" title="a save"></span>'
+            for t in saves
+        )
         lanes.append(f'<div class="lane"><b>{escape(name)}</b><div>{pieces}{marks}</div></div>')
     return f'<div class="timeline">{"".join(lanes)}</div>'
 
@@ -303,7 +315,9 @@ def heat_cells(samples: Sequence[tuple[float, Sequence[float]]]) -> HeatCells:
     for column in range(columns):
         piece = samples[column * len(samples) // columns : (column + 1) * len(samples) // columns]
         means = [_mean([values[rank] for _, values in piece]) for rank in range(ranks)]
-        cells.append([max(means[row * ranks // rows : (row + 1) * ranks // rows]) for row in range(rows)])
+        cells.append(
+            [max(means[row * ranks // rows : (row + 1) * ranks // rows]) for row in range(rows)]
+        )
     steps = [samples[column * len(samples) // columns][0] for column in range(columns)]
     return HeatCells(ranks=ranks, rows=rows, steps=steps, values=cells)
 

@@ -34,7 +34,14 @@ from hfscale.metrics.report.summary import (
     recoveries,
     subtitle,
 )
-from hfscale.metrics.report.two_runs import MEAN_OF_LOGS, TwoRuns, answer, hours_of, loss_curve, rows
+from hfscale.metrics.report.two_runs import (
+    MEAN_OF_LOGS,
+    TwoRuns,
+    answer,
+    hours_of,
+    loss_curve,
+    rows,
+)
 
 _PHASE_COLOURS = {
     USEFUL_PHASE: "blue",
@@ -120,7 +127,11 @@ def _bottlenecks(run: Run) -> str:
         )
     items = "".join(
         f"<li><b>{escape(one.check)}</b>"
-        + (f' <span class="share">{percent(one.share)} of the time</span>' if one.share is not None else "")
+        + (
+            f' <span class="share">{percent(one.share)} of the time</span>'
+            if one.share is not None
+            else ""
+        )
         + f"<p>{escape(one.fix[:1].upper() + one.fix[1:])}. <em>Measured: {escape(one.problem)}.</em></p></li>"
         for one in found[:MAX_BOTTLENECKS]
     )
@@ -129,7 +140,11 @@ def _bottlenecks(run: Run) -> str:
 
 def _prediction(run: Run) -> str:
     found = predict(run)
-    lines = [f"not compared: {found}"] if isinstance(found, str) else [*comparison(found), *found.assumptions]
+    lines = (
+        [f"not compared: {found}"]
+        if isinstance(found, str)
+        else [*comparison(found), *found.assumptions]
+    )
     text = "".join(f"<p>{escape(line[:1].upper() + line[1:])}.</p>" for line in lines)
     return f"<section><h2>Predicted and measured</h2>{text}</section>"
 
@@ -177,7 +192,9 @@ def _timeline(run: Run) -> str:
     saves = sum(len(attempt.saves) for attempt in run.attempts)
     restarts = run.restarts
     summary = f"{duration(end - begin)} from {began}; {restarts} restart{'s' if restarts != 1 else ''}, {saves} saves"
-    legend = '<p class="note">Blue work was kept, red work was repeated; the light marks are saves.</p>'
+    legend = (
+        '<p class="note">Blue work was kept, red work was repeated; the light marks are saves.</p>'
+    )
     return (
         f"<section><h2>Timeline</h2>{timeline(rows, begin=begin, end=end)}"
         f'<p class="note">{escape(summary)}.</p>{legend if saves or restarts else ""}</section>'
@@ -202,7 +219,11 @@ def _throughput(run: Run) -> str:
     label = f"{unit.capitalize()} per second"
     chart = line_chart(series, label=label, x_name="step", from_zero=True, marks=_resumes(run))
     baseline = run.facts.get("baseline")
-    note = f'<p class="note">Scaling efficiency is relative to {escape(str(baseline))}.</p>' if baseline else ""
+    note = (
+        f'<p class="note">Scaling efficiency is relative to {escape(str(baseline))}.</p>'
+        if baseline
+        else ""
+    )
     return chart + note if chart else ""
 
 
@@ -223,7 +244,9 @@ def _shares(run: Run) -> str:
 
 def _memory(run: Run) -> str:
     series = [Series(name="peak", points=run.series("gpu/memory_peak_gib"), colour="violet")]
-    return line_chart(series, label="Peak memory of the fullest GPU", x_name="step", from_zero=True, form="{} GiB")
+    return line_chart(
+        series, label="Peak memory of the fullest GPU", x_name="step", from_zero=True, form="{} GiB"
+    )
 
 
 def _pair(*charts: str) -> str:
@@ -250,26 +273,42 @@ def _islands(run: Run) -> str:
     rounds = run.series("islands/round_s")
     if not rounds:
         return ""
-    drift = Series(name="drift", points=[(x, 100 * y) for x, y in run.series("islands/drift")], colour="violet")
+    drift = Series(
+        name="drift", points=[(x, 100 * y) for x, y in run.series("islands/drift")], colour="violet"
+    )
     wait = [(x, 100 * y) for x, y in run.series("islands/stall_fraction")]
     waiting = Series(name="waiting", points=wait, colour="amber")
     sent = sum(value for _, value in run.series("islands/bytes"))
     median = statistics.median(value for _, value in rounds)
     dropped = run.last("islands/dropped_samples") or 0.0
     note = (
-        f"{len(rounds)} logs with a round; training waits {duration(median)} for a round (median). This process has "
+        f"{len(rounds)} logs with a round; training waits {duration(median)} for a round (median). "
     )
-    note += f"sent {size(int(sent))}. " + (f"{count(dropped)} samples were dropped." if dropped else "")
+    note += f"This process has sent {size(int(sent))}. " + (
+        f"{count(dropped)} samples were dropped." if dropped else ""
+    )
     charts = _pair(
-        line_chart([drift], label="Distance of the islands, of the parameters' norm", x_name="step", form="{}%"),
-        line_chart([waiting], label="Share of the time in rounds", x_name="step", from_zero=True, form="{}%"),
+        line_chart(
+            [drift],
+            label="Distance of the islands, of the parameters' norm",
+            x_name="step",
+            form="{}%",
+        ),
+        line_chart(
+            [waiting],
+            label="Share of the time in rounds",
+            x_name="step",
+            from_zero=True,
+            form="{}%",
+        ),
     )
     return f'<section><h2>Islands</h2><p class="note">{escape(note.strip())}</p>{charts}</section>'
 
 
 def _recoveries(run: Run) -> str:
     rows = "".join(
-        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in recovery)}</tr>" for recovery in recoveries(run)
+        f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in recovery)}</tr>"
+        for recovery in recoveries(run)
     )
     if not rows:
         return ""
@@ -292,7 +331,11 @@ def _checkpoints(run: Run) -> str:
         for one in run.checkpoints
     )
     stall = run.median("checkpoint/stall_s")
-    note = f'<p class="note">Training waits {duration(stall)} for each save.</p>' if stall is not None else ""
+    note = (
+        f'<p class="note">Training waits {duration(stall)} for each save.</p>'
+        if stall is not None
+        else ""
+    )
     return (
         '<section><h2>Checkpoints</h2><div class="wide"><table><thead><tr><th>folder</th><th>step</th><th>size</th>'
         f"<th>processes</th><th>state</th></tr></thead><tbody>{rows}</tbody></table></div>{note}</section>"
@@ -327,15 +370,21 @@ def sweep_page(answer: Mapping[str, Any]) -> str:
         f"{percent(largest['efficiency'])} efficiency on {largest['gpus']:d}</p></header>"
     )
     per_gpu = rows[0]["tokens_per_s_per_gpu"]
-    measured = Series(name="measured", points=[(r["gpus"], r["tokens_per_s"]) for r in rows], colour="blue")
-    ideal = Series(name="ideal", points=[(r["gpus"], per_gpu * r["gpus"]) for r in rows], colour="gray")
+    measured = Series(
+        name="measured", points=[(r["gpus"], r["tokens_per_s"]) for r in rows], colour="blue"
+    )
+    ideal = Series(
+        name="ideal", points=[(r["gpus"], per_gpu * r["gpus"]) for r in rows], colour="gray"
+    )
     chart = line_chart([measured, ideal], label="Tokens per second", x_name="GPUs", from_zero=True)
     bars = "".join(_sweep_row(row) for row in rows)
     return document("Scaling sweep", [header, f"<section>{chart}</section>", bars])
 
 
 def _sweep_row(row: Mapping[str, Any]) -> str:
-    kept = Part(name="efficiency", value=row["efficiency"], text=percent(row["efficiency"]), colour="blue")
+    kept = Part(
+        name="efficiency", value=row["efficiency"], text=percent(row["efficiency"]), colour="blue"
+    )
     lost = [
         Part(name=cause, value=share, text=percent(share), colour=_LOSS_COLOURS.get(cause, "gray"))
         for cause, share in row["losses"].items()
@@ -380,7 +429,9 @@ def comparison_page(found: TwoRuns) -> str:
         f"<header><h1>{escape(names[0])} and {escape(names[1])}</h1><p>{escape(answer(found))}.</p></header>",
         f"<section><h2>Compared</h2>{_table(head, body)}</section>",
         _pair(*_loss_charts(found, names)),
-        f"<section><h2>Settings that differ</h2>{_table(('setting', *names), settings)}</section>" if settings else "",
+        f"<section><h2>Settings that differ</h2>{_table(('setting', *names), settings)}</section>"
+        if settings
+        else "",
     ]
     return document(" and ".join(names), parts)
 
@@ -390,7 +441,9 @@ def _loss_charts(found: TwoRuns, names: Sequence[str]) -> list[str]:
     key = found.loss_key
     if key is None:
         return []
-    label = "Evaluation loss" if key == "eval_loss" else f"Training loss, mean of {MEAN_OF_LOGS} logs"
+    label = (
+        "Evaluation loss" if key == "eval_loss" else f"Training loss, mean of {MEAN_OF_LOGS} logs"
+    )
     by_step = [loss_curve(run, key) for run in found.runs]
     by_hour = [hours_of(run, curve) for run, curve in zip(found.runs, by_step, strict=True)]
     return [

@@ -88,7 +88,11 @@ class Prediction:
         instead = f"takes {self.measured_s[part]:.3g} s per step instead of {predicted[part]:.3g} s"
         gpu = self.estimate.job.gpu.name
         is_measured = gpu.startswith(LOCAL)
-        correct = "hfscale tune measures it again" if is_measured else "hfscale tune corrects it for this machine"
+        correct = (
+            "hfscale tune measures it again"
+            if is_measured
+            else "hfscale tune corrects it for this machine"
+        )
         row = f"the row {gpu}, measured before," if is_measured else f"the row {gpu}"
         return {
             "computation": f"computation {instead}: the rates of {row} do not hold for this run ({correct})",
@@ -131,7 +135,8 @@ def predict(run: Run) -> Prediction | str:
         return "no tokens per second were measured"
     if not run.job:
         return (
-            "the run has not recorded its layout: it was trained with an earlier version, or its model has no config"
+            "the run has not recorded its layout: it was trained with an earlier version, "
+            "or its model has no config"
         )
     try:
         estimate = estimate_job(_job(run))
@@ -175,7 +180,9 @@ def _job(run: Run) -> Job:
     trainer = str(own["trainer"])
     if "DPO" in trainer or "GRPO" in trainer:
         raise UnknownHardwareError(f"steps of {trainer} are not estimated from what a run records")
-    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {"adamw_torch": "adamw"}
+    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {
+        "adamw_torch": "adamw"
+    }
     if own["optimizer"] not in names:
         known = ", ".join(sorted(names.values()))
         raise UnknownHardwareError(
@@ -183,7 +190,10 @@ def _job(run: Run) -> Job:
         )
     stages = int(own["virtual_stages"])
     layout = ParallelLayout(
-        **{axis: int(own["layout"][axis]) for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+        **{
+            axis: int(own["layout"][axis])
+            for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+        }
     )
     precision = str(facts["precision"])
     job = Job(
@@ -205,7 +215,9 @@ def _job(run: Run) -> Job:
         gpus_per_node=int(own["gpus_per_node"]),
         virtual_stages=stages,
         expert_parallel=int(own.get("expert_parallel", 1)),  # absent in runs of earlier versions
-        schedule=next((one for one in _SCHEDULES if schedule_name(one, stages) == own["schedule"]), "1f1b"),
+        schedule=next(
+            (one for one in _SCHEDULES if schedule_name(one, stages) == own["schedule"]), "1f1b"
+        ),
         sequence_parallel=bool(own["sequence_parallel"]),
         loss_parallel=splits_activations("hf", layout, int(own.get("expert_parallel", 1))),
         task="sft" if "SFT" in trainer else "text",

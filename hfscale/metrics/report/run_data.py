@@ -231,7 +231,9 @@ class RunFiles:
         try:
             self._read_new()
         except OSError as error:
-            raise StorageError(f"{self._folder} cannot be read: {error.strerror or error}") from None
+            raise StorageError(
+                f"{self._folder} cannot be read: {error.strerror or error}"
+            ) from None
         records = list(self._records)
         events = self._events
         status = read_status(self._folder) or {}
@@ -254,7 +256,9 @@ class RunFiles:
             failures=_failures(events),
             alarms=[event for event in events if event["event"] == "alarm"],
             notes=[note for event in events if isinstance(note := event.get("advice"), str)],
-            max_steps=int(launches[-1]["max_steps"]) if launches and "max_steps" in launches[-1] else None,
+            max_steps=int(launches[-1]["max_steps"])
+            if launches and "max_steps" in launches[-1]
+            else None,
             left_out=self._left_out,
             lost_launches=max(0, int(launches[0].get("lost_launches", 0))) if launches else 0,
         )
@@ -264,16 +268,21 @@ class RunFiles:
         if began_anew:
             self.generation += 1
             self._records.clear()
-        self._left_out += sum(_is_damaged(key, value) for record in raw for key, value in record.items())
+        self._left_out += sum(
+            _is_damaged(key, value) for record in raw for key, value in record.items()
+        )
         self._records += [numbers for numbers in map(_numbers, raw) if "step" in numbers]
         raw, began_anew = self._event_tail.read()
         if began_anew:
             self._events.clear()
             self._job = {}
         raw_events = [event for event in raw if isinstance(event.get("event"), str)]
-        self._job = next((event for event in reversed(raw_events) if event["event"] == "job"), self._job)
+        self._job = next(
+            (event for event in reversed(raw_events) if event["event"] == "job"), self._job
+        )
         self._left_out += sum(
-            _is_damaged(key, value) or (key in _EVENT_NUMBERS and value is not None and not _is_valid(value, key))
+            _is_damaged(key, value)
+            or (key in _EVENT_NUMBERS and value is not None and not _is_valid(value, key))
             for event in raw_events
             for key, value in event.items()
         )
@@ -302,12 +311,18 @@ def _failures(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for event in events:
         if event["event"] == "failures":
-            counts.update({redact(name): int(number) for name, number in event.get("counts", {}).items()})
+            counts.update(
+                {redact(name): int(number) for name, number in event.get("counts", {}).items()}
+            )
     return dict(counts)
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -_LARGEST <= value <= _LARGEST
+    )
 
 
 def _is_valid(value: object, key: str) -> TypeGuard[float]:
@@ -317,7 +332,9 @@ def _is_valid(value: object, key: str) -> TypeGuard[float]:
 
 def _is_damaged(key: str, value: object) -> bool:
     """Return whether a value is a number, and not one that this field can have."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not _is_valid(value, key)
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and not _is_valid(value, key)
+    )
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
@@ -356,11 +373,17 @@ def _checkpoint(path: Path) -> Checkpoint:
         except (CheckpointError, TypeError):
             is_committed = False
     return Checkpoint(
-        name=path.name, step=checkpoint_step(path), is_committed=is_committed, bytes=size, world_size=world_size
+        name=path.name,
+        step=checkpoint_step(path),
+        is_committed=is_committed,
+        bytes=size,
+        world_size=world_size,
     )
 
 
-def _attempts(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]) -> list[Attempt]:
+def _attempts(
+    events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]
+) -> list[Attempt]:
     """Return the launches of the timeline; each reaches to the next one."""
     starts = [index for index, event in enumerate(events) if event["event"] == "launch"]
     last_record = max((record["time"] for record in records if "time" in record), default=0.0)
@@ -393,11 +416,20 @@ def _attempts(events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str
     return attempts
 
 
-def _add_ranks(found: dict[str, list[tuple[float, list[float]]]], records: Sequence[Mapping[str, Any]]) -> None:
+def _add_ranks(
+    found: dict[str, list[tuple[float, list[float]]]], records: Sequence[Mapping[str, Any]]
+) -> None:
     for record in records:
         for key, values in record.items():
-            if isinstance(values, list) and values and all(map(_is_number, values)) and _is_number(record["step"]):
-                found.setdefault(key, []).append((float(record["step"]), [float(value) for value in values]))
+            if (
+                isinstance(values, list)
+                and values
+                and all(map(_is_number, values))
+                and _is_number(record["step"])
+            ):
+                found.setdefault(key, []).append(
+                    (float(record["step"]), [float(value) for value in values])
+                )
 
 
 def _split(
@@ -408,7 +440,9 @@ def _split(
     The times of a checkpoint are completed by the time since then. Exposed communication and the pipeline bubble are
     parts of the steps.
     """
-    last_launch = max((i for i, event in enumerate(events) if event["event"] == "launch"), default=-1)
+    last_launch = max(
+        (i for i, event in enumerate(events) if event["event"] == "launch"), default=-1
+    )
     ends = [event for event in events[last_launch + 1 :] if event["event"] == "end"]
     if ends:
         split = dict(ends[-1].get("seconds", {}))

@@ -69,7 +69,11 @@ _RANK_MEASURES = (
         label="Communicating or waiting for others, by rank: a slow rank is the pale one",
         form="{:.0%}",
     ),
-    RankMeasure(key="compute_s", label="Compute time of each rank, without waiting for others", form="{:.3g} s"),
+    RankMeasure(
+        key="compute_s",
+        label="Compute time of each rank, without waiting for others",
+        form="{:.3g} s",
+    ),
     RankMeasure(
         key="stage_s",
         label="Compute time of the pipeline stages per step, by rank: the slowest stage sets the pace",
@@ -82,7 +86,11 @@ _RANK_MEASURES = (
 
 def rank_measures(run: Run) -> list[tuple[RankMeasure, Sequence[tuple[float, Sequence[float]]]]]:
     """Return the numbers per rank that the run has recorded: for each measure its step and numbers at each log."""
-    return [(measure, run.ranks[measure.key]) for measure in _RANK_MEASURES if run.ranks.get(measure.key)]
+    return [
+        (measure, run.ranks[measure.key])
+        for measure in _RANK_MEASURES
+        if run.ranks.get(measure.key)
+    ]
 
 
 def headline(run: Run) -> list[Tile]:
@@ -99,7 +107,9 @@ def subtitle(run: Run) -> str:
     parts += filter(None, [layout_of(run)])
     parts += [str(facts[key]) for key in ("device", "precision") if facts.get(key)]
     if facts.get("sequence_length") and facts.get("global_batch_size"):
-        parts.append(f"{count(facts['global_batch_size'])} x {count(facts['sequence_length'])} tokens per step")
+        parts.append(
+            f"{count(facts['global_batch_size'])} x {count(facts['sequence_length'])} tokens per step"
+        )
     elif facts.get("global_batch_size"):
         parts.append(f"{count(facts['global_batch_size'])} samples per step")
     return " · ".join(parts) or "the run has not recorded what it trains"
@@ -115,7 +125,10 @@ def layout_of(run: Run) -> str | None:
 
 def failures(run: Run) -> str | None:
     """Return one line about the work that failed without ending the run; None if nothing did."""
-    found = [f"{name} ({number} time{'s' if number > 1 else ''})" for name, number in sorted(run.failures.items())]
+    found = [
+        f"{name} ({number} time{'s' if number > 1 else ''})"
+        for name, number in sorted(run.failures.items())
+    ]
     return f"failed without ending the run: {', '.join(found)}" if found else None
 
 
@@ -134,7 +147,9 @@ def _tokens(run: Run) -> Tile:
     tokens = run.last("scaling/tokens_seen")
     steps = int(run.last("step") or 0)
     if tokens is None and run.last("scaling/samples_per_s") is not None:
-        return Tile(name="Steps", value=f"{steps:,}", note="the batches have no tokens", number=steps)
+        return Tile(
+            name="Steps", value=f"{steps:,}", note="the batches have no tokens", number=steps
+        )
     if tokens is None:
         return _unknown("Tokens", f"{steps:,} steps")
     padding = run.median("scaling/padding_fraction")
@@ -157,7 +172,12 @@ def _goodput(run: Run) -> Tile:
     goodput = run.last("scaling/goodput")
     if goodput is None:
         return _unknown("Goodput", "nothing is logged yet")
-    return Tile(name="Goodput", value=percent(goodput), note="of the time since the first launch", number=goodput)
+    return Tile(
+        name="Goodput",
+        value=percent(goodput),
+        note="of the time since the first launch",
+        number=goodput,
+    )
 
 
 def _mfu(run: Run) -> Tile:
@@ -206,7 +226,9 @@ def bottlenecks(run: Run) -> list[Finding]:
 def _inside_the_steps(run: Run) -> Sequence[Finding]:
     medians = {key: value for key in TRIAGE_KEYS if (value := run.median(key)) is not None}
     tokens = run.facts.get("tokens_per_gpu")
-    bottleneck = triage(TriageInput.from_keys(medians, tokens_per_gpu=int(tokens) if tokens else None))
+    bottleneck = triage(
+        TriageInput.from_keys(medians, tokens_per_gpu=int(tokens) if tokens else None)
+    )
     if bottleneck is None:
         return []
     if bottleneck.check == "exposed communication":
@@ -283,7 +305,9 @@ def recoveries(run: Run) -> list[tuple[str, str, str, str, str]]:
                 f"{rank}{one.get('reason') or 'unknown'}",
                 f"{one.get('steps_lost', 0):.0f}",
                 duration(sum(parts.values())),
-                ", ".join(f"{_part_name(part)} {duration(seconds)}" for part, seconds in parts.items()),
+                ", ".join(
+                    f"{_part_name(part)} {duration(seconds)}" for part, seconds in parts.items()
+                ),
             )
         )
     return rows

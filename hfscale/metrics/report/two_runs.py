@@ -71,7 +71,9 @@ class TwoRuns:
             "loss_key": self.loss_key,
             "loss": self.loss,
             "reached": [vars(one) for one in self.reached] if self.reached is not None else None,
-            "settings": [{"name": one.name, "a": one.first, "b": one.second} for one in self.settings],
+            "settings": [
+                {"name": one.name, "a": one.first, "b": one.second} for one in self.settings
+            ],
         }
 
 
@@ -91,11 +93,18 @@ def compare_two(first: Path, second: Path) -> TwoRuns:
     runs = load_run(first), load_run(second)
     key, curves = _loss_curves(*runs)
     loss = max(min(value for _, value in curve) for curve in curves) if key is not None else None
-    reached = (_reached(runs[0], curves[0], loss), _reached(runs[1], curves[1], loss)) if loss is not None else None
+    reached = (
+        (_reached(runs[0], curves[0], loss), _reached(runs[1], curves[1], loss))
+        if loss is not None
+        else None
+    )
     settings = [
-        Setting(name=one.name, first=_short(one.a), second=_short(one.b)) for one in compare_settings(first, second)
+        Setting(name=one.name, first=_short(one.a), second=_short(one.b))
+        for one in compare_settings(first, second)
     ]
-    return TwoRuns(first=runs[0], second=runs[1], loss_key=key, loss=loss, reached=reached, settings=settings)
+    return TwoRuns(
+        first=runs[0], second=runs[1], loss_key=key, loss=loss, reached=reached, settings=settings
+    )
 
 
 def loss_curve(run: Run, key: str) -> list[tuple[float, float]]:
@@ -126,7 +135,9 @@ def hours_of(run: Run, curve: Sequence[tuple[float, float]]) -> list[tuple[float
     if not run.attempts:
         return []
     times = [(_at(run, step, "time"), value) for step, value in curve]
-    return [((time - run.attempts[0].begun) / 3600, value) for time, value in times if time is not None]
+    return [
+        ((time - run.attempts[0].begun) / 3600, value) for time, value in times if time is not None
+    ]
 
 
 def _loss_curves(first: Run, second: Run) -> tuple[str | None, list[list[tuple[float, float]]]]:
@@ -151,7 +162,9 @@ def _reached(run: Run, curve: Sequence[tuple[float, float]], loss: float) -> Rea
 
 def _at(run: Run, step: float, key: str) -> float | None:
     """Return the newest value of a number at or before a step."""
-    known = (record[key] for record in reversed(run.records) if record["step"] <= step and key in record)
+    known = (
+        record[key] for record in reversed(run.records) if record["step"] <= step and key in record
+    )
     return next(known, None)
 
 
@@ -201,7 +214,9 @@ def rows(found: TwoRuns) -> list[tuple[str, str, str, str]]:
 
 
 def _rows_of_loss(suffix: str, first: Reached, second: Reached) -> list[tuple[str, str, str, str]]:
-    found = [(f"Steps {suffix}", f"{first.step:,}", f"{second.step:,}", _ratio(first.step, second.step))]
+    found = [
+        (f"Steps {suffix}", f"{first.step:,}", f"{second.step:,}", _ratio(first.step, second.step))
+    ]
     forms = (("Tokens", "tokens", count), ("Time", "seconds", duration), ("Cost", "usd", usd))
     for name, field, form in forms:
         a, b = getattr(first, field), getattr(second, field)

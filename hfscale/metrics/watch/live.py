@@ -39,7 +39,12 @@ MAX_ROWS = 20
 CHARTS = (
     {"key": "loss", "label": "Loss"},
     {"key": "learning_rate", "label": "Learning rate"},
-    {"key": "scaling/tokens_per_s", "label": "Tokens per second", "from_zero": True, "plan": "tokens_per_s"},
+    {
+        "key": "scaling/tokens_per_s",
+        "label": "Tokens per second",
+        "from_zero": True,
+        "plan": "tokens_per_s",
+    },
     {
         "key": "scaling/samples_per_s",
         "label": "Samples per second",
@@ -101,12 +106,19 @@ class LiveRun:
         with self._lock:
             if self._view is None or self._now() - self._read_at >= REFRESH_S:
                 run = self._files.read()
-                self._view = View(run=run, generation=self._files.generation, plan=predict(run), left=forecast(run))
+                self._view = View(
+                    run=run,
+                    generation=self._files.generation,
+                    plan=predict(run),
+                    left=forecast(run),
+                )
                 self._read_at = self._now()
             return self._view
 
 
-def describe(view: View, *, after: int = 0, generation: int = -1, version: str = "") -> dict[str, Any]:
+def describe(
+    view: View, *, after: int = 0, generation: int = -1, version: str = ""
+) -> dict[str, Any]:
     """Return what the page shows of a run, as JSON can represent it.
 
     Args:
@@ -132,7 +144,11 @@ def describe(view: View, *, after: int = 0, generation: int = -1, version: str =
         "generation": view.generation,
         "first": first,
         "next": len(records),
-        "points": {key: [record.get(key) for record in new] for key in keys if any(key in record for record in new)},
+        "points": {
+            key: [record.get(key) for record in new]
+            for key in keys
+            if any(key in record for record in new)
+        },
         "now": time.time(),
         "alive_at": view.alive_at,
         "version": new_version,
@@ -150,7 +166,8 @@ def _summary(view: View) -> dict[str, Any]:
         "subtitle": subtitle(run),
         "last": last,
         "max_steps": run.max_steps,
-        "tiles": [asdict(tile) | {"is_known": tile.is_known} for tile in headline(run)] + _left(view.left),
+        "tiles": [asdict(tile) | {"is_known": tile.is_known} for tile in headline(run)]
+        + _left(view.left),
         "advice": [
             {
                 "check": one.check,
@@ -187,7 +204,9 @@ def _alarms(run: Run) -> list[dict[str, str]]:
             "level": "error" if one.get("level") == "error" else "warning",
             "text": str(one.get("text", "")),
             "step": f"{one['step']:.0f}",
-            "time": datetime.datetime.fromtimestamp(one["time"], tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "time": datetime.datetime.fromtimestamp(one["time"], tz=datetime.UTC).strftime(
+                "%Y-%m-%d %H:%M UTC"
+            ),
         }
         for one in reversed(run.alarms[-MAX_ROWS:])
         if one.get("kind") in KINDS
@@ -198,7 +217,13 @@ def _left(left: Forecast | None) -> list[dict[str, Any]]:
     """Return the tiles about the rest of the run."""
     if left is None:
         return []
-    tiles = [{"name": "Time left", "value": duration(left.seconds_left), "note": "at the speed of the newest logs"}]
+    tiles = [
+        {
+            "name": "Time left",
+            "value": duration(left.seconds_left),
+            "note": "at the speed of the newest logs",
+        }
+    ]
     if left.usd_to_end is not None:
         total = f"{usd(left.usd_total)} for the whole run" if left.usd_total is not None else ""
         tiles.append({"name": "Cost to the end", "value": usd(left.usd_to_end), "note": total})
@@ -258,7 +283,10 @@ def _launches(run: Run) -> list[list[str]]:
 def names_of(runs: Sequence[LiveRun]) -> list[str]:
     """Return a name for each run: that of its folder, with a number where several have the same."""
     names = [run.view().run.name for run in runs]
-    return [f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
+    return [
+        f"{name} ({number})" if names.count(name) > 1 else name
+        for number, name in enumerate(names, 1)
+    ]
 
 
 Runs = Mapping[str, LiveRun]

@@ -68,7 +68,9 @@ def exposition(runs: Runs) -> str:
     lines = []
     for name, by_labels in sorted(families.items()):
         lines += [f"# TYPE hfscale_{name} gauge", f"# HELP hfscale_{name} {described[name]}"]
-        lines += [f"hfscale_{name}{{{_labels(labels)}}} {value!r}" for labels, value in by_labels.items()]
+        lines += [
+            f"hfscale_{name}{{{_labels(labels)}}} {value!r}" for labels, value in by_labels.items()
+        ]
     return "\n".join([*lines, "# EOF", ""])
 
 
@@ -97,7 +99,12 @@ def _samples(view: View) -> Iterator[tuple[str, str, _Labels, float]]:
         if known is not None:
             yield name, DESCRIPTIONS[name], (), float(known)
     for status in STATUSES:
-        yield "status", DESCRIPTIONS["status"], (("status", status),), float(status == view.run.status)
+        yield (
+            "status",
+            DESCRIPTIONS["status"],
+            (("status", status),),
+            float(status == view.run.status),
+        )
     for key in dict.fromkeys(key for record in view.run.records for key in record):
         metric = metric_name(key)
         value = view.run.last(key)
@@ -143,7 +150,9 @@ class Textfile:
 
     def __init__(self, path: Path, runs: Runs) -> None:
         if path.suffix != ".prom":
-            raise ParameterError("--textfile", str(path), "node_exporter reads only names that end in .prom")
+            raise ParameterError(
+                "--textfile", str(path), "node_exporter reads only names that end in .prom"
+            )
         self._path = path
         self._runs = runs
         self._written_at = float("-inf")
@@ -155,7 +164,9 @@ class Textfile:
             StorageError: it cannot be written.
         """
         text = exposition(self._runs)
-        with writing(f"--textfile {self._path}", "give a file in a folder that exists and is writable"):
+        with writing(
+            f"--textfile {self._path}", "give a file in a folder that exists and is writable"
+        ):
             write_atomically(self._path, text)
         self._written_at = time.monotonic()
 

@@ -55,7 +55,13 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, runs: Runs, *, host: str, port: int, token: str | None = None, textfile: Textfile | None = None
+        self,
+        runs: Runs,
+        *,
+        host: str,
+        port: int,
+        token: str | None = None,
+        textfile: Textfile | None = None,
     ) -> None:
         self.runs = runs
         self._textfile = textfile
@@ -66,7 +72,9 @@ class WatchServer(ThreadingHTTPServer):
                 "--host out and use ssh -L"
             )
         if token is not None and len(token) < MIN_TOKEN_LENGTH:
-            raise UsageError(f"the token has {len(token)} characters: give at least {MIN_TOKEN_LENGTH}")
+            raise UsageError(
+                f"the token has {len(token)} characters: give at least {MIN_TOKEN_LENGTH}"
+            )
         self.token = token
         self.session = secrets.token_urlsafe(32)
         if ":" in host:
@@ -75,8 +83,12 @@ class WatchServer(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise ParameterError("--port", port, "another program uses it: give another port, or 0") from None
-            raise ParameterError("--host", host, f"it cannot be listened on: {error.strerror or error}") from None
+                raise ParameterError(
+                    "--port", port, "another program uses it: give another port, or 0"
+                ) from None
+            raise ParameterError(
+                "--host", host, f"it cannot be listened on: {error.strerror or error}"
+            ) from None
         except OverflowError as error:
             raise ParameterError("--port", port, str(error)) from None
 
@@ -97,7 +109,10 @@ class WatchServer(ThreadingHTTPServer):
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
 
     def service_actions(self) -> None:
         """Write the textfile where it is due; `serve_forever` calls this about twice a second."""
@@ -130,17 +145,24 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer with the page or data, or with why not."""
         try:
             url = urlsplit(self.path)
-            query = {name: values[-1] for name, values in parse_qs(url.query, max_num_fields=20).items()}
+            query = {
+                name: values[-1] for name, values in parse_qs(url.query, max_num_fields=20).items()
+            }
         except ValueError:
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
         answer = _ROUTES.get(url.path)
         if self.server.is_local and not is_loopback(_host_of(self.headers.get("Host", ""))):
-            self._send(HTTPStatus.FORBIDDEN, "open it as http://localhost or by a loopback address\n")
+            self._send(
+                HTTPStatus.FORBIDDEN, "open it as http://localhost or by a loopback address\n"
+            )
         elif self.server.token is not None and self._equals(query.get("token"), self.server.token):
             self._open_session(url.path if answer else "/")
         elif not self._may_read():
-            self._send(HTTPStatus.UNAUTHORIZED, "this page needs its token: open it once with ?token=TOKEN\n")
+            self._send(
+                HTTPStatus.UNAUTHORIZED,
+                "this page needs its token: open it once with ?token=TOKEN\n",
+            )
         elif answer is None:
             self._send(HTTPStatus.NOT_FOUND, "there is no such page\n")
         else:
@@ -160,8 +182,13 @@ class _Handler(BaseHTTPRequestHandler):
         except ConnectionError:
             raise
         except Exception as error:  # damaged files must not end the server
-            logger.warning("the page cannot show a run: %s: %s", type(error).__name__, redact(str(error))[:200])
-            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "the files of the run have values that cannot be shown\n")
+            logger.warning(
+                "the page cannot show a run: %s: %s", type(error).__name__, redact(str(error))[:200]
+            )
+            self._send(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                "the files of the run have values that cannot be shown\n",
+            )
 
     def _may_read(self) -> bool:
         if self.server.token is None:
@@ -181,15 +208,23 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _open_session(self, path: str) -> None:
         """Give the browser a cookie, and send it to the address without the token."""
-        cookie = f"{self.server.cookie_name}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
+        cookie = (
+            f"{self.server.cookie_name}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
+        )
         self._send(HTTPStatus.SEE_OTHER, "", headers={"Location": path, "Set-Cookie": cookie})
 
     def _send(
-        self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8", headers: Any = None
+        self,
+        status: HTTPStatus,
+        text: str,
+        kind: str = "text/plain; charset=utf-8",
+        headers: Any = None,
     ) -> None:
         body = text.encode()
         self.send_response(status)
-        for name, value in ({"Content-Type": kind, "Content-Length": str(len(body))} | (headers or {})).items():
+        for name, value in (
+            {"Content-Type": kind, "Content-Length": str(len(body))} | (headers or {})
+        ).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -220,7 +255,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _host_of(header: str) -> str:
     """Return the host of a `Host` header, without its port."""
-    return header.rpartition("]")[0].strip("[") if header.startswith("[") else header.partition(":")[0]
+    return (
+        header.rpartition("]")[0].strip("[") if header.startswith("[") else header.partition(":")[0]
+    )
 
 
 def _page(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
