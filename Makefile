@@ -22,7 +22,7 @@ OUTPUT_DIR ?= runs/train
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=none
 # Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check docs test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-gpu bench clean
@@ -69,7 +69,7 @@ test-mutations: $(VENV)/installed-dev
 
 # Images for GPUs bring packages of their own: what needs a package that is missing is skipped, and the reason names it.
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/installed-dev)
-	$(OFFLINE) $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q -m gpu $(ARGS)
+	$(OFFLINE) $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q --durations=15 -m gpu $(ARGS)
 
 bench: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
