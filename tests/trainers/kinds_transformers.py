@@ -75,10 +75,10 @@ def builder(
 ) -> Callable[..., Trainer]:
     """Return the `build` of a kind: the Trainer class with a model and rows of random data."""
 
-    def build(folder: Path, callbacks: list[TrainerCallback], **given: Any) -> Trainer:
+    def build(folder: Path, callbacks: list[TrainerCallback], *, args: Any = None, **given: Any) -> Trainer:
         return trainer(
             model=model(),
-            args=launched(arguments(**given)),
+            args=args or launched(arguments(**given)),
             train_dataset=dataset(row),
             eval_dataset=Rows(row, 8),
             callbacks=callbacks,

@@ -110,7 +110,7 @@ def builder(
 ) -> Callable[..., Trainer]:
     """Return the `build` of a kind: TRL's Trainer `trainer` on rows of random words."""
 
-    def build(folder: Path, callbacks: list[TrainerCallback], **given: Any) -> Trainer:
+    def build(folder: Path, callbacks: list[TrainerCallback], *, args: Any = None, **given: Any) -> Trainer:
         import trl  # takes seconds
 
         def rows(size: int) -> Dataset:
@@ -120,7 +120,7 @@ def builder(
         train = rows(24)
         return getattr(trl, f"{trainer}Trainer")(
             model=getattr(transformers, model).from_pretrained(model_folder(model)),
-            args=launched(getattr(trl, f"{trainer}Config")(**({"bf16": False} | arguments | given))),
+            args=args or launched(getattr(trl, f"{trainer}Config")(**({"bf16": False} | arguments | given))),
             train_dataset=train.to_iterable_dataset() if streams else train,
             eval_dataset=rows(4),
             processing_class=tokenizer(),

@@ -6,14 +6,17 @@ import optuna
 import pytest
 import torch
 from kinds_transformers import Rows, builder, llama, text
+from kinds_trl import KINDS as TRL_KINDS
 from tiny import logged
-from trainer_contract import LEARNING_RATE, training_arguments
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from trainer_contract import LEARNING_RATE, make, training_arguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hfscale import LRScalingCallback, ScalingCallback
 
 pytestmark = pytest.mark.trainers
 build = builder(llama, text)
+SHARING = ("sft", "dpo", "grpo")
+"""Kinds of TRL's Trainers that share their arguments and their callback."""
 
 
 def doubling() -> ScalingCallback:
@@ -67,6 +70,38 @@ def test_one_callback_in_two_trainers(tmp_path, plain):
     trainer.train()
     assert logged(trainer, "loss") == logged(plain, "loss")
     assert folders(tmp_path / "second") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=kind.name) for kind in TRL_KINDS if kind.name in SHARING])
+def test_trainers_of_trl_that_share_their_arguments_and_the_callback(tmp_path, kind):
+    """Two are made before either trains, the third one later; all are scaled alike."""
+
+    def train(trainer):
+        set_seed(0)  # which Trainer does when it is made, and GRPO draws its completions from
+        trainer.train()
+
+    plain = make(kind, tmp_path / "plain")
+    train(plain)
+    callback = doubling()
+    folder = tmp_path / "run"
+    first = make(kind, folder, callback, learning_rate=LEARNING_RATE / 2)
+    before = first.args.to_dict()
+
+    def another():
+        torch.manual_seed(0)
+        return kind.build(folder, [callback], args=first.args)
+
+    second = another()
+    train(first)
+    train(second)
+    third = another()
+    train(third)
+    for trainer in (first, second, third):
+        assert trainer.args is first.args
+        assert logged(trainer, "loss") == logged(plain, "loss")
+        assert logged(trainer, "learning_rate") == logged(plain, "learning_rate")
+    assert first.args.to_dict() == before
+    assert folders(folder) == folders(tmp_path / "plain")
 
 
 def test_one_trainer_trains_twice(tmp_path, plain):

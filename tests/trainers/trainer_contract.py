@@ -62,7 +62,8 @@ class Kind:
     """The Trainer class, and what it trains; the first two columns of docs/trainers.md."""
     model: str
     build: Callable[..., Trainer]
-    """Called as `build(folder, callbacks, **training_arguments)`; returns the Trainer."""
+    """Called as `build(folder, callbacks, **training_arguments)`, or with `args=`, a made object of arguments; returns
+    the Trainer."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Training arguments that differ from `training_arguments()`."""
     processes: int = 1
