@@ -180,11 +180,13 @@ def load_model(
 
     Raises:
         UsageError: the model cannot be loaded, is too small for the tokenizer or the sequences, does not support the
-            attention, or has none of the modules to adapt.
+            attention, or has none of the modules to adapt; or `load_datasets` has not been called before.
         LayoutError: the heads or the sequence cannot be split as the layout asks.
         UnsupportedModelError: its attention cannot be cut between documents.
         MissingDependencyError: `--use_peft` is given, and PEFT is not installed or too old.
     """
+    if data_args is not None:
+        _check_rows_are_known(data_args)
     length, flag = _sequence_length(training_args, data_args)
     config = load_config(model_args, tokenizer, block_size=length, length_flag=flag)
     if isinstance(training_args, RecipeTrainingArguments):
@@ -210,6 +212,18 @@ def load_model(
         use_fast_document_attention(model, Kernels.here(training_args))
     cut_document_attention(model, data_args, training_args, layout)
     return add_lora(model, model_args, training_args) if model_args.use_peft else model
+
+
+def _check_rows_are_known(data_args: DataArguments) -> None:
+    """Check that `load_datasets` has decided whether attention is cut, which depends on the data.
+
+    Without this, a model that is loaded first would be trained without the cut that its rows need.
+    """
+    if data_args.document_attention is None:
+        raise UsageError(
+            "load_model does not know yet whether attention is cut between documents: call load_datasets first, "
+            "or, with a dataset of your own, give --document_attention true or false"
+        )
 
 
 def _sequence_length(

@@ -21,9 +21,11 @@ from benchmarks import packing as packing_benchmark
 from hfscale.core.versions import enable_recomputation
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.layout import ParallelLayout
-from hfscale.recipe.arguments import DataArguments
+from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments
+from hfscale.recipe.data import load_datasets
 from hfscale.recipe.document_attention import cut_attention, pass_document_lengths
-from hfscale.recipe.models import cut_document_attention
+from hfscale.recipe.model_arguments import ModelArguments
+from hfscale.recipe.models import cut_document_attention, load_model, load_tokenizer
 from hfscale.recipe.packing import RowCollator, best_fit, pack_rows, set_packing_defaults
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -204,6 +206,19 @@ def test_ranks_of_a_sequence_and_large_masks(tmp_path, caplog):
         cut_document_attention(tiny_causal_lm(), args, training)
     assert "128 MiB" in caplog.text
     assert "flash_attention_2" in caplog.text
+
+
+def test_a_model_that_is_loaded_before_the_data_is_refused(tmp_path):
+    """The data decide whether attention is cut: conversations are packed, and their attention is."""
+    tiny_causal_lm().config.save_pretrained(tmp_path / "config")
+    model_args = ModelArguments(config_name=str(tmp_path / "config"))
+    data_args = DataArguments(loss_on="assistant", block_size=64)  # the embedded conversations
+    training_args = RecipeTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(UsageError, match="call load_datasets first"):
+        load_model(model_args, training_args, None, data_args)
+    load_datasets(data_args, training_args, load_tokenizer(ModelArguments()))
+    load_model(model_args, training_args, None, data_args)
+    assert training_args.cuts_attention
 
 
 @pytest.mark.parametrize(
