@@ -185,7 +185,8 @@ def load_model(
         UnsupportedModelError: its attention cannot be cut between documents.
         MissingDependencyError: `--use_peft` is given, and PEFT is not installed or too old.
     """
-    if data_args is not None:
+    is_dry_run = empty and tokenizer is None  # of ParallelTrainer, for which no data is read
+    if data_args is not None and not is_dry_run:
         _check_rows_are_known(data_args)
     length, flag = _sequence_length(training_args, data_args)
     config = load_config(model_args, tokenizer, block_size=length, length_flag=flag)

@@ -58,6 +58,10 @@ def recipe(flags):
         raise AssertionError("a process group was created")
 
     dist.init_process_group = forbidden
+    run_recipe(flags)
+
+
+def run_recipe(flags):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # set by a launcher: a dry run has none
     sys.argv = [str(RECIPE), *flags]
@@ -80,3 +84,10 @@ def test_the_error_is_one_line_and_comes_before_any_process_group(name, tmp_path
     assert (codes, len(errors)) == ([2], 1), output
     assert "Traceback" not in output
     assert re.search(line, errors[0]), errors[0]
+
+
+def test_a_dry_run_reads_no_data(tmp_path):
+    """So nothing is known about documents, and no flag of theirs is asked for."""
+    flags = ["--use_cpu", "true", "--dry_run", "2", "--tp_size", "2"]
+    assert run_ranks(1, run_recipe, flags, log=tmp_path / "log") == [0]
+    assert "activations" in (tmp_path / "log" / "rank-0.log").read_text(encoding="utf-8")
