@@ -24,7 +24,7 @@ from hfscale import ParallelArguments, ParallelTrainer, ScalingCallback
 from hfscale.optim.muon import Muon
 from hfscale.parallel.weights import build_model
 from hfscale.recipe.router_bias import RouterBiasCallback
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 VOCAB, LENGTH = 96, 12
 _TIMEOUT_S = 300

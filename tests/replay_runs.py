@@ -23,7 +23,7 @@ from hfscale.core.findings import Finding
 from hfscale.core.replaying import is_replaying
 from hfscale.health import callback as health_callback
 from hfscale.recipe.layout import set_up_parallelism
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 PARALLEL = {
     "tp": {"parallel": {"tp_size": 2}},

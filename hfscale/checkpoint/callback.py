@@ -54,9 +54,9 @@ from hfscale.errors import CheckpointError, ParameterError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
-from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import output_folder, saved_state
-from hfscale.trainer.strategy import check_adapters
+from hfscale.trainer.strategies.adapters import check_adapters
+from hfscale.trainer.strategies.native import native_layout
 
 logger = get_logger(__name__)
 

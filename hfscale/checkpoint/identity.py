@@ -22,8 +22,7 @@ from hfscale.core.collectives import START
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import ParameterError, UsageError
-from hfscale.trainer.state import model_of
-from hfscale.trainer.strategy import unwrap_compiled
+from hfscale.trainer.state import model_of, unwrap_compiled
 
 ASPECTS = ("trainer", "model", "adapter", "tokenizer", "data")
 """The parts of an identity; each of them is a word of `resume_with_other`."""

@@ -30,7 +30,8 @@ from hfscale.core.versions import what_is_missing
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
 from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import global_batch_size, output_folder
-from hfscale.trainer.strategy import requested_strategy, running_strategy
+from hfscale.trainer.strategies.requested import requested_strategy
+from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

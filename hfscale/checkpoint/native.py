@@ -52,8 +52,8 @@ from hfscale.core.run_files import MANIFEST_NAME, PARAMETERS_NAME
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.native import NativeLayout, native_layout
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.native import NativeLayout, native_layout
 
 _OF_THE_LAUNCH = ("foreach", "fused", "capturable", "differentiable")
 """Options of an optimizer that say how it computes, which a checkpoint does not decide."""

@@ -58,9 +58,9 @@ from hfscale.core.run_files import UNFINISHED
 from hfscale.core.versions import is_peft_model, saves_safetensors
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.hub import push_checkpoint
-from hfscale.trainer.native import native_layout
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import global_batch_size, model_of, output_folder
+from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)

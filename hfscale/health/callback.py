@@ -43,16 +43,11 @@ from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
 from hfscale.trainer.loss_weights import why_tokens_weigh_unequally
-from hfscale.trainer.native import why_expert_gradients_are_small
 from hfscale.trainer.precision import why_accumulation_is_inexact, why_products_are_slow
 from hfscale.trainer.state import model_of, output_folder
-from hfscale.trainer.strategy import (
-    averages_gradients,
-    check_distributed_model,
-    check_launch,
-    check_strategy,
-    describe_strategy,
-)
+from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.native import why_expert_gradients_are_small
+from hfscale.trainer.strategies.requested import check_launch
 
 logger = get_logger(__name__)
 
@@ -156,7 +151,7 @@ class CommHealthCallback(AdapterCallback):
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
         check_launch(args)
-        check_distributed_model(TrainerAdapter.current().trainer)
+        Strategy.of(TrainerAdapter.current().trainer).check_request()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -164,16 +159,19 @@ class CommHealthCallback(AdapterCallback):
         adapter = TrainerAdapter.current()
         trainer = adapter.trainer
         check_launch(args)
-        strategy = check_strategy(trainer)
+        strategy = Strategy.of(trainer)
+        strategy.check()
         steps = TRAINING.gather("start: step", state.global_step)
         if len(set(steps)) > 1:
             raise StrategyMismatchError(
                 f"the ranks start at different steps {steps}: they do not see the same "
                 "output_dir; put it on storage that all machines share"
             )
-        logger.info("strategy %s on %d processes (%s)", strategy, args.world_size, args.device.type)
+        logger.info(
+            "strategy %s on %d processes (%s)", strategy.name, args.world_size, args.device.type
+        )
         if args.world_size > 1:
-            logger.info("each rank: %s", describe_strategy(trainer))
+            logger.info("each rank: %s", strategy.describe())
         if args.logging_nan_inf_filter:
             logger.warning(
                 "logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so that "
@@ -272,7 +270,7 @@ class CommHealthCallback(AdapterCallback):
         if self._watchdog is not None:
             self._watchdog.progressed()
 
-    def _start_monitor(self, trainer: Trainer, strategy: str) -> None:
+    def _start_monitor(self, trainer: Trainer, strategy: Strategy) -> None:
         args = trainer.args
         has_peers = args.world_size > 1  # a single rank is not slower than others
         timer = (
@@ -283,19 +281,19 @@ class CommHealthCallback(AdapterCallback):
         if timer is not None and not timer.measures:
             logger.info(
                 "stragglers are not looked for: under %s a rank's own work cannot be timed",
-                strategy,
+                strategy.name,
             )
         sensor = sensor_of(args.device)
         gpu = GpuThread(GpuWatch(sensor)) if sensor is not None else None
         if gpu is not None:
             gpu.start()
-        are_replicas = strategy == "ddp" and has_peers
+        are_replicas = strategy.replicas and not strategy.shards and has_peers
         self._monitor = Monitor(
             hosts=gather_hosts(),
             timer=timer,
             gpu=gpu,
             replicas=list(model_of(trainer).parameters()) if are_replicas else (),
-            have_equal_gradients=averages_gradients(args),
+            have_equal_gradients=strategy.equal_gradients,
         )
 
     def _start_watchdog(

@@ -23,8 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from hfscale.core.clocks import HostClock, clock_of
-from hfscale.trainer.native import native_layout
-from hfscale.trainer.strategy import unwrap_compiled
+from hfscale.trainer.strategies import Strategy
 
 KEPT_STEPS = 32
 """Number of steps that one exchange between ranks covers."""
@@ -74,37 +73,32 @@ class StepSpans:
         return sum(self._clock.seconds(start, end) for start, end in spans)
 
 
-def _is_only_sharded(module: nn.Module) -> bool:
-    """Return whether transformers has sharded a model by FSDP2, and no ranks share its matrices or its experts."""
-    layout = native_layout(unwrap_compiled(module))
-    return layout is not None and not layout.shares_layers
-
-
 class LocalTimer:
     """Times what a rank does by itself, with hooks on the model that the Trainer calls.
 
     Args:
         module (`torch.nn.Module`): the prepared model.
-        strategy (`str`): the strategy, as `hfscale.trainer.strategy.running_strategy` names it.
+        strategy (`Strategy`): how the model is distributed.
         device (`torch.device`): the device of the model.
     """
 
-    def __init__(self, module: nn.Module, strategy: str, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, strategy: Strategy, device: torch.device) -> None:
         self.span = StepSpans(clock_of(device))
         self._handles: list[Any] = []
         # Compiled into a layer, a hook breaks its graph, and its CUDA event becomes a part of that graph.
         begin, end = torch.compiler.disable(self._begin), torch.compiler.disable(self._end)
-        if strategy in ("single", "ddp", "zero0", "zero1", "zero2"):
+        if not strategy.waits_in_layers:
             first = next((p for p in module.parameters() if p.requires_grad), None)
             if first is not None:
                 self._handles = [
                     module.register_forward_pre_hook(begin),
                     first.register_post_accumulate_grad_hook(end),
                 ]
-        elif strategy == "fsdp2" or _is_only_sharded(module):
-            for layer in (
-                m for m in module.modules() if isinstance(m, FSDPModule) and m is not module
-            ):
+        elif strategy.gathers_layers:
+            sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
+            for layer in sharded:
+                if layer is module:
+                    continue
                 # FSDP's own hook is the first before the forward and the last after it, so these run inside.
                 self._handles.append(layer.register_forward_pre_hook(begin))
                 self._handles.append(layer.register_forward_hook(end, prepend=True))

@@ -21,9 +21,9 @@ from transformers import Trainer
 
 from hfscale.core.versions import sequence_parallel_size
 from hfscale.errors import UsageError
-from hfscale.trainer.native import native_layout
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 from hfscale.trainer.strategy import running_strategy
 
 STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "native", "parallel")

@@ -15,7 +15,7 @@ use it, and not by `state_hashes`, because it has been written. Where another ra
 import socket
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,9 @@ from hfscale.core.bit_hash import bit_hash
 from hfscale.core.collectives import TRAINING
 from hfscale.core.distributed import is_distributed
 from hfscale.core.findings import Finding
-from hfscale.health.replay_record import own_tensor
 from hfscale.trainer.state import model_of
-from hfscale.trainer.strategy import averages_gradients, running_strategy
+from hfscale.trainer.strategies import Strategy
 
-_SHARDED_STATES = ("zero1", "zero2")
 _SEPARATOR = "\t"
 
 
@@ -44,10 +42,7 @@ class ReplicaHashes:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._strategy = running_strategy(trainer)
-        self._has_states = self._strategy not in _SHARDED_STATES and averages_gradients(
-            trainer.args
-        )
+        self._strategy = Strategy.of(trainer)
 
     def compare(self, step: int) -> list[Finding]:
         """Compare all ranks between two steps; every rank must call it, and gets the same result.
@@ -59,7 +54,7 @@ class ReplicaHashes:
             `list[Finding]`: an error for each rank that differs from most others that hold the same; one without a
                 host where there is no majority.
         """
-        if not is_distributed() or self._strategy == "zero3":
+        if not is_distributed() or not self._strategy.replicas:
             return []
         hashes = self._hashes()
         of_ranks = TRAINING.gather("replicas", [_sums(hashes), socket.gethostname()])
@@ -99,8 +94,10 @@ class ReplicaHashes:
         return dict(zip(found, values, strict=True))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        optimizer: Any = self._trainer.optimizer
-        states = getattr(optimizer, "optimizer", optimizer).state if self._has_states else {}
+        # The partitions of ZeRO-1 and 2 are those of no parameter, so that none is found here
+        states: Mapping[Any, Any] = {}
+        if self._strategy.equal_gradients:
+            states = self._strategy.torch_optimizer().state
         for name, parameter in model_of(self._trainer).named_parameters():
             group = _group(parameter)
             if group is None:
@@ -110,7 +107,7 @@ class ReplicaHashes:
                 if isinstance(state, torch.Tensor) and state.shape == parameter.shape:
                     values[f"the optimizer's {key}"] = state
             for what, value in values.items():
-                own = own_tensor(value.detach())
+                own = self._strategy.own(value.detach())
                 if own is not None and own.numel() > 0:
                     yield _SEPARATOR.join((name, what, group)), own
 

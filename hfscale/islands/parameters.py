@@ -12,8 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 from hfscale.trainer.strategy import running_strategy
 
 _HASHED_VALUES = 1 << 24

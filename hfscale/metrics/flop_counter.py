@@ -17,9 +17,9 @@ from hfscale.core.torch_internals import TorchDispatchMode, is_in_torch_dispatch
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.batches import is_compiled
-from hfscale.trainer.native import native_layout
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 
 if TYPE_CHECKING:
     from hfscale.metrics.tokens import TokenCounter

@@ -3,10 +3,10 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from hfscale.trainer.native import native_layout
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.setup import layout_axes
 from hfscale.trainer.state import requested_optimizer
+from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from hfscale.facts.schedules import SCHEDULES
 from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.state import requested_optimizer
-from hfscale.trainer.strategy import gradient_compression, requested_family
+from hfscale.trainer.strategies.requested import gradient_compression, requested_family
 
 
 @dataclass(kw_only=True)

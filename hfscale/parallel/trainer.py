@@ -37,7 +37,7 @@ from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
 from hfscale.parallel.weights import draw_weights, read_weights
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.strategy import check_launch
+from hfscale.trainer.strategies.requested import check_launch
 
 if TYPE_CHECKING:
     from peft import PeftModel

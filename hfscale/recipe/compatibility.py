@@ -16,7 +16,7 @@ from hfscale.recipe.arguments import RecipeTrainingMixin
 from hfscale.recipe.layout import NativeParallelLayout, is_native
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.trainer.state import requested_optimizer
-from hfscale.trainer.strategy import (
+from hfscale.trainer.strategies.requested import (
     compiles_full_model,
     gradient_compression,
     requested_family,

@@ -20,8 +20,9 @@ from hfscale.recipe.arguments import (
     use_regional_compilation,
 )
 from hfscale.recipe.kernels import Kernels, why_split
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
-from hfscale.trainer.strategy import gradient_compression, running_strategy
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
+from hfscale.trainer.strategies.requested import gradient_compression
+from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
 

@@ -36,8 +36,8 @@ from hfscale.recipe.fused_loss import (
     reason_not_to_chunk,
 )
 from hfscale.trainer.attention import attention_implementation
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
-from hfscale.trainer.strategy import compiles_full_model
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
+from hfscale.trainer.strategies.requested import compiles_full_model
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

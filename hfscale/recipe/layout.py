@@ -24,7 +24,8 @@ from hfscale.facts.experts import check_experts_divide, spreads_experts
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.support import Combination, Speaker, check_support
 from hfscale.parallel.arguments import ParallelArguments
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu, requested_family
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
+from hfscale.trainer.strategies.requested import requested_family
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments

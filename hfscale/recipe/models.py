@@ -47,9 +47,9 @@ from hfscale.recipe.modalities import freeze_beside_text, weigh_tokens_equally
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.router_bias import check_has_bias
 from hfscale.recipe.router_loss import name_experts, set_router_loss
-from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategy import requested_family
+from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.requested import requested_family
 
 if TYPE_CHECKING:
     from peft import PeftModel

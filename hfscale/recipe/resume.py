@@ -22,7 +22,7 @@ from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategy import requested_family
+from hfscale.trainer.strategies.requested import requested_family
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hfscale.core.logging import get_logger
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import RecipeTrainingArguments
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer

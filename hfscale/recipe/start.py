@@ -33,7 +33,7 @@ from hfscale.recipe.router_bias import check_router_bias
 from hfscale.scaling import ScalingCallback
 from hfscale.trainer.alerts import AlertCallback
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategy import check_launch
+from hfscale.trainer.strategies.requested import check_launch
 from hfscale.why.callback import TraceCallback, read_steps
 
 

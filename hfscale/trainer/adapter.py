@@ -27,6 +27,7 @@ from hfscale.trainer.expert_adapters import spread_expert_adapters
 from hfscale.trainer.frames import calling_trainer, training_frame
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
+from hfscale.trainer.strategies import Strategy
 
 _ATTRIBUTE = "_hfscale_adapter"
 _ABSENT = object()
@@ -574,6 +575,7 @@ class TrainerAdapter:
         """Undo every change that lasts until the end of the training."""
         undo, self._undo = self._undo, {}
         _call_all(undo)
+        Strategy.forget(self.trainer)  # the next training may be distributed in another way
 
     def _restoring(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Return `train` with preparations at its beginning and `restore` at its end."""

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
-from hfscale.trainer.state import model_of
-from hfscale.trainer.strategy import unwrap_compiled
+from hfscale.trainer.state import model_of, unwrap_compiled
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 
 TOKENS = ("input_ids", "inputs_embeds")
 """Names of the inputs that hold the tokens of a batch."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hfscale.core.versions import is_lora_layer, is_peft_model, require
-from hfscale.trainer.native import native_layout
+from hfscale.trainer.strategies.native import native_layout
 
 _AXIS = "ep"
 """The axis of transformers' meshes whose ranks share the experts of a layer."""

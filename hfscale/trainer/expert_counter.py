@@ -24,8 +24,8 @@ from hfscale.trainer.batches import (
     batch_entry,
     token_mask,
 )
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -11,7 +11,8 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
-from hfscale.trainer.strategy import running_strategy, unwrap_compiled
+from hfscale.trainer.state import unwrap_compiled
+from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, Trainer

@@ -16,9 +16,9 @@ import hfscale
 from hfscale.core.redaction import MASK, is_secret_name, redact
 from hfscale.core.versions import allows_tf32
 from hfscale.facts.layout import ParallelLayout
-from hfscale.trainer.native import native_layout
-from hfscale.trainer.parallel_trainer import is_parallel_trainer
 from hfscale.trainer.state import global_batch_size, model_of
+from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.parallel import is_parallel_trainer
 from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:

@@ -39,7 +39,9 @@ def use_cpu(state: Any) -> None:
             options.get(name) is not None for name in ("fsdp_plugin", "parallelism_config")
         )
         if wanted:
-            from hfscale.trainer.strategy import let_fsdp_run_on_cpu  # it loads transformers
+            from hfscale.trainer.strategies.fsdp2 import (
+                let_fsdp_run_on_cpu,  # it loads transformers
+            )
 
             let_fsdp_run_on_cpu()
         init_state(self, *arguments, **options)

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import is_compiled_module
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerState, TrainingArguments
@@ -32,6 +33,16 @@ def model_of(trainer: Trainer) -> nn.Module:
     """
     assert trainer.model is not None
     return trainer.model
+
+
+def unwrap_compiled(module: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` wrapped, or `module` itself if it is not compiled.
+
+    Args:
+        module (`nn.Module`): a module that a Trainer trains; the engine of DeepSpeed is one too.
+    """
+    # The wrapper has no other child
+    return next(module.children()) if is_compiled_module(module) else module
 
 
 def saved_state(state: TrainerState, name: str) -> dict[str, Any]:

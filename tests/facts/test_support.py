@@ -38,7 +38,8 @@ from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import cut_document_attention
 from hfscale.recipe.router_bias import check_router_bias
 from hfscale.recipe.start import sample_generation
-from hfscale.trainer.strategy import check_launch, check_strategy
+from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.requested import check_launch
 
 DDP = {"WORLD_SIZE": "8"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -159,15 +160,16 @@ def consumers(monkeypatch):
         args = SimpleNamespace(world_size=world_size, use_cpu=True, optim=optim)
         accelerator = SimpleNamespace(state=state, mixed_precision=precision)
         made = {"optimizer": optimizer, "optimizer_cls_and_kwargs": None}
-        run = SimpleNamespace(model=None, args=args, accelerator=accelerator, **made)
+        run = SimpleNamespace(model=None, model_wrapped=None, args=args, accelerator=accelerator, **made)
         return message_of(compress_gradients, run, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
 
     def native(quantized=False, **sizes):
         config = SimpleNamespace(distributed_config=DistributedConfig(**sizes))
         model = SimpleNamespace(is_distributed_loading_by_transformers=True, is_quantized=quantized, config=config)
         model.modules = list
-        run = SimpleNamespace(model=model, args=arguments({}), accelerator=SimpleNamespace(state=None))
-        return message_of(check_strategy, run, {"WORLD_SIZE": "2"})
+        accelerator = SimpleNamespace(state=SimpleNamespace(distributed_type=None))
+        run = SimpleNamespace(model=model, model_wrapped=model, args=arguments({}), accelerator=accelerator)
+        return message_of(Strategy.of(run).check, {"WORLD_SIZE": "2"})
 
     def adapted_experts(tp):
         with torch.device("meta"):

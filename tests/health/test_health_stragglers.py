@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from strategy_kinds import named
 from torch import nn
 from workers.health_stragglers import run
 
@@ -145,7 +146,7 @@ class TestLocalTimer:
                 return self.layer(x)
 
         model = SlowModel()
-        timer = LocalTimer(model, "single", torch.device("cpu"))
+        timer = LocalTimer(model, named("single"), torch.device("cpu"))
         for _ in range(2):
             model(torch.ones(1, 4)).sum().backward()
             time.sleep(0.05)  # as a wait for peers would
@@ -171,8 +172,8 @@ class TestLocalTimer:
         assert span.read() == []
 
     def test_nothing_is_timed_where_every_matrix_product_waits(self):
-        assert not LocalTimer(nn.Linear(2, 2), "zero3", torch.device("cpu")).measures
-        assert LocalTimer(nn.Linear(2, 2), "ddp", torch.device("cpu")).measures
+        assert not LocalTimer(nn.Linear(2, 2), named("zero3"), torch.device("cpu")).measures
+        assert LocalTimer(nn.Linear(2, 2), named("ddp"), torch.device("cpu")).measures
 
 
 @pytest.mark.gpu

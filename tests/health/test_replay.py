@@ -11,7 +11,7 @@ from tiny import logged, tiny_model, tiny_trainer
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
 from hfscale.errors import HealthError, ParameterError, UsageError
 from hfscale.health.replay import StepReplay
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 QUIET = {"preflight": False, "hang_after_s": None}
 

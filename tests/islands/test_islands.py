@@ -26,7 +26,8 @@ from hfscale.islands import client as client_module
 from hfscale.islands.client import IslandClient, Reply
 from hfscale.islands.outer import OuterOptimizer
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu, running_strategy
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
+from hfscale.trainer.strategy import running_strategy
 
 TOKEN = "a secret of the tests"  # noqa: S105
 TRAINING = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 6}

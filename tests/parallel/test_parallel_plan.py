@@ -35,7 +35,7 @@ from hfscale.parallel.partition import ModelStructure, layer_costs, partition_by
 from hfscale.parallel.pipeline import TORCH_SCHEDULES, stack_batches
 from hfscale.parallel.stages import StagePlan
 from hfscale.recipe.layout import set_up_parallelism
-from hfscale.trainer.strategy import check_launch
+from hfscale.trainer.strategies.requested import check_launch
 
 TINY = {
     "vocab_size": 96,

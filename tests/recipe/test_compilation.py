@@ -25,7 +25,7 @@ from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.compilation import compile_layers
 from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.models import cut_document_attention
-from hfscale.trainer.strategy import compiles_full_model
+from hfscale.trainer.strategies.requested import compiles_full_model
 
 pytestmark = pytest.mark.recipes
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback, set_
 
 from hfscale.errors import UsageError
 from hfscale.recipe.router_bias import BIAS, RouterBiasCallback, biased_routers, check_has_bias, update_bias
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 RATE = 0.01
 SIZES = EXPERT_SIZES | {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_shared_experts": 1}

@@ -31,7 +31,7 @@ from hfscale.core.versions import has_epoch_methods, is_at_least
 from hfscale.errors import HfScaleError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import resumed_from, training_frame
-from hfscale.trainer.strategy import unwrap_compiled
+from hfscale.trainer.state import unwrap_compiled
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1}
 LASTING = {"train", "get_eval_dataloader", "push_to_hub", "_push_from_checkpoint", "_hfscale_adapter"}

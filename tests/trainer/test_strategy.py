@@ -15,7 +15,7 @@ from hfscale.errors import StrategyMismatchError
 from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments, ScalingArguments
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.start import start_run
-from hfscale.trainer.strategy import check_launch
+from hfscale.trainer.strategies.requested import check_launch
 
 pytestmark = pytest.mark.recipes
 

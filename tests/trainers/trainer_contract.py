@@ -25,7 +25,7 @@ from hfscale import LRScalingCallback, ScalingCallback, ScalingMetricsCallback, 
 from hfscale.checkpoint.store import verify
 from hfscale.core.collectives import TRAINING
 from hfscale.errors import CheckpointError
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 STEPS = 6
 SAVE_STEPS = 2

@@ -39,7 +39,7 @@ def train(strategy: str, folder: Path) -> None:
     from hfscale.checkpoint.manifest import read_manifest
     from hfscale.core.versions import what_is_missing
     from hfscale.errors import MissingDependencyError
-    from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+    from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
     def run(name: str, callbacks: list, resume: str | None = None) -> list[float]:
         args = tiny_arguments(folder / name, max_steps=4, save_strategy="steps", save_steps=2)
@@ -125,8 +125,8 @@ def _train_layout(source: Path, folder: Path, sizes: dict[str, int]) -> Logged |
     from hfscale import ScalingCallback, SpotCheckpointCallback, latest_checkpoint
     from hfscale.checkpoint.manifest import read_manifest
     from hfscale.core.versions import divides_expert_gradients_twice
-    from hfscale.trainer.native import why_expert_gradients_are_small
-    from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+    from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
+    from hfscale.trainer.strategies.native import why_expert_gradients_are_small
 
     def run(name: str, sizes: dict[str, int], *, saves: bool = True, resume: str | None = None) -> Logged:
         config = DistributedConfig(**sizes)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, default_data_collator, set_seed
 
 from hfscale import CommHealthCallback, ScalingCallback, TraceCallback
-from hfscale.trainer.strategy import let_fsdp_run_on_cpu
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 STEPS = 4
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}

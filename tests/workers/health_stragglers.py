@@ -3,6 +3,7 @@
 import time
 
 import torch
+from strategy_kinds import named
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -63,7 +64,7 @@ def trained(rank_store, rank, ratio, guilty, steps, drift, strategy):
         model = fully_shard(nn.Sequential(work, nn.Linear(16, 16)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     hosts = gather_hosts()
-    timer = LocalTimer(model, strategy, torch.device("cpu"))
+    timer = LocalTimer(model, named(strategy), torch.device("cpu"))
     replicas = list(model.parameters()) if strategy == "ddp" else ()
     monitor = Monitor(hosts=hosts, timer=timer, replicas=replicas, checksum_every=20)
     part = Compared(monitor)

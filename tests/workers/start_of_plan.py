@@ -35,7 +35,7 @@ from hfscale.recipe.layout import (
 )
 from hfscale.recipe.models import load_config
 from hfscale.recipe.parsing import parse_arguments
-from hfscale.trainer.strategy import check_launch, requested_strategy
+from hfscale.trainer.strategies.requested import check_launch, requested_strategy
 
 LENGTHS = {"text": "block_size", "sft": "max_length", "dpo": "max_length", "grpo": "max_completion_length"}
 

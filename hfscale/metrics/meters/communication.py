@@ -19,7 +19,8 @@ from hfscale.metrics.communication_profile import Exposed, SampledSteps
 from hfscale.metrics.meters.meter import Meter, Window, or_nan
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.strategy import averages_gradients, unwrap_compiled
+from hfscale.trainer.state import unwrap_compiled
+from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -47,7 +48,7 @@ class CommunicationMeter(Meter):
         self._ddp = None
         self._sampled = None
         if trainer.args.world_size > 1:
-            if averages_gradients(trainer.args):
+            if Strategy.of(trainer).equal_gradients:
                 self._ddp = DdpCounters.find(unwrap_compiled(trainer.model_wrapped))
             if self._ddp is None and trainer.args.process_index in (0, trainer.args.world_size - 1):
                 self._sampled = self._sampled_steps()

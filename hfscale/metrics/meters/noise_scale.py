@@ -31,9 +31,10 @@ from hfscale.core.logging import get_logger
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.native import native_layout
 from hfscale.trainer.state import global_batch_size, model_of, saved_state
-from hfscale.trainer.strategy import gradient_compression, running_strategy
+from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.requested import gradient_compression
+from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
 

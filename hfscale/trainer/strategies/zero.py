@@ -1,0 +1,194 @@
+"""ZeRO by DeepSpeed, whose engine holds the optimizer and steps it in the last backward pass of a step.
+
+DeepSpeed is imported inside the functions: it is an optional dependency, and its import takes a second.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from hfscale.core.attributes import replaced
+from hfscale.core.versions import sequence_parallel_size
+from hfscale.facts.strategies import WEIGHTS
+from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.strategy import Strategy
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+class Zero(Strategy):
+    """ZeRO of stage 0 to 3 (`zero0` … `zero3`).
+
+    Stage 0 shards nothing: it is DDP by DeepSpeed's engine. Under stages 1 and 2 the optimizer's states are
+    partitions of flat tensors, and under stage 3 also the weights.
+    """
+
+    engine_steps = True
+
+    @classmethod
+    def name_in(cls, trainer: "Trainer") -> str | None:
+        """Return the name with the stage if Accelerate has set up DeepSpeed."""
+        state = trainer.accelerator.state
+        if state.distributed_type != DistributedType.DEEPSPEED:
+            return None
+        return f"zero{state.deepspeed_plugin.zero_stage}"
+
+    @property
+    def _shards_weights(self) -> bool:
+        return WEIGHTS in self.shards
+
+    @property
+    def waits_in_layers(self) -> bool:
+        """Whether ranks wait in the layers: under stage 3, which gathers the weights of each."""
+        return self._shards_weights
+
+    @property
+    def has_effectless_backward(self) -> bool:
+        """Whether gradients can be computed without effect: what the engine of stage 3 does cannot be undone."""
+        return not self._shards_weights
+
+    @property
+    def replicas(self) -> bool:
+        """Whether several ranks hold the same weights: under stage 3 each holds other shards."""
+        return not self._shards_weights
+
+    def offload(self) -> str:
+        """Return what is kept in the CPU's memory or on a disk."""
+        config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+        zero = config.get("zero_optimization", {})
+        if _device_of(zero, "param") != "none":
+            return "full"
+        return "optimizer" if _device_of(zero, "optimizer") != "none" else "none"
+
+    def engine_config(self) -> dict[str, Any]:
+        """Return DeepSpeed's config, with the values that transformers has filled in for `auto`."""
+        plugin = self.trainer.accelerator.state.deepspeed_plugin
+        config: dict[str, Any] = plugin.hf_ds_config.config
+        return config
+
+    # ---- tensors
+
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine, which has no types."""
+        return self.trainer.model_wrapped
+
+    def part_of_model(self) -> list[int]:
+        """Return the rank under stage 3, where the shard of a parameter does not say of which rank it is."""
+        return [self.trainer.args.process_index] if self._shards_weights else []
+
+    def master(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the fp32 copy that DeepSpeed steps; the weight itself where it has none."""
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_fp32_param
+
+        if self._shards_weights:
+            local: torch.Tensor = safe_get_local_fp32_param(parameter)
+            return local
+        full: torch.Tensor | None = safe_get_full_fp32_param(parameter)
+        return parameter.data if full is None else full
+
+    def set_master(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Set the weight, and the fp32 copy that DeepSpeed steps."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+        super().set_master(parameter, value)
+        set_copy = safe_set_local_fp32_param if self._shards_weights else safe_set_full_fp32_param
+        set_copy(parameter, value.float())
+
+    @contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """Partition the small parameters that stage 3 keeps gathered, and gather them again afterwards."""
+        if not self._shards_weights:
+            yield
+            return
+        optimizer = self._engine.optimizer
+        optimizer.checkpoint_event_prologue()
+        yield
+        optimizer.checkpoint_event_epilogue()
+
+    # ---- contexts
+
+    def why_effects_remain(self) -> str | None:
+        """Return what of DeepSpeed does not allow it."""
+        if sequence_parallel_size(self.trainer) > 1:
+            return "DeepSpeed's sequence parallelism cannot be replayed; leave it out"
+        if self._shards_weights:
+            return None
+        if self._engine.fp16_enabled():
+            return f"under {self.name} a step in fp16 cannot be replayed; use bf16, or leave it out"
+        args = self.trainer.args
+        options: Any = args.gradient_checkpointing_kwargs or {}
+        if args.gradient_checkpointing and options.get("use_reentrant"):
+            return (
+                f"under {self.name} reentrant activation checkpointing cannot be replayed; "
+                "set use_reentrant to false"
+            )
+        return None
+
+    @contextmanager
+    def without_effect(self) -> Iterator[nn.Module]:
+        """Let a micro-batch be computed so that the engine sees no gradients.
+
+        Under stages 0 to 2 the module inside of the engine computes them, and they are returned to nobody. Under stage
+        3 there is no backward pass, since what the engine does with gradients cannot be undone.
+        """
+        engine = self._engine
+        if self._shards_weights:
+            backward, model = _compute_nothing, engine
+        else:
+            backward, model = self._local_backward, engine.module
+        with replaced(self.trainer.accelerator, "backward", backward):
+            yield model
+
+    def _local_backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Compute the gradients without accumulating them, so that no hook of the engine runs."""
+        parameters = model_of(self.trainer).parameters()
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        torch.autograd.grad(loss, trained, allow_unused=True)
+
+    # ---- what runs
+
+    def is_wrapped(self, wrapper: nn.Module) -> bool:
+        """Return whether it is an engine of DeepSpeed."""
+        return type(wrapper).__name__.endswith("Engine")  # without importing deepspeed
+
+    def _traits(self) -> list[str]:
+        share = self._optimizer_share()
+        traits = [] if share is None else [f"{share:.1%} of the optimizer"]
+        zero = self.engine_config().get("zero_optimization", {})
+        for part in ("optimizer", "param"):
+            device = _device_of(zero, part)
+            if device != "none":
+                traits.append(f"{part} offloaded to {device}")
+        partition_size = getattr(self._engine.optimizer, "zero_hpz_partition_size", 1)
+        if partition_size > 1:
+            traits.append(f"copies over {partition_size} ranks")
+        if sequence_parallel_size(self.trainer) > 1:
+            traits.append(f"sequences cut over {self._engine.sequence_parallel_size} ranks")
+        return traits
+
+    def _optimizer_share(self) -> float | None:
+        """Return the share of the parameters that stages 1 and 2 update on this rank; None under the others."""
+        # ZeRO-1 in bf16 with gradients that are accumulated in fp32 has an optimizer of its own, `BF16_Optimizer`.
+        names = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+        optimizer = getattr(self.wrapper(), "optimizer", None)
+        found = [getattr(optimizer, name) for name in names if hasattr(optimizer, name)]
+        if not found:
+            return None
+        kept: int = sum(partition.numel() for partition in found[0])
+        trained = sum(p.numel() for p in self.wrapper().parameters() if p.requires_grad)
+        return kept / trained
+
+
+def _device_of(zero: dict[str, Any], part: str) -> str:
+    device: str = (zero.get(f"offload_{part}") or {}).get("device", "none")
+    return device
+
+
+def _compute_nothing(loss: torch.Tensor, **kwargs: Any) -> None:
+    """Stand for a backward pass."""
