@@ -454,6 +454,17 @@ def test_the_index_for_programs_lists_every_page():
     assert [title for title, page in listed if f"- {title}: {page}.md" not in navigation] == []
 
 
+def test_every_page_is_linked_from_another_page():
+    """The navigation and the index for programs are not enough: who reads one page should find the next."""
+    linked = {
+        REPOSITORY / "docs" / f"{page}.md"
+        for path in (README, CONTRIBUTING, *PAGES)
+        for page in re.findall(r"\]\((?:docs/)?(\w+)\.md", text_of(path))
+        if page != path.stem
+    }
+    assert [path.stem for path in PAGES if path not in linked] == []
+
+
 def test_the_api_page_lists_every_public_name():
     listed = re.findall(r"^::: hfscale\.(\w+)$", text_of(REPOSITORY / "docs" / "api.md"), re.MULTILINE)
     assert sorted(listed) == sorted(public_names())

@@ -2,7 +2,7 @@
 
 The rules stand in `support.toml`, and nowhere else. To allow a combination that is refused, delete or narrow its rule
 there, with its example in tests/facts/test_support.py, and run `python tests/facts/test_support_page.py`, which writes
-docs/strategies.md.
+docs/support.md.
 
 The planner, the checks of the recipes and `ParallelTrainer` each describe what they are asked for as a `Combination`,
 with the properties that they know; a property that they do not know is None, and no rule that depends on it applies.

@@ -1,4 +1,4 @@
-"""docs/strategies.md lists what works with what; run this file to rewrite its tables."""
+"""docs/support.md lists what works with what; run this file to rewrite its tables."""
 
 import re
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 from hfscale.facts.support import CONFIGS, PROPERTIES, TESTED, Combination, Rule, rules, why_not
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "strategies.md"
+PAGE = ROOT / "docs" / "support.md"
 BEGIN = "<!-- generated from hfscale/facts/support.toml by tests/facts/test_support_page.py -->\n"
 END = "<!-- end of what is generated -->\n"
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
