@@ -48,6 +48,7 @@ from hfscale.trainer.state import model_of, output_folder
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.native import why_expert_gradients_are_small
 from hfscale.trainer.strategies.requested import check_launch
+from hfscale.trainer.strategies.tensors import full_numel
 
 logger = get_logger(__name__)
 
@@ -565,11 +566,14 @@ def _checkpoint_bytes(trainer: Trainer) -> int:
     args = trainer.args
     if args.save_strategy == "no" and not TrainerAdapter.of(trainer).callback_saves:
         return 0
-    sizes = [(getattr(p, "ds_numel", p.numel()), p) for p in model_of(trainer).parameters()]
-    weights = sum(numel * p.element_size() for numel, p in sizes)
-    return weights + node.BYTES_PER_TRAINED_PARAMETER * sum(
-        numel for numel, p in sizes if p.requires_grad
-    )
+    weights = 0
+    trained = 0
+    for parameter in model_of(trainer).parameters():
+        elements = full_numel(parameter)
+        weights += elements * parameter.element_size()
+        if parameter.requires_grad:
+            trained += elements
+    return weights + node.BYTES_PER_TRAINED_PARAMETER * trained
 
 
 def _check_disk(trainer: Trainer) -> list[Finding]:

@@ -22,21 +22,20 @@ from typing import Any
 
 from transformers import Trainer, TrainerState
 
+from hfscale.core.attributes import replaced
 from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
 from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
-from hfscale.health.replay_run import MicroBatch, check_can_replay, replaced
+from hfscale.health.replay_run import MicroBatch, check_can_replay
 from hfscale.health.replica_hashes import ReplicaHashes
 from hfscale.health.state_hashes import StateHashes
 from hfscale.trainer.state import model_of
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 _MAX_NAMED = 3
-_INDEPENDENT = ("single", "ddp", "zero1", "zero2", "zero3")
-"""Strategies under which nothing is compared in which other ranks have had a part."""
 Judge = Callable[[list[Finding], int], None]
 
 
@@ -58,18 +57,19 @@ class StepReplay:
         self._trainer = trainer
         self._every = every_steps
         self._found = found
-        strategy = running_strategy(trainer)
-        self._is_independent = strategy in _INDEPENDENT
-        self._is_last_only = strategy == "parallel"
+        strategy = Strategy.of(trainer)
+        # Then nothing is compared in which other ranks have had a part
+        self._is_independent = not strategy.sends_values
+        self._is_last_only = strategy.steps_at_last_batch
         self._record = partial(
             recorded,
             model_of(trainer),
             layer_numbers(model_of(trainer)),
-            gradients=strategy != "zero3",
+            gradients=strategy.has_effectless_backward,
             sends=not self._is_independent,
         )
         self._last = self._verified = trainer.state.global_step
-        self._has_engine = strategy.startswith("zero")
+        self._has_engine = strategy.engine_steps
         self._replicas = ReplicaHashes(trainer)
         self._states = StateHashes(trainer)
         self._has_begun = self._is_learning = False

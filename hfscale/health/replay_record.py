@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from hfscale.core.bit_hash import bit_hash
 from hfscale.core.nested import tensors_in
-from hfscale.core.torch_internals import TorchDispatchMode, is_traceable_wrapper_subclass
+from hfscale.core.torch_internals import TorchDispatchMode
+from hfscale.trainer.strategies.tensors import own_part
 
 SENDS = {
     "all_gather_into_tensor": 0,
@@ -192,7 +193,7 @@ def _leave(
 ) -> None:
     if not isinstance(output, torch.Tensor):
         return
-    own = own_tensor(output)
+    own = own_part(output)
     if own is None:
         return
     record.computed(_FORWARD, name, f"output of {name}", own)
@@ -201,21 +202,9 @@ def _leave(
 
 
 def _gradient(record: Record, module: str, name: str, gradient: torch.Tensor | None) -> None:
-    own = None if gradient is None else own_tensor(gradient)
+    own = None if gradient is None else own_part(gradient)
     if own is not None:
         record.computed(_BACKWARD, module, name, own)
-
-
-def own_tensor(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what this rank has of a tensor; None for a tensor without bits of its own, such as a quantized one.
-
-    Args:
-        tensor (`torch.Tensor`): an ordinary tensor, or one that wraps others.
-    """
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local().detach()
-    is_plain = not is_traceable_wrapper_subclass(tensor) and not tensor.is_complex()
-    return tensor if is_plain else None
 
 
 class _Sends(TorchDispatchMode):
@@ -231,7 +220,7 @@ class _Sends(TorchDispatchMode):
         name = func.name().partition(".")[0].rpartition("::")
         if name[0] in _NAMESPACES and name[2] in SENDS:
             for tensor in tensors_in(args[SENDS[name[2]]]):
-                own = own_tensor(tensor)
+                own = own_part(tensor)
                 if own is not None:
                     self._record.sent(name[2], own)
         return func(*args, **(kwargs or {}))

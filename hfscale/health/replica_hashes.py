@@ -107,7 +107,7 @@ class ReplicaHashes:
                 if isinstance(state, torch.Tensor) and state.shape == parameter.shape:
                     values[f"the optimizer's {key}"] = state
             for what, value in values.items():
-                own = self._strategy.own(value.detach())
+                own = self._strategy.own(value)
                 if own is not None and own.numel() > 0:
                     yield _SEPARATOR.join((name, what, group)), own
 

@@ -35,8 +35,9 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
-from hfscale.health.replay_record import own_tensor
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import kept_of, own_part
 
 logger = get_logger(__name__)
 _MAX_NAMED = 3
@@ -159,7 +160,7 @@ class StateHashes:
         """Yield what this rank holds: its name, its bits, its identity, and whether it is a frozen weight."""
         for name, tensor, is_frozen in self._values():
             # Not of `tensor.detach()`: that of a DTensor has versions of its own
-            own = own_tensor(tensor)
+            own = own_part(tensor)
             if (
                 own is None
                 or name in self._excluded
@@ -170,33 +171,21 @@ class StateHashes:
                 continue
             if own.layout == torch.strided:
                 identity = own.data_ptr(), version_of(tensor), version_of(own), own.shape, own.dtype
-                yield name, own.detach(), identity, is_frozen
+                yield name, own, identity, is_frozen
 
     def _values(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        names = {}
+        names: dict[Any, str] = {}
         for name, parameter in model_of(self._trainer).named_parameters():
             names[parameter] = name
-            yield (
-                f"the weight {name}",
-                getattr(parameter, "ds_tensor", parameter),
-                not parameter.requires_grad,
-            )
-        for number, (parameter, states) in enumerate(
-            _innermost(self._trainer.optimizer).state.items()
-        ):
-            name = names.get(parameter, f"number {number}")
-            if parameter not in names and isinstance(parameter, torch.Tensor):
-                yield f"the optimizer's weight {name}", parameter, False
+            yield f"the weight {name}", kept_of(parameter), not parameter.requires_grad
+        of_parameters = Strategy.of(self._trainer).torch_optimizer().state
+        for number, (stepped, states) in enumerate(of_parameters.items()):
+            name = names.get(stepped, f"number {number}")
+            if stepped not in names and isinstance(stepped, torch.Tensor):
+                yield f"the optimizer's weight {name}", stepped, False
             for key, state in states.items():
                 if isinstance(state, torch.Tensor):
                     yield f"the optimizer's {key} of {name}", state, False
-
-
-def _innermost(optimizer: Any) -> Any:
-    """Return the optimizer of torch inside of those of Accelerate and DeepSpeed."""
-    while hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _numbers(hashes: Sequence[torch.Tensor]) -> list[int]:

@@ -17,7 +17,7 @@ from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.logging import get_logger
 from hfscale.errors import CheckpointError, HealthError, ParameterError
 from hfscale.facts.compression import Compression
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.islands.client import (
     IslandClient,
     PendingRound,
@@ -34,7 +34,7 @@ from hfscale.islands.terms import digest_of, terms_of_model
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import global_batch_size, jump_to, model_of, saved_state, steps_per_epoch
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -201,7 +201,7 @@ class DiLoCoCallback(AdapterCallback):
         if self.islands == 1:
             return
         self._adapter = adapter
-        check_support(Combination(strategy=running_strategy(adapter.trainer)))
+        check_support(Strategy.of(adapter.trainer).combination())
         self._part = PartOfParameters(adapter.trainer, self.fragments)
         parameters = sum(parameter.numel() for parameter in model_of(adapter.trainer).parameters())
         # Of the largest pipeline stage: a number that all ranks have, and of which islands must have the same.

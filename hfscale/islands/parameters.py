@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from hfscale.errors import UsageError
 from hfscale.trainer.state import model_of
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 _HASHED_VALUES = 1 << 24
 """Values that are copied to the host at a time."""
@@ -38,7 +37,7 @@ class PartOfParameters:
 
     def __init__(self, trainer: Trainer, fragments: int = 1) -> None:
         self._trainer = trainer
-        self._strategy = running_strategy(trainer)
+        self._strategy = Strategy.of(trainer)
         self._fragments: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(fragments)]
         for name, parameter in model_of(trainer).named_parameters():
             if parameter.requires_grad:
@@ -67,11 +66,9 @@ class PartOfParameters:
                     if not placement.is_replicate()
                 ]
             rows.append([name, list(self._local(parameter).shape), place])
-        if is_parallel_trainer(self._trainer):
-            mesh = self._trainer.mesh
-            rows.append([mesh.pp_rank, mesh.tp_rank])
-        if self._strategy == "zero3":
-            rows.append(self._trainer.args.process_index)
+        place_in_model = self._strategy.part_of_model()
+        if place_in_model:
+            rows.append(place_in_model)
         return json.dumps(rows)
 
     @torch.no_grad()
@@ -80,7 +77,7 @@ class PartOfParameters:
 
         With adapters these are the weights of the base model, which islands never exchange.
         """
-        self._reshard()
+        self._strategy.reshard()
         digest = xxhash.xxh3_128()
         for name, parameter in model_of(self._trainer).named_parameters():
             if not parameter.requires_grad:
@@ -97,10 +94,10 @@ class PartOfParameters:
         Args:
             fragment (`int`, *optional*): number of the fragment; None: all values.
         """
-        self._reshard()
+        self._strategy.reshard()
         flat = self.empty(fragment)
         for parameter, part in self._split(flat, fragment):
-            part.copy_(self._master(parameter).reshape(-1))
+            part.copy_(self._strategy.master(parameter).reshape(-1))
         return flat
 
     def empty(self, fragment: int | None = None) -> torch.Tensor:
@@ -117,21 +114,10 @@ class PartOfParameters:
             flat (`torch.Tensor`): as `read` returns them.
             fragment (`int`, *optional*): number of the fragment; None: all values.
         """
-        self._reshard()
-        if self._strategy == "zero3":
-            self._zero_optimizer().checkpoint_event_prologue()  # also frees the small ones
-        for parameter, part in self._split(flat, fragment):
-            local = self._local(parameter)
-            value = part.view(local.shape).to(local.device)
-            local.copy_(value)
-            if self._strategy.startswith("zero"):
-                self._set_master(parameter, value)
-        if self._strategy == "zero3":
-            self._zero_optimizer().checkpoint_event_epilogue()  # gathers them again
-
-    def _zero_optimizer(self) -> Any:
-        """Return DeepSpeed's optimizer, which has no public type."""
-        return self._trainer.model_wrapped.optimizer
+        with self._strategy.changing_weights():
+            for parameter, part in self._split(flat, fragment):
+                local = self._local(parameter)
+                self._strategy.set_master(parameter, part.view(local.shape).to(local.device))
 
     def _of(self, fragment: int | None) -> list[tuple[str, nn.Parameter]]:
         if fragment is not None:
@@ -152,42 +138,12 @@ class PartOfParameters:
         )
 
     def _local(self, parameter: nn.Parameter) -> torch.Tensor:
-        if isinstance(parameter, DTensor):
-            return parameter.to_local()
-        if self._strategy == "zero3":
-            shard: torch.Tensor = getattr(parameter, "ds_tensor")  # noqa: B009 (DeepSpeed adds it)
-            return shard
-        return parameter.data
-
-    def _master(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the values that the optimizer steps: under ZeRO a copy of them in fp32."""
-        if self._strategy == "zero3":
-            from deepspeed.utils import safe_get_local_fp32_param
-
-            master: torch.Tensor = safe_get_local_fp32_param(parameter)
-            return master
-        if self._strategy.startswith("zero"):
-            from deepspeed.utils import safe_get_full_fp32_param
-
-            master = safe_get_full_fp32_param(parameter)
-            return parameter.data if master is None else master
-        return self._local(parameter)
-
-    def _set_master(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        if self._strategy == "zero3":
-            from deepspeed.utils import safe_set_local_fp32_param
-
-            safe_set_local_fp32_param(parameter, value.float())
-        else:
-            from deepspeed.utils import safe_set_full_fp32_param
-
-            safe_set_full_fp32_param(parameter, value.float())
-
-    def _reshard(self) -> None:
-        """Make FSDP2 free what it has gathered: then the parameters are the shards that the optimizer steps."""
-        for module in model_of(self._trainer).modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        own = self._strategy.own(parameter)
+        if own is None:
+            raise UsageError(
+                f"islands exchange parameters of ordinary numbers, and a {type(parameter.data).__name__} is none"
+            )
+        return own
 
 
 def _layer(name: str) -> int | None:

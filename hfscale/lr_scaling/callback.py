@@ -21,6 +21,7 @@ from hfscale.lr_scaling.learning_rate import (
 )
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.state import global_batch_size, saved_state
+from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -149,7 +150,7 @@ class LRScalingCallback(AdapterCallback):
         self._restore(adapter)
         # The callback was added when the optimizer existed, or nothing called create_optimizer
         if created is None:
-            if trainer.is_deepspeed_enabled:
+            if Strategy.of(trainer).engine_steps:
                 raise UsageError(
                     "with DeepSpeed give LRScalingCallback to Trainer(callbacks=[...]), not add_callback()"
                 )

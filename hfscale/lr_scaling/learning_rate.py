@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from hfscale.trainer.strategies import Strategy
+
 _DEEPSPEED_LR_KEYS = {
     "optimizer": ("lr",),
     "scheduler": (
@@ -200,7 +202,4 @@ def _schedulers(scheduler: Any) -> Iterator[Any]:
 
 def _deepspeed_config(trainer: Trainer) -> dict[str, Any]:
     """Return the DeepSpeed config of the Trainer; it is empty under another strategy."""
-    if not trainer.is_deepspeed_enabled:
-        return {}
-    config: dict[str, Any] = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
-    return config
+    return Strategy.of(trainer).engine_config()

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.records import WRITING, append_record
 from hfscale.core.run_files import FINGERPRINTS_NAME
-from hfscale.core.torch_internals import is_traceable_wrapper_subclass
 from hfscale.trainer.batch_digest import MODULUS, BatchDigest, rng_digest
 from hfscale.trainer.collector import Columns
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.tensors import own_part
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerState
@@ -141,13 +140,10 @@ def weight_sums(model: torch.nn.Module) -> torch.Tensor | None:
     """
     totals: torch.Tensor | None = None
     for parameter in model.parameters():
-        # What ZeRO-3 keeps of it on this rank
-        held: Any = getattr(parameter, "ds_tensor", parameter)
-        held = held.detach()
-        local = held.to_local() if isinstance(held, DTensor) else held
-        if local.dtype not in _FLOATS or local.device.type not in _DEVICES or not local.numel():
+        local = own_part(parameter)
+        if local is None or local.dtype not in _FLOATS or local.device.type not in _DEVICES:
             continue
-        if is_traceable_wrapper_subclass(local):
+        if not local.numel():
             continue
         norm = torch.linalg.vector_norm(local, dtype=torch.float64)
         sums = torch.stack(

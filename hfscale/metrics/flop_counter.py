@@ -18,8 +18,7 @@ from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.batches import is_compiled
 from hfscale.trainer.state import model_of
-from hfscale.trainer.strategies.native import native_layout
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from hfscale.metrics.tokens import TokenCounter
@@ -163,12 +162,9 @@ def reason_not_to_count(trainer: Trainer) -> str | None:
     Args:
         trainer (`Trainer`): the Trainer, with its model prepared.
     """
-    if (
-        is_parallel_trainer(trainer)
-        or trainer.get_tp_size() * context_parallel_size(trainer) * sequence_parallel_size(trainer)
-        > 1
-        or _shares_layers(trainer)
-    ):
+    sequence_ranks = context_parallel_size(trainer) * sequence_parallel_size(trainer)
+    shares_sequences = trainer.get_tp_size() * sequence_ranks > 1
+    if shares_sequences or Strategy.of(trainer).shares_layers:
         return (
             "FLOPs are not counted where ranks share a sequence, a matrix or the experts of a layer"
         )
@@ -188,20 +184,14 @@ def reason_not_to_count(trainer: Trainer) -> str | None:
     return None
 
 
-def _shares_layers(trainer: Trainer) -> bool:
-    layout = native_layout(trainer.model)
-    return layout is not None and layout.shares_layers
-
-
 def has_own_loss(trainer: Trainer) -> bool:
     """Return whether a subclass of Trainer computes the loss, in which it may call several models.
 
     Args:
         trainer (`Trainer`): the Trainer; a `ParallelTrainer` computes the loss of Trainer.
     """
-    return type(trainer).compute_loss is not Trainer.compute_loss and not is_parallel_trainer(
-        trainer
-    )
+    has_override = type(trainer).compute_loss is not Trainer.compute_loss
+    return has_override and not Strategy.of(trainer).runs_stages
 
 
 def extends_loss(trainer: Trainer) -> bool:

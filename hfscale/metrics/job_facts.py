@@ -3,11 +3,8 @@
 import os
 from typing import TYPE_CHECKING, Any
 
-from hfscale.trainer.setup import layout_axes
 from hfscale.trainer.state import requested_optimizer
-from hfscale.trainer.strategies.native import native_layout
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -39,33 +36,27 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     config = getattr(trainer.model, "config", None)
     if config is None:
         return {}
-    strategy = running_strategy(trainer)
+    strategy = Strategy.of(trainer)
     adapters = getattr(trainer.model, "peft_config", None)
     in_4_bits = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
-    parallel = trainer if is_parallel_trainer(trainer) else None
-    native = native_layout(trainer.model)
-    spread = parallel.layout if parallel is not None else native
     adapter_method = "qlora" if in_4_bits else "lora"
+    ranks = [int(one.r) for one in (adapters or {}).values() if hasattr(one, "r")]
     return {
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
-        "layout": layout_axes(trainer, strategy),
-        "zero": {"fsdp2": 3, "parallel": 3, "native": 3, "zero1": 1, "zero2": 2, "zero3": 3}.get(
-            strategy, 0
-        ),
+        "layout": strategy.axes(),
+        "zero": strategy.facts.zero,
         "micro_batch": args.train_batch_size,
         "method": adapter_method if adapters else "full",
-        "lora_rank": next((int(one.r) for one in adapters.values() if hasattr(one, "r")), 16)
-        if adapters
-        else 16,
+        "lora_rank": ranks[0] if ranks else 16,
         "optimizer": requested_optimizer(args),
         "compile": bool(args.torch_compile),
         "fused_loss": _fuses_loss(args),
-        "offload": _offload(trainer),
+        "offload": strategy.offload(),
         "gpus_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
-        "virtual_stages": parallel.stage_plan.per_rank if parallel is not None else 1,
-        "schedule": parallel.stage_plan.schedule if parallel is not None else "1F1B",
-        "sequence_parallel": parallel is not None and parallel.parallelized.sequence_parts > 1,
-        "expert_parallel": getattr(spread, "ep", 1),
+        "virtual_stages": strategy.stages_per_rank,
+        "schedule": strategy.schedule,
+        "sequence_parallel": strategy.splits_sequences,
+        "expert_parallel": strategy.expert_ranks(),
         "trainer": type(trainer).__name__,
     }
 
@@ -74,20 +65,3 @@ def _fuses_loss(args: "TrainingArguments") -> bool:
     """Return whether the loss is computed without all logits: the recipes say it, others have Liger's flag only."""
     loss = vars(args).get("fused_loss")
     return bool(args.use_liger_kernel) if loss is None else loss in ("chunked", "liger")
-
-
-def _offload(trainer: "Trainer") -> str:
-    """Return what is kept in the CPU's memory, by the planner's names."""
-    state = trainer.accelerator.state
-    if state.deepspeed_plugin is not None:
-        zero = state.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-        devices = [
-            (zero.get(f"offload_{part}") or {}).get("device", "none")
-            for part in ("param", "optimizer")
-        ]
-        if devices[0] != "none":
-            return "full"
-        return "optimizer" if devices[1] != "none" else "none"
-    if trainer.is_fsdp_enabled and state.fsdp_plugin.cpu_offload:
-        return "full"
-    return "none"

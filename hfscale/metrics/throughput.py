@@ -12,6 +12,7 @@ from hfscale.facts.hardware import Dtype, match_device_name, peak_tflops
 from hfscale.facts.model_shape import ModelShape
 from hfscale.metrics.baseline import Workload
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.tensors import full_numel
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -125,7 +126,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 
 def _size(parameter: nn.Parameter) -> int:
-    size = int(getattr(parameter, "ds_numel", parameter.numel()))
+    size = full_numel(parameter)
     return size * 2 * parameter.element_size() if type(parameter).__name__ == "Params4bit" else size
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer
 
 from hfscale.trainer.state import model_of, unwrap_compiled
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
+from hfscale.trainer.strategies import Strategy
 
 TOKENS = ("input_ids", "inputs_embeds")
 """Names of the inputs that hold the tokens of a batch."""
@@ -88,7 +88,7 @@ def batch_entries(trainer: Trainer) -> list[BatchEntry]:
     """
     wrapped: nn.Module = trainer.model_wrapped
     model = model_of(trainer)
-    if is_parallel_trainer(trainer) or isinstance(wrapped, nn.DataParallel):
+    if Strategy.of(trainer).runs_stages or isinstance(wrapped, nn.DataParallel):
         return [batch_entry(wrapped, counts_nested=True)]
     wrappers = []
     module: nn.Module = wrapped

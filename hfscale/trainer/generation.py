@@ -11,8 +11,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
+from hfscale.facts.strategies import WEIGHTS
 from hfscale.trainer.state import unwrap_compiled
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, Trainer
@@ -64,9 +65,9 @@ def reason_not_to_generate(trainer: "Trainer") -> str | None:
     Args:
         trainer (`Trainer`): a Trainer whose strategy is set up.
     """
-    strategy = running_strategy(trainer)
-    if strategy in ("parallel", "native", "fsdp1"):
-        return f"the strategy {strategy} has no forward for generation"
+    strategy = Strategy.of(trainer)
+    if not strategy.has_plain_forward:
+        return f"the strategy {strategy.name} has no forward for generation"
     if context_parallel_size(trainer) * sequence_parallel_size(trainer) > 1:
         return "context and sequence parallelism split the sequence over ranks"
     model = _unwrapped(trainer)
@@ -81,7 +82,7 @@ def generates_together(trainer: "Trainer") -> bool:
     Args:
         trainer (`Trainer`): a Trainer whose strategy is set up.
     """
-    return running_strategy(trainer) in ("fsdp2", "zero3") and trainer.args.world_size > 1
+    return WEIGHTS in Strategy.of(trainer).shards and trainer.args.world_size > 1
 
 
 @contextmanager
@@ -106,7 +107,7 @@ def generation_mode(trainer: "Trainer") -> Iterator[PreTrainedModel]:
         )
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(trainer.accelerator.autocast())
-        stack.enter_context(_root_unsharded(model))
+        stack.enter_context(Strategy.of(trainer).gathered())
         try:
             model.eval()
             yield model
@@ -115,19 +116,6 @@ def generation_mode(trainer: "Trainer") -> Iterator[PreTrainedModel]:
                 module.training = True
             random.setstate(python_state)
             np.random.set_state(numpy_state)
-
-
-@contextmanager
-def _root_unsharded(model: Any) -> Iterator[None]:
-    """Gather what FSDP2's root module holds itself: `generate` of PEFT calls the model inside it, not the root."""
-    from torch.distributed.fsdp import FSDPModule
-
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if isinstance(model, FSDPModule):
-        model.unshard()
-    yield
-    for module in sharded:
-        module.reshard()
 
 
 def _unwrapped(trainer: "Trainer") -> Any:

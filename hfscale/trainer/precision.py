@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -23,9 +24,9 @@ def sum_gradients_in_fp32(trainer: "Trainer") -> None:
     Args:
         trainer (`Trainer`): its policy of mixed precision is replaced.
     """
-    if not trainer.is_fsdp_enabled:
-        return
     plugin = trainer.accelerator.state.fsdp_plugin
+    if plugin is None:
+        return
     if isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
@@ -42,7 +43,7 @@ def why_accumulation_is_inexact(trainer: "Trainer") -> str | None:
         trainer (`Trainer`): prepared for training.
     """
     count = trainer.args.gradient_accumulation_steps
-    if count == 1 or not trainer.is_deepspeed_enabled:
+    if count == 1 or not Strategy.of(trainer).engine_steps:
         return None
     engine: Any = trainer.model_wrapped
     _, dtype = engine.get_data_types()

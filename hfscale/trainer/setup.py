@@ -7,7 +7,6 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,11 +14,8 @@ import torch
 import hfscale
 from hfscale.core.redaction import MASK, is_secret_name, redact
 from hfscale.core.versions import allows_tf32
-from hfscale.facts.layout import ParallelLayout
 from hfscale.trainer.state import global_batch_size, model_of
-from hfscale.trainer.strategies.native import native_layout
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,49 +57,21 @@ def run_setup(trainer: "Trainer") -> dict[str, Any]:
             determinism, precision of matrix products), `model` (class, config, elements by dtype, tied parameters)
             and `layout` (strategy, processes, sizes of the axes, global batch in sequences).
     """
-    strategy = running_strategy(trainer)
+    strategy = Strategy.of(trainer)
     setup = {
         "arguments": _arguments(trainer),
         "versions": _versions(),
         "numerics": _numerics(trainer),
         "model": _model(model_of(trainer)),
         "layout": {
-            "strategy": strategy,
+            "strategy": strategy.name,
             "world_size": trainer.args.world_size,
             "global_batch_size": global_batch_size(trainer),
-            **layout_axes(trainer, strategy),
+            **strategy.axes(),
         },
     }
     plain: dict[str, Any] = json.loads(json.dumps(setup, default=str))
     return plain
-
-
-def layout_axes(trainer: "Trainer", strategy: str) -> dict[str, int]:
-    """Return the sizes of the parallel axes by the names of `hfscale.facts.layout.ParallelLayout`.
-
-    Args:
-        trainer (`Trainer`): prepared for training.
-        strategy (`str`): what `running_strategy` returns for it.
-    """
-    world = trainer.args.world_size
-    if is_parallel_trainer(trainer):
-        return {axis.name: getattr(trainer.layout, axis.name) for axis in fields(ParallelLayout)}
-    native = native_layout(trainer.model)
-    if native is not None:
-        sizes = {"dp_replicate": native.dp_replicate, "dp_shard": native.fsdp, "tp": native.tp}
-        return {"cp": 1, "pp": 1, **sizes}
-    axes = trainer.accelerator.parallelism_config
-    cp = max(axes.cp_size, axes.sp_size) if axes is not None else 1
-    if strategy not in ("fsdp1", "fsdp2", "zero3"):
-        return {"dp_replicate": world // cp, "dp_shard": 1, "cp": cp, "tp": 1, "pp": 1}
-    replicate = axes.dp_replicate_size if axes is not None else 1
-    return {
-        "dp_replicate": replicate,
-        "dp_shard": world // replicate // cp,
-        "cp": cp,
-        "tp": 1,
-        "pp": 1,
-    }
 
 
 def _arguments(trainer: "Trainer") -> dict[str, Any]:

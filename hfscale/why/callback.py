@@ -12,7 +12,7 @@ from hfscale.core.replaying import is_replaying
 from hfscale.core.run_files import TRACES_NAME
 from hfscale.errors import ParameterError, UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 from hfscale.why.recording import StepRecorder
 
 logger = get_logger(__name__)
@@ -84,9 +84,9 @@ class TraceCallback(AdapterCallback):
             self._recorder.discard()
             self._recorder = None
         adapter = TrainerAdapter.current()
-        strategy = running_strategy(adapter.trainer)
-        if strategy.startswith("zero") or strategy == "parallel":
-            name = "ParallelTrainer" if strategy == "parallel" else "DeepSpeed"
+        strategy = Strategy.of(adapter.trainer)
+        if strategy.engine_steps or strategy.runs_stages:
+            name = "DeepSpeed" if strategy.engine_steps else "ParallelTrainer"
             raise UsageError(
                 f"steps cannot be traced under {name}: trace the same training under FSDP2 or DDP"
             )

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from hfscale.core.bit_hash import bit_hash, bytes_of
-from hfscale.core.torch_internals import is_traceable_wrapper_subclass
+from hfscale.trainer.strategies.tensors import own_part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +52,8 @@ class DigestQueue:
                 quantized ones, are left out.
             give (`Callable`): called when the queue is emptied, or at once on a CPU.
         """
-        local = local_part(tensor)
-        if local is None:
+        local = own_part(tensor)
+        if local is None or local.layout != torch.strided:
             return
         if local.device.type == "cpu":
             give(_digest_on_cpu(local))
@@ -82,24 +81,6 @@ class DigestQueue:
                     shape=shape, dtype=dtype, hash=f"{value % 2**64:016x}", square=square, sum=total
                 )
             )
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the part of a tensor that this rank holds; None for a tensor that wraps others in another way.
-
-    Args:
-        tensor (`torch.Tensor`): a tensor, DTensor or parameter.
-    """
-    held: Any = tensor.detach()
-    if isinstance(held, DTensor):
-        held = held.to_local()
-        # A collective of functional collectives that has not completed
-        wait = getattr(held, "wait", None)
-        held = wait() if callable(wait) else held
-    if is_traceable_wrapper_subclass(held) or held.is_complex() or held.layout != torch.strided:
-        return None
-    plain: torch.Tensor = held
-    return plain
 
 
 def _name(dtype: torch.dtype) -> str:

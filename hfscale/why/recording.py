@@ -17,6 +17,7 @@ from hfscale.core.durable_files import write_atomically
 from hfscale.trainer.batch_digest import BatchDigest, rng_digest
 from hfscale.trainer.setup import run_setup, tied_parameters
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies import Strategy
 from hfscale.why.digests import Digest, DigestQueue
 from hfscale.why.operations import OperationRecorder
 from hfscale.why.trace_files import FORMAT, MAX_LINES, Event, trace_path
@@ -75,8 +76,7 @@ class StepRecorder:
             for name, buffer in self._model.named_buffers():
                 self._tensor("weights", plain_name(name), "buffer", buffer)
             self._states("states")
-        optimizer: Any = self._trainer.optimizer
-        inner = getattr(optimizer, "optimizer", optimizer)  # without Accelerate's wrapper
+        inner = Strategy.of(self._trainer).torch_optimizer()
         self._handles.append(inner.register_step_pre_hook(self._before_update))
         self._handles.append(inner.register_step_post_hook(self._after_update))
         if not self._is_compiled:
@@ -259,8 +259,7 @@ class StepRecorder:
             self._tensor(phase, name, "weight", parameter)
 
     def _states(self, phase: str) -> None:
-        optimizer: Any = self._trainer.optimizer
-        states = getattr(optimizer, "optimizer", optimizer).state
+        states = Strategy.of(self._trainer).torch_optimizer().state
         for name, parameter in self._parameters:
             for key, value in sorted(
                 states.get(parameter, {}).items(), key=lambda item: str(item[0])

@@ -293,6 +293,9 @@ def test_an_exception_in_a_forward_does_not_stop_the_count(tmp_path):
 
 def test_wrappers_that_are_not_compiled_are_no_entries():
     model = tiny_model()
-    trainer = SimpleNamespace(model=model, model_wrapped=nn.Sequential())
+    accelerator = SimpleNamespace(state=SimpleNamespace(distributed_type=None))
+    trainer = SimpleNamespace(
+        model=model, model_wrapped=nn.Sequential(), accelerator=accelerator, args=SimpleNamespace(world_size=2)
+    )
     trainer.model_wrapped.module = model
     assert [entry.module for entry in batch_entries(trainer)] == [model, model.model]

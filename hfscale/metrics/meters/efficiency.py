@@ -13,7 +13,7 @@ from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.metrics.throughput import describe_workload
 from hfscale.trainer.collector import Columns
 from hfscale.trainer.state import global_batch_size
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -78,7 +78,7 @@ class EfficiencyMeter(Meter):
             # Without tokens, two fields are 0
             **{key: value for key, value in work.items() if value != 0},
             "world_size": args.world_size,
-            "strategy": running_strategy(self._trainer),
+            "strategy": Strategy.of(self._trainer).name,
             "global_batch_size": global_batch_size(self._trainer),
         }
         if self._match is not None:

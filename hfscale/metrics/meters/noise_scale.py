@@ -32,17 +32,14 @@ from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.trainer.collector import Columns
 from hfscale.trainer.state import global_batch_size, model_of, saved_state
-from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import gradient_compression
-from hfscale.trainer.strategy import running_strategy
 
 logger = get_logger(__name__)
 
 MIN_STEPS_BETWEEN_SAMPLES = 50
 """A noise-scale sample costs about 3% of a step of two small micro-batches, and the noise scale changes over thousands
 of steps."""
-# Checked against a known answer; DeepSpeed's strategies are not
-_LEAF_PROBE_STRATEGIES = ("single", "ddp")
 DECAY = 0.95
 MIN_SAMPLES = 10
 """With fewer samples, one unlucky step would decide the ratio."""
@@ -74,7 +71,7 @@ class NoiseScaleMeter(Meter):
     def _make_probe(self, trainer: Trainer) -> "GradientProbe | str":
         """Return the probe for the running strategy, or the reason why there is none."""
         args = trainer.args
-        strategy = running_strategy(trainer)
+        strategy = Strategy.of(trainer)
         if args.fp16:
             return "fp16 scales the loss, and with it the gradients"
         if gradient_compression(args) not in ("none", "fp16", "bf16"):
@@ -86,15 +83,15 @@ class NoiseScaleMeter(Meter):
             return "ranks that share a sequence or a matrix see only parts of the gradients"
         if self._global_batch_size <= args.per_device_train_batch_size:
             return "it needs two micro-batches per step, from two ranks or by gradient accumulation"
-        if strategy in _LEAF_PROBE_STRATEGIES:
+        # Checked against a known answer; DeepSpeed's strategies are not
+        if strategy.shares_data:
             return LeafProbe(model_of(trainer))
-        layout = native_layout(trainer.model)
-        if layout is not None and layout.shares_layers:
+        if strategy.shares_layers and not strategy.runs_stages:
             return "experts that ranks share have the gradients of the tokens of several ranks"
-        if layout is not None and layout.fsdp == 1:
+        if not strategy.gathers_layers:
+            return f"hfscale cannot measure it under {strategy.name}"
+        if not strategy.reduces_by_scatter:
             return "without shards FSDP2 does not reduce gradients by a reduce-scatter, which would be measured"
-        if strategy not in ("fsdp2", "native"):
-            return f"hfscale cannot measure it under {strategy}"
         try:
             return ReduceScatterProbe(trainer.model_wrapped)
         except ValueError as error:

@@ -39,6 +39,11 @@ class ShardedByLayers(Strategy):
         """Whether a rank computes a layer alone once its weights are there."""
         return not self.shares_layers
 
+    @property
+    def reduces_by_scatter(self) -> bool:
+        """Whether gradients are reduced to shards."""
+        return True
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Gather what the root module holds itself: a call below it finds the weights of all modules."""

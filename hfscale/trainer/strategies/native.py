@@ -97,7 +97,7 @@ class Native(ShardedByLayers):
 
     @property
     def reduces_by_scatter(self) -> bool:
-        """Whether gradients are reduced to shards: without shards FSDP2 averages them as they are."""
+        """Whether gradients are reduced to shards: without shards, FSDP2 averages them as they are."""
         return self.layout.fsdp > 1
 
     def axes(self) -> dict[str, int]:

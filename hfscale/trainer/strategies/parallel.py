@@ -89,6 +89,21 @@ class Parallel(Strategy):
             axis.name: getattr(self.trainer.layout, axis.name) for axis in fields(ParallelLayout)
         }
 
+    @property
+    def schedule(self) -> str:
+        """The schedule of the pipeline."""
+        return self.trainer.stage_plan.schedule
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number of pipeline stages that a rank has."""
+        return self.trainer.stage_plan.per_rank
+
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether the ranks of tensor parallelism split the sequences."""
+        return self.trainer.parallelized.sequence_parts > 1
+
     def expert_ranks(self) -> int:
         """Return the number of ranks that share the experts of a layer."""
         return int(getattr(self.trainer.layout, "ep", 1))

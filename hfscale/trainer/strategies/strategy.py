@@ -132,6 +132,11 @@ class Strategy:
         return False
 
     @property
+    def reduces_by_scatter(self) -> bool:
+        """Whether FSDP2 reduces gradients to shards by a reduce-scatter."""
+        return False
+
+    @property
     def has_effectless_backward(self) -> bool:
         """Whether gradients are computed within `without_effect`, where nobody keeps them."""
         return True
@@ -159,6 +164,21 @@ class Strategy:
             return {"dp_replicate": world // cp, "dp_shard": 1, "cp": cp, "tp": 1, "pp": 1}
         shard = world // replicate // cp
         return {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": 1, "pp": 1}
+
+    @property
+    def schedule(self) -> str:
+        """The schedule of the pipeline (`hfscale.facts.schedules`); any name where there is no pipeline."""
+        return "1F1B"
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number of pipeline stages that a rank has."""
+        return 1
+
+    @property
+    def splits_sequences(self) -> bool:
+        """Whether ranks that share matrices split the sequences between them (sequence parallelism)."""
+        return False
 
     def expert_ranks(self) -> int:
         """Return the number of ranks that share the experts of a layer."""
@@ -220,7 +240,7 @@ class Strategy:
         """
         own = self.own(parameter)
         assert own is not None  # a trained parameter has bits of its own
-        return own.detach()
+        return own
 
     def set_master(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Set the values that the optimizer steps, and the weight that follows from them. Every rank must call it.

@@ -22,7 +22,7 @@ def kept_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return what this rank holds of a tensor. It shares the memory of the tensor.
+    """Return what this rank holds of a tensor, in the memory of the tensor and without its history.
 
     Args:
         tensor (`torch.Tensor`): an ordinary tensor, a DTensor, a parameter, or a tensor that wraps others.
@@ -38,10 +38,9 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
         wait = getattr(held, "wait", None)
         if wait is not None:
             held = wait()
-        held = held.detach()
     if is_traceable_wrapper_subclass(held) or held.is_complex():
         return None
-    plain: torch.Tensor = held
+    plain: torch.Tensor = held.detach()
     return plain
 
 
