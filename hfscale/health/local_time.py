@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from hfscale.core.clocks import HostClock, clock_of
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import sharded_modules
 
 KEPT_STEPS = 32
 """Number of steps that one exchange between ranks covers."""
@@ -95,8 +95,7 @@ class LocalTimer:
                     first.register_post_accumulate_grad_hook(end),
                 ]
         elif strategy.gathers_layers:
-            sharded = [m for m in module.modules() if isinstance(m, FSDPModule)]
-            for layer in sharded:
+            for layer in sharded_modules(module):
                 if layer is module:
                     continue
                 # FSDP's own hook is the first before the forward and the last after it, so these run inside.

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from hfscale.core.bit_hash import bit_hash
@@ -29,6 +28,7 @@ from hfscale.core.distributed import is_distributed
 from hfscale.core.findings import Finding
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import is_distributed_tensor, place_of
 
 _SEPARATOR = "\t"
 
@@ -125,17 +125,12 @@ def _sums(hashes: dict[str, int]) -> dict[str, int]:
 
 def _group(parameter: nn.Parameter) -> str | None:
     """Return what the ranks have in common that hold the same values of a parameter; None if there is no other one."""
-    if not isinstance(parameter, DTensor):
+    if not is_distributed_tensor(parameter):
         return "all"
-    mesh = parameter.device_mesh
-    place = mesh.get_coordinate()
-    if place is None or not any(kind.is_replicate() for kind in parameter.placements):
+    place = place_of(parameter)
+    if place is None or not place.is_replicated:
         return None
-    shard = tuple(
-        None if kind.is_replicate() else at
-        for at, kind in zip(place, parameter.placements, strict=True)
-    )
-    return f"{mesh.mesh.flatten().tolist()} {shard}"
+    return f"{list(place.mesh)} {place.axes}"
 
 
 def _differing(ranks: list[dict[str, int]]) -> Iterator[tuple[str, list[int], bool]]:

@@ -2,18 +2,17 @@
 
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import xxhash
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 from hfscale.errors import UsageError
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import place_of
 
 _HASHED_VALUES = 1 << 24
 """Values that are copied to the host at a time."""
@@ -56,16 +55,9 @@ class PartOfParameters:
         """Return the names, shapes and positions of what this rank holds: ranks with the same text hold the same."""
         rows: list[Any] = []
         for name, parameter in self._of(None):
-            place = None
-            if isinstance(parameter, DTensor):
-                coordinate: Sequence[int] = parameter.device_mesh.get_coordinate() or []
-                axes = zip(parameter.placements, coordinate, strict=True)
-                place = [
-                    [str(placement), index]
-                    for placement, index in axes
-                    if not placement.is_replicate()
-                ]
-            rows.append([name, list(self._local(parameter).shape), place])
+            place = place_of(parameter)
+            axes = None if place is None else [list(axis) for axis in place.axes if axis]
+            rows.append([name, list(self._local(parameter).shape), axes])
         place_in_model = self._strategy.part_of_model()
         if place_in_model:
             rows.append(place_in_model)

@@ -80,7 +80,7 @@ class TrainerAdapter:
             push = without_working_files(trainer, getattr(trainer, name))
             self._replace(trainer, name, push, undo=self._undo_lasting)
         remove_locks_before_deepspeed()
-        spread_expert_adapters(trainer.model)
+        spread_expert_adapters(trainer)
 
     @classmethod
     def of(cls, trainer: Trainer) -> "TrainerAdapter":

@@ -1,21 +1,25 @@
 """LoRA on experts that ranks share: by transformers (`DistributedConfig(ep_size=...)`) or in `ParallelTrainer`."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hfscale.core.versions import is_lora_layer, is_peft_model, require
-from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import is_distributed_tensor
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 _AXIS = "ep"
 """The axis of transformers' meshes whose ranks share the experts of a layer."""
 _INSTALLED = "_hfscale_spread"
 
 
-def spread_expert_adapters(model: nn.Module | None) -> None:
+def spread_expert_adapters(trainer: "Trainer") -> None:
     """Let each rank add to its experts the adapters of these, in place. A model without such adapters stays as it is.
 
     PEFT 0.21 keeps the adapters of all experts of a layer in two matrices that every rank has, and adds their product
@@ -25,15 +29,13 @@ def spread_expert_adapters(model: nn.Module | None) -> None:
     over all ranks, which Trainer takes of adapters, is that of the global batch, as the gradients of experts are.
 
     Args:
-        model (`nn.Module`, *optional*): the model of a Trainer.
+        trainer (`Trainer`): its model is changed.
 
     Raises:
         MissingDependencyError: PEFT is too old.
     """
-    layout = native_layout(model)
-    if layout is None or layout.ep == 1 or not is_peft_model(model):
-        return
-    add_own_adapters(model)
+    if Strategy.of(trainer).expert_ranks() > 1 and is_peft_model(trainer.model):
+        add_own_adapters(trainer.model)
 
 
 def add_own_adapters(model: nn.Module) -> None:
@@ -48,7 +50,7 @@ def add_own_adapters(model: nn.Module) -> None:
     wrappers: list[Any] = [module for module in model.modules() if is_wrapped_parameter(module)]
     for wrapper in wrappers:
         parameter = wrapper.get_param()
-        is_spread = isinstance(parameter, DTensor) and _AXIS in (
+        is_spread = is_distributed_tensor(parameter) and _AXIS in (
             parameter.device_mesh.mesh_dim_names or ()
         )
         if is_spread and not hasattr(wrapper, _INSTALLED):

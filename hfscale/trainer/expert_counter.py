@@ -24,8 +24,7 @@ from hfscale.trainer.batches import (
     batch_entry,
     token_mask,
 )
-from hfscale.trainer.state import model_of
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -185,17 +184,17 @@ def counter_of(trainer: "Trainer") -> ExpertCounter:
     Args:
         trainer (`Trainer`): prepared for training.
     """
-    if not is_parallel_trainer(trainer):
-        return ExpertCounter(model_of(trainer), trainer.args.device, entries=batch_entries(trainer))
-    parallelized = trainer.parallelized
-    # The routers of all tensor parallel ranks see the same tokens, which the first rank counts.
-    stages = parallelized.stages if trainer.mesh.tp_rank == 0 else ()
-    return ExpertCounter(
-        parallelized.model,
-        trainer.args.device,
-        entries=[batch_entry(stage, counts_nested=True) for stage in stages],
-        layers=parallelized.expert_layers,
-    )
+    strategy = Strategy.of(trainer)
+    model = strategy.staged_model()
+    device = trainer.args.device
+    stages = strategy.stages()
+    if stages is None:
+        return ExpertCounter(model, device, entries=batch_entries(trainer))
+    # The routers of all tensor parallel ranks see the same tokens, which the first rank counts
+    *_, tp_rank = strategy.part_of_model()
+    counted = stages if tp_rank == 0 else ()
+    entries = [batch_entry(stage, counts_nested=True) for stage in counted]
+    return ExpertCounter(model, device, entries=entries, layers=strategy.expert_layers())
 
 
 def modules_of_experts(model: nn.Module) -> dict[str, nn.Module]:

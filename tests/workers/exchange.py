@@ -23,6 +23,7 @@ from hfscale.metrics.meters.communication import CommunicationMeter
 from hfscale.metrics.meters.noise_scale import NoiseScale, ReduceScatterProbe, Sample
 from hfscale.metrics.triage import TriageInput, triage
 from hfscale.recipe.entrypoint import run
+from hfscale.trainer.strategies.tensors import sharded_modules
 
 DEVICE = "cuda" if "cuda" in sys.argv else "cpu"
 
@@ -64,7 +65,7 @@ def wide_ddp():
 def under_fsdp2():
     model = MeanOfInputs().to(DEVICE)
     fully_shard(model)
-    probe = ReduceScatterProbe(model)
+    probe = ReduceScatterProbe(sharded_modules(model))
     sampled = SampledSteps(torch.device(DEVICE), first=3)
     scale = NoiseScale({})
     rows = Rows(2 * 2 * 4 * 60)

@@ -149,9 +149,10 @@ def _compare(trainer: Any) -> None:
     """Give a Trainer the weights that the compared run has too, and keep what it computes."""
     from hfscale.trainer.short_run import keep_log
     from hfscale.trainer.small_model import start_equally
+    from hfscale.trainer.strategies import Strategy
     from hfscale.why.callback import TraceCallback
 
     start_equally(trainer.model)
-    if not trainer.is_deepspeed_enabled:
+    if not Strategy.of(trainer).engine_steps:
         trainer.add_callback(TraceCallback(_TRACED_STEPS, operations=False))
     keep_log(trainer, Path(os.environ[FOLDER]))

@@ -19,7 +19,6 @@ from hfscale.metrics.communication_profile import Exposed, SampledSteps
 from hfscale.metrics.meters.meter import Meter, Window, or_nan
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.state import unwrap_compiled
 from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
@@ -49,7 +48,8 @@ class CommunicationMeter(Meter):
         self._sampled = None
         if trainer.args.world_size > 1:
             if Strategy.of(trainer).equal_gradients:
-                self._ddp = DdpCounters.find(unwrap_compiled(trainer.model_wrapped))
+                ddp = Strategy.of(trainer).ddp()
+                self._ddp = None if ddp is None else DdpCounters(ddp)
             if self._ddp is None and trainer.args.process_index in (0, trainer.args.world_size - 1):
                 self._sampled = self._sampled_steps()
         self.watches_steps = self._sampled is not None
@@ -135,15 +135,6 @@ class DdpCounters:
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
         ddp._set_ddp_runtime_logging_sample_rate(DDP_SAMPLE_EVERY_STEPS)
-
-    @classmethod
-    def find(cls, module: object) -> "DdpCounters | None":
-        """Return the counters of a module if it is a DDP wrapper (not compiled), else None.
-
-        Args:
-            module (`object`): the module that the Trainer calls.
-        """
-        return cls(module) if isinstance(module, DistributedDataParallel) else None
 
     def read(self) -> Exposed | None:
         """Return the communication of the last sampled step, or None if there was none yet."""

@@ -17,7 +17,7 @@ takes twice the smallest possible number of steps and twice the smallest possibl
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from hfscale.trainer.collector import Columns
 from hfscale.trainer.state import global_batch_size, model_of, saved_state
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import gradient_compression
+from hfscale.trainer.strategies.tensors import sharded_modules
 
 logger = get_logger(__name__)
 
@@ -93,7 +94,7 @@ class NoiseScaleMeter(Meter):
         if not strategy.reduces_by_scatter:
             return "without shards FSDP2 does not reduce gradients by a reduce-scatter, which would be measured"
         try:
-            return ReduceScatterProbe(trainer.model_wrapped)
+            return ReduceScatterProbe(sharded_modules(trainer.model_wrapped))
         except ValueError as error:
             return f"FSDP2 does not accept a custom reduce-scatter: {error}"
 
@@ -304,16 +305,16 @@ class ReduceScatterProbe(GradientProbe):
     communicates only once per step, all its backward passes count as one part.
 
     Args:
-        model (`torch.nn.Module`): a model that `fully_shard` has been applied to.
+        modules (`list[FSDPModule]`): the modules of the model to which `fully_shard` has been applied.
 
     Raises:
         ValueError: a group of the model does not accept a custom reduce-scatter.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: Sequence[FSDPModule]) -> None:
         self._is_open = False
         self._norms: dict[int, list[torch.Tensor]] = {}
-        for number, module in enumerate(m for m in model.modules() if isinstance(m, FSDPModule)):
+        for number, module in enumerate(modules):
             # torch exports no base class
             reduce_scatter: Any = _MeasuredReduceScatter(self._measure, number)
             module.set_custom_reduce_scatter(reduce_scatter)

@@ -89,7 +89,12 @@ class Fsdp2(ShardedByLayers):
 
     def offload(self) -> str:
         """Return `full` where FSDP2 keeps parameters, gradients and states in the CPU's memory."""
-        return "full" if self._plugin.cpu_offload else "none"
+        return "full" if self._is_offloaded else "none"
+
+    @property
+    def _is_offloaded(self) -> bool:
+        # Accelerate sets the base class of the policy where nothing is offloaded
+        return isinstance(self._plugin.cpu_offload, CPUOffloadPolicy)
 
     @property
     def replicas(self) -> bool:
@@ -120,8 +125,7 @@ class Fsdp2(ShardedByLayers):
         return placements
 
     def _traits(self) -> list[str]:
-        is_offloaded = isinstance(self._plugin.cpu_offload, CPUOffloadPolicy)
-        return ["offloaded to cpu"] if is_offloaded else []
+        return ["offloaded to cpu"] if self._is_offloaded else []
 
 
 def has_distributed_parameters(module: nn.Module) -> bool:

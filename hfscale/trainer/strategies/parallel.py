@@ -108,6 +108,18 @@ class Parallel(Strategy):
         """Return the number of ranks that share the experts of a layer."""
         return int(getattr(self.trainer.layout, "ep", 1))
 
+    def stages(self) -> "Sequence[nn.Module]":
+        """Return the stages of the pipeline that this rank has."""
+        return self.trainer.parallelized.stages
+
+    def staged_model(self) -> nn.Module:
+        """Return the model without PEFT's wrapper."""
+        return self.trainer.parallelized.model
+
+    def expert_layers(self) -> "Mapping[str, int]":
+        """Return the number of experts of each layer of all stages, by name."""
+        return self.trainer.parallelized.expert_layers
+
     def part_of_model(self) -> list[int]:
         """Return the stage of the pipeline, and the place among the ranks that share a matrix."""
         mesh = self.trainer.mesh

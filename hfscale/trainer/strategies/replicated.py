@@ -1,11 +1,10 @@
 """One process, and DDP: each rank holds and steps the complete model."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from hfscale.trainer.strategies.requested import gradient_compression
 from hfscale.trainer.strategies.strategy import Strategy
@@ -33,13 +32,10 @@ class Replicated(Strategy):
     @contextmanager
     def _gradients_dropped(self) -> Iterator[None]:
         """Keep DDP from averaging the gradients."""
-        wrapped: Any = self.trainer.model_wrapped
-        if not isinstance(self.wrapper(), DistributedDataParallel):
-            yield
-            return
-        with wrapped.no_sync():
+        ddp = self.ddp()
+        with nullcontext() if ddp is None else ddp.no_sync():
             yield
 
     def is_wrapped(self, wrapper: nn.Module) -> bool:
         """Return whether DDP has wrapped the model; one process needs no wrapper."""
-        return self.trainer.args.world_size == 1 or isinstance(wrapper, DistributedDataParallel)
+        return self.trainer.args.world_size == 1 or self.ddp() is not None

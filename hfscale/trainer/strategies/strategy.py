@@ -5,7 +5,7 @@ here is named after a capability, and a new strategy is one class.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import StrategyMismatchError
@@ -20,7 +21,7 @@ from hfscale.facts.strategies import STRATEGIES, WEIGHTS, StrategyFacts, is_fami
 from hfscale.facts.support import Combination, check_support
 from hfscale.trainer.state import model_of, unwrap_compiled
 from hfscale.trainer.strategies.requested import compiles_full_model, requested_family
-from hfscale.trainer.strategies.tensors import full_numel, own_part
+from hfscale.trainer.strategies.tensors import full_numel, own_part, sharded_modules
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -228,9 +229,25 @@ class Strategy:
 
     def reshard(self) -> None:
         """Free gathered weights: then the parameters of the model are the shards that the optimizer steps."""
-        for module in model_of(self.trainer).modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in sharded_modules(model_of(self.trainer)):
+            module.reshard()
+
+    def ddp(self) -> DistributedDataParallel | None:
+        """Return DDP's wrapper of the model; None where nothing, or something else, has wrapped it."""
+        wrapper = self.wrapper()
+        return wrapper if isinstance(wrapper, DistributedDataParallel) else None
+
+    def stages(self) -> Sequence[nn.Module] | None:
+        """Return the stages of the model that this rank calls; None where the model is called as a whole."""
+        return None
+
+    def staged_model(self) -> nn.Module:
+        """Return the model whose modules the stages consist of, under its names without adapters."""
+        return model_of(self.trainer)
+
+    def expert_layers(self) -> Mapping[str, int] | None:
+        """Return the number of experts of each layer of all stages, by name; None where one rank sees all layers."""
+        return None
 
     def master(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return this rank's part of the values that the optimizer steps. Every rank must call it.

@@ -1,8 +1,11 @@
 """What a rank holds of a tensor, however a strategy distributes it."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hfscale.core.torch_internals import is_traceable_wrapper_subclass
@@ -42,6 +45,63 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     plain: torch.Tensor = held.detach()
     return plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a part of a distributed tensor is: the mesh, and on each of its axes the placement and the rank's index.
+
+    An axis on which the tensor is replicated says nothing about the part.
+    """
+
+    mesh: tuple[int, ...]
+    """The ranks of the mesh."""
+    axes: tuple[tuple[str, int] | None, ...]
+    """For each axis the placement, such as `Shard(dim=0)`, and the index; None where the tensor is replicated."""
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks hold this part."""
+        return None in self.axes
+
+
+def place_of(tensor: torch.Tensor) -> Place | None:
+    """Return where this rank's part of a tensor is; None if the rank holds all of it, or has no part.
+
+    Args:
+        tensor (`torch.Tensor`): a parameter.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
+    mesh = tensor.device_mesh
+    indices = mesh.get_coordinate()
+    if indices is None:
+        return None
+    axes = []
+    for placement, index in zip(tensor.placements, indices, strict=True):
+        axes.append(None if placement.is_replicate() else (str(placement), index))
+    return Place(mesh=tuple(mesh.mesh.flatten().tolist()), axes=tuple(axes))
+
+
+def is_distributed_tensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor: of several ranks, each may hold a part of it.
+
+    Args:
+        tensor (`torch.Tensor`): any tensor.
+    """
+    return isinstance(tensor, DTensor)
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Return the modules to which `fully_shard` has been applied, the outermost first.
+
+    Args:
+        model (`nn.Module`): a model.
+
+    Returns:
+        `list[Any]`: instances of `FSDPModule`, which are modules too; types cannot say both.
+    """
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def full_numel(parameter: torch.Tensor) -> int:
