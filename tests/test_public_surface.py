@@ -10,6 +10,7 @@ from graphlib import TopologicalSorter
 from importlib import import_module
 
 import pytest
+import strategy_sites
 from conftest import REPOSITORY
 
 import hfscale
@@ -24,6 +25,7 @@ FOUNDATION = ("errors", "core", "facts", "trainer")
 TOP = ("__main__", "capabilities", "cli")
 """Modules beside the packages, which may import any of them."""
 MAX_IMPORTS_BETWEEN_CAPABILITIES = 93
+MAX_STRATEGY_PLACES, MAX_STRATEGY_FILES, MAX_STRATEGY_LISTS = 124, 29, 17
 
 
 def imported_by(code):
@@ -185,6 +187,14 @@ def test_few_imports_cross_from_one_capability_to_another():
         and package_of(wanted) not in (package_of(name), *FOUNDATION)
     ]
     assert len(crossing) <= MAX_IMPORTS_BETWEEN_CAPABILITIES
+
+
+def test_few_places_ask_which_strategy_runs():
+    """`Strategy` answers with facts: lower these numbers where fewer ask, and never raise them."""
+    places, lists = strategy_sites.count()
+    assert places.total() <= MAX_STRATEGY_PLACES
+    assert len(places) <= MAX_STRATEGY_FILES
+    assert len(lists) <= MAX_STRATEGY_LISTS
 
 
 def test_nothing_else_is_at_the_top():
