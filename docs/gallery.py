@@ -16,9 +16,9 @@ from pathlib import Path
 from transformers import Qwen3MoeConfig
 
 from hfscale.core.records import read_events
-from hfscale.metrics.report.page import write_comparison, write_page
-from hfscale.metrics.report.run_data import load_run
-from hfscale.metrics.report.two_runs import compare_two
+from hfscale.report.page import write_comparison, write_page
+from hfscale.report.run_data import load_run
+from hfscale.report.two_runs import compare_two
 
 ROOT = Path(__file__).parent.parent
 GALLERY = Path(__file__).parent / "gallery"

@@ -14,8 +14,8 @@ import threading
 import time
 from pathlib import Path
 
-from hfscale.metrics.watch.live import LiveRun
-from hfscale.metrics.watch.server import WatchServer
+from hfscale.report.watch.live import LiveRun
+from hfscale.report.watch.server import WatchServer
 
 IMAGES = Path(__file__).parent / "images"
 SIZES = {"watch-1280.png": (1280, 1500), "watch-400.png": (400, 1500)}

@@ -6,12 +6,14 @@ The names below load their modules when they are first used, so that `import hfs
 import atexit
 import os
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
+
+from hfscale.core.run_reader import RunReader, register_run_reader
 
 __version__ = "0.1.0"
 
 _HOME_OF = {
-    "AlertCallback": "hfscale.trainer.alerts",
+    "AlertCallback": "hfscale.metrics.alerts",
     "CommHealthCallback": "hfscale.health.callback",
     "DiLoCoCallback": "hfscale.islands.callback",
     "LRScalingCallback": "hfscale.lr_scaling.callback",
@@ -56,6 +58,14 @@ def _report_uncaught_error() -> None:
 # `run_memory.FOLDER_VARIABLE`: `hfscale run` has started this process
 if "HFSCALE_RUN_MEMORY" in os.environ:
     atexit.register(_report_uncaught_error)
+
+
+def _load_run_reader() -> RunReader:
+    """Load what a training uses of its report; `hfscale.core.run_reader` says why by name."""
+    return cast(RunReader, import_module("hfscale.report.run_reader"))
+
+
+register_run_reader(_load_run_reader)
 
 
 def __dir__() -> list[str]:

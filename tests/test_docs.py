@@ -30,11 +30,11 @@ import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
 from hfscale import ParallelArguments, ScalingCallback
 from hfscale.cli import COMMANDS, main
-from hfscale.metrics.report.html import STYLE
 from hfscale.planner.plot import labels_of
 from hfscale.recipe.arguments import DataArguments, ScalingArguments
 from hfscale.recipe.mix import SOURCE_FLAGS
 from hfscale.recipe.model_arguments import ModelArguments
+from hfscale.report.html import STYLE
 
 README = REPOSITORY / "README.md"
 CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"

@@ -37,12 +37,12 @@ from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
+from hfscale.health.loss_weights import why_tokens_weigh_unequally
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.health.replay import StepReplay
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
-from hfscale.trainer.loss_weights import why_tokens_weigh_unequally
 from hfscale.trainer.precision import why_accumulation_is_inexact, why_products_are_slow
 from hfscale.trainer.state import model_of, output_folder
 from hfscale.trainer.strategies import Strategy

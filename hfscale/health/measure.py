@@ -1,6 +1,6 @@
 """Checks the values of matrix products and collectives, and times them.
 
-The pre-flight (`hfscale.health.preflight`) checks values and times, the calibration (`hfscale.health.calibrate`) times
+The pre-flight (`hfscale.health.preflight`) checks values and times, the calibration (`hfscale.check.calibrate`) times
 the same operations.
 
 **Matrix products.** The matrices are periodic with period 3 and hold -1, 0 and 1, so the product is known without

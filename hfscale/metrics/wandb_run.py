@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfscale.checkpoint.store import read_status
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact_argv
+from hfscale.core.run_reader import run_reader
 from hfscale.errors import HfScaleError
 from hfscale.trainer.state import output_folder, saved_state
 
@@ -164,26 +165,13 @@ class WandbRun(TrainerCallback):
             return  # the machine has only seconds left, and the run will continue on another one
         import wandb
 
-        from hfscale.metrics.report.page import write_page
-        from hfscale.metrics.report.run_data import load_run
-        from hfscale.metrics.report.summary import bottlenecks
-
         path = output_folder(args) / REPORT_NAME
         try:
-            run = load_run(output_folder(args))
-            write_page(run, path)
-        except (
-            HfScaleError,
-            OSError,
-        ) as error:  # a training that has succeeded must not fail because of its report
+            summary = run_reader().write_report(output_folder(args), path, _SUMMARY_KEYS)
+        # A training that has succeeded must not fail because of its report
+        except (HfScaleError, OSError) as error:
             logger.warning("no report is uploaded to W&B: %s", error)
             return
-        summary: dict[str, float | str] = {
-            key: value for key in _SUMMARY_KEYS if (value := run.last(key)) is not None
-        }
-        first = next(iter(bottlenecks(run)), None)
-        if first is not None:
-            summary["change_first"] = f"{first.check}: {first}"
         self._run.summary.update({f"run/{key}": value for key, value in summary.items()})
         artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
         artifact.add_file(str(path), name="report.html")

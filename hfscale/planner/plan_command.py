@@ -169,7 +169,7 @@ def _run_calibration(file: Path | None, *, as_json: bool) -> int:
         )
     if path.exists():
         read_hardware_file(path)  # report a wrong file before minutes of measuring
-    from hfscale.health.calibrate import calibrate, write
+    from hfscale.check.calibrate import calibrate, write
 
     found = calibrate()
     if int(os.environ.get("RANK", "0")) > 0:

@@ -9,8 +9,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from hfscale import __version__
 from hfscale.core.durable_files import write_atomically
+from hfscale.core.run_reader import run_reader
 from hfscale.errors import DataError
-from hfscale.metrics.report.card import card_facts
 from hfscale.trainer.state import model_of, output_folder
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def write_model_card(trainer: "Trainer", folder: Path) -> None:
 
 
 def _section(trainer: "Trainer", folder: Path) -> str:
-    rows = card_facts(output_folder(trainer.args))
+    rows = run_reader().card_facts(output_folder(trainer.args))
     lines = [
         _BEGIN,
         "## How it was trained",

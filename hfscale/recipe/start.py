@@ -12,6 +12,7 @@ from hfscale.facts.support import Combination, check_support
 from hfscale.health.callback import CommHealthCallback
 from hfscale.islands.flags import island_callbacks
 from hfscale.lr_scaling.callback import LRScalingCallback
+from hfscale.metrics.alerts import AlertCallback
 from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.metrics.sample_generation import SampleGenerationCallback, read_prompts
@@ -31,7 +32,6 @@ from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
 from hfscale.recipe.router_bias import check_router_bias
 from hfscale.scaling import ScalingCallback
-from hfscale.trainer.alerts import AlertCallback
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategies.requested import check_launch
 from hfscale.why.callback import TraceCallback, read_steps

@@ -62,9 +62,6 @@ Replaced until the end of the training
 - `Module._parameters` of the experts of a layer, while they compute, and `forward` (public) of PEFT's `ParamWrapper`,
   as long as the model lives. By: expert_adapters.py. Reason: PEFT cannot adapt experts of which a rank has a part, and
   an assignment to the attribute refuses a tensor that is not a parameter. Test: test_native.py, TestAdapters.
-- `TrainingArguments.__post_init__`, `Trainer.__init__`, `Trainer._get_train_sampler`, and `__init__` of Accelerate's
-  states, in the processes that `hfscale check` starts. By: short_run.py. Reason: any
-  script is to train for a few steps on CPUs, without a change to it. Test: test_collectives_check.py.
 
 Read, called, or set once
 

@@ -13,7 +13,7 @@ import psutil
 from hfscale.core.records import read_records
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import JSONL_NAME
-from hfscale.metrics.sweep import failure_reason
+from hfscale.report.sweep import failure_reason
 
 WARM_UP_STEPS = 2
 """First steps of a run, which are not measured: they allocate memory, choose kernels and open connections."""

@@ -443,7 +443,7 @@ class Tuning:
         """
         import shutil
 
-        from hfscale.metrics.sweep import environment
+        from hfscale.report.sweep import environment
         from hfscale.tune.trial import WARM_UP_STEPS, run_trial
 
         folder = self.output_dir / name
@@ -536,8 +536,8 @@ def progress(runs: int) -> Iterator[Show]:
 
 def _correct(tuning: Tuning, row: Accelerator) -> dict[str, Any]:
     """Correct the hardware row from the measurements, write it into the user's file and describe it."""
+    from hfscale.check.calibrate import write_row
     from hfscale.facts.hardware import read_hardware_document
-    from hfscale.health.calibrate import write_row
 
     jobs = [
         (tuning.configurations[name].choice.estimate.job, rate)

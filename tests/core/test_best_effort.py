@@ -24,8 +24,8 @@ from hfscale.core.records import WRITING
 from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
 from hfscale.health.gpu import NvmlSensor
 from hfscale.metrics.profiler import ProfilerCallback
-from hfscale.metrics.report.run_data import load_run
 from hfscale.recovery.autostop_command import gpu_activity, wait_until_idle
+from hfscale.report.run_data import load_run
 
 SAVES = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "save_total_limit": 2}
 

@@ -11,7 +11,7 @@ from hfscale.core.records import append_record, begin_records, last_sign_of_life
 from hfscale.core.run_memory import RESTARTS_VARIABLE
 from hfscale.errors import UsageError
 from hfscale.metrics.goodput import GoodputTracker, rate
-from hfscale.metrics.report.run_data import load_run
+from hfscale.report.run_data import load_run
 
 
 class Clock:

@@ -30,12 +30,12 @@ from hfscale.metrics import throughput
 from hfscale.metrics.meters.meter import Window
 from hfscale.metrics.meters.utilization import UtilizationMeter
 from hfscale.metrics.progress import _line
-from hfscale.metrics.report.page import page
-from hfscale.metrics.report.prediction import predict
-from hfscale.metrics.report.run_data import load_run
-from hfscale.metrics.report.summary import headline, subtitle
 from hfscale.metrics.throughput import FlopsModel, describe_workload, training_dtype
 from hfscale.metrics.tokens import TokenCounter
+from hfscale.report.page import page
+from hfscale.report.prediction import predict
+from hfscale.report.run_data import load_run
+from hfscale.report.summary import headline, subtitle
 
 TOKENS_PER_STEP = 4 * LENGTH
 

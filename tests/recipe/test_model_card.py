@@ -8,9 +8,9 @@ from huggingface_hub import ModelCard
 from tiny import tiny_trainer
 
 from hfscale import ScalingCallback, ScalingMetricsCallback
-from hfscale.metrics.report.card import card_facts
 from hfscale.recipe.finish import finish_run
 from hfscale.recipe.model_card import write_model_card
+from hfscale.report.card import card_facts
 
 BEGIN = 1_790_000_000.0
 

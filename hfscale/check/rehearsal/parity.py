@@ -1,0 +1,138 @@
+"""Compares a launch command with one process: small models, the same rows, weights and steps."""
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hfscale.check.rehearsal.hook import COMPARED, FOLDER, SMALL, STEPS
+from hfscale.check.rehearsal.launch import failure_of, find_program, run_watched, too_few_ranks
+from hfscale.errors import HealthError
+from hfscale.why.answer import compare_runs
+from hfscale.why.run_folder import elements_on_cpu, read_run
+from hfscale.why.tolerance import relative_difference, relative_tolerance
+
+_NUMBERS = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The numbers of one step."""
+
+    step: int
+    """The optimizer step, counted from 1."""
+    one: dict[str, float]
+    """Loss and gradient norm of one process."""
+    asked: dict[str, float]
+    """Those of the launch command."""
+    differs: bool
+    """Whether they differ by more than rounding explains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """What `hfscale check --parity` has found."""
+
+    world_size: int
+    """The number of ranks of the command."""
+    steps: list[Step]
+    """The numbers by step."""
+    first_difference: dict[str, Any]
+    """The first difference, as `hfscale why` names it."""
+    explanation: str
+    """The same in words."""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the command computes what one process computes."""
+        return self.first_difference["kind"] == "none" and not any(
+            step.differs for step in self.steps
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON."""
+        return {"ok": self.is_good, **asdict(self)}
+
+    def text(self) -> str:
+        """Return the report for people."""
+        verdict = "computes the same as" if self.is_good else "does not compute the same as"
+        lines = [f"The command on {self.world_size} ranks {verdict} one process.", ""]
+        lines.append(
+            f"{'step':>4}  {'loss':>12} {'one process':>12}  {'grad_norm':>12} {'one process':>12}"
+        )
+        for row in self.steps:
+            cells = [
+                row.asked.get("loss"),
+                row.one.get("loss"),
+                row.asked.get("grad_norm"),
+                row.one.get("grad_norm"),
+            ]
+            shown = ["-" if cell is None else f"{cell:.6f}" for cell in cells]
+            mark = "  differs" if row.differs else ""
+            lines.append(
+                f"{row.step:>4}  {shown[0]:>12} {shown[1]:>12}  {shown[2]:>12} {shown[3]:>12}{mark}"
+            )
+        return "\n".join([*lines, "", self.explanation])
+
+
+def check_parity(command: Sequence[str], *, steps: int, quiet_s: float) -> Parity:
+    """Run a launch command and one process of its script, and compare what they compute.
+
+    Args:
+        command (`Sequence[str]`): the command, one word per element.
+        steps (`int`): optimizer steps.
+        quiet_s (`float`): seconds without any news after which ranks that wait are reported.
+
+    Raises:
+        UsageError: the command is missing or not a program, or it has started fewer than two ranks.
+        HealthError: one of the runs has failed.
+    """
+    words = find_program(command)
+    with tempfile.TemporaryDirectory(prefix="hfscale-check-") as name:
+        asked, one = Path(name, "asked"), Path(name, "one")
+        asked.mkdir()
+        one.mkdir()
+        variables = {STEPS: str(steps), SMALL: "1", COMPARED: "1"}
+        code, listener, tail = run_watched(words, asked, variables, quiet_s)
+        if listener.difference is not None:
+            raise HealthError(
+                "a rank would wait for ever: see hfscale check --collectives with the same command"
+            )
+        if code:
+            raise HealthError(f"the command has failed: {failure_of(listener, tail)}")
+        if listener.world_size < 2:
+            raise too_few_ranks(command, listener.world_size)
+        argv = next(rank.argv for rank in listener.ranks if rank.rank == 0)
+        alone = variables | {COMPARED: str(listener.world_size), FOLDER: str(one / "output")}
+        code, _, tail = run_watched(argv, one, alone, quiet_s)
+        if code:
+            raise HealthError(f"the script has failed in one process: {tail}")
+        return _compare(one / "output", asked / "output", listener.world_size)
+
+
+def _compare(one: Path, asked: Path, ranks: int) -> Parity:
+    runs = read_run(one), read_run(asked)
+    a, b = (run.numbers for run in runs)
+    elements = elements_on_cpu(*runs)
+    rows = []
+    for step in sorted(a.keys() & b.keys()):
+        differs = False
+        for name in _NUMBERS:
+            is_norm = name == "grad_norm"
+            of_norm = elements if is_norm else 0
+            limit = relative_tolerance(
+                "float32", ranks=ranks, steps=step, chained=is_norm, of_norm=of_norm
+            )
+            if name in a[step] and name in b[step]:
+                differs |= relative_difference(a[step][name], b[step][name]) > limit
+        rows.append(Step(step=step, one=dict(a[step]), asked=dict(b[step]), differs=differs))
+    answer = compare_runs(one, asked)
+    found = json.loads(json.dumps(answer.to_dict()))
+    return Parity(
+        world_size=ranks,
+        steps=rows,
+        first_difference=found["first_difference"],
+        explanation=answer.explanation,
+    )

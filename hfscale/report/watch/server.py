@@ -1,0 +1,294 @@
+"""The server of `hfscale watch`: a page and its data, for reading only.
+
+It answers GET and HEAD on fixed routes, and no part of a request becomes a path. On an address of this machine it
+accepts only requests whose `Host` names this machine, so that a page of another site cannot reach it through a DNS
+name of its own (DNS rebinding). On any other address each request needs the token: as `Authorization: Bearer TOKEN`,
+or once as `?token=TOKEN`, which sets a cookie that no script can read.
+"""
+
+import errno
+import hmac
+import ipaddress
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from hfscale import __version__
+from hfscale.core.logging import get_logger
+from hfscale.core.redaction import redact
+from hfscale.errors import HfScaleError, ParameterError, UsageError
+from hfscale.report.watch.live import CHARTS, Runs, describe
+from hfscale.report.watch.open_metrics import CONTENT_TYPE, Textfile, exposition
+from hfscale.report.watch.page import CONTENT_SECURITY_POLICY, PAGE
+
+logger = get_logger(__name__)
+
+TOKEN_VARIABLE = "HFSCALE_WATCH_TOKEN"  # noqa: S105  the name of the variable
+"""The environment variable that holds the token; unlike a flag it is not in the list of processes."""
+MIN_TOKEN_LENGTH = 16
+"""Characters of the shortest token."""
+REQUEST_S = 30.0
+"""Seconds after which a connection that sends or takes nothing is closed."""
+_JSON = "application/json; charset=utf-8"
+
+
+class WatchServer(ThreadingHTTPServer):
+    """Serves the page, and its data.
+
+    Args:
+        runs (`Runs`): the runs by name.
+        host (`str`): the address to listen on.
+        port (`int`): its port; 0: a free one.
+        token (`str`, *optional*): the secret that each request needs; None: none is needed.
+        textfile (`Textfile`, *optional*): a file that is written while the server runs.
+
+    Raises:
+        UsageError: the token is missing or too short, or the host or port cannot be listened on.
+    """
+
+    daemon_threads = True
+
+    def __init__(
+        self,
+        runs: Runs,
+        *,
+        host: str,
+        port: int,
+        token: str | None = None,
+        textfile: Textfile | None = None,
+    ) -> None:
+        self.runs = runs
+        self._textfile = textfile
+        self.is_local = is_loopback(host)
+        if token is None and not self.is_local:
+            raise UsageError(
+                f"--host {host} can be reached by other machines: give a --token, or {TOKEN_VARIABLE}, or leave "
+                "--host out and use ssh -L"
+            )
+        if token is not None and len(token) < MIN_TOKEN_LENGTH:
+            raise UsageError(
+                f"the token has {len(token)} characters: give at least {MIN_TOKEN_LENGTH}"
+            )
+        self.token = token
+        self.session = secrets.token_urlsafe(32)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ParameterError(
+                    "--port", port, "another program uses it: give another port, or 0"
+                ) from None
+            raise ParameterError(
+                "--host", host, f"it cannot be listened on: {error.strerror or error}"
+            ) from None
+        except OverflowError as error:
+            raise ParameterError("--port", port, str(error)) from None
+
+    @property
+    def url(self) -> str:
+        """The address of the page."""
+        host, port = self.server_address[:2]
+        name = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"http://{name}:{port}/"
+
+    @property
+    def cookie_name(self) -> str:
+        """The name of the cookie; browsers send those of all ports of a host."""
+        return f"hfscale_watch_{self.server_address[1]}"
+
+    def server_bind(self) -> None:
+        """Bind the socket; unlike the base class it asks no name server for the name of this machine."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = (
+            str(self.server_address[0]),
+            int(self.server_address[1]),
+        )
+
+    def service_actions(self) -> None:
+        """Write the textfile where it is due; `serve_forever` calls this about twice a second."""
+        if self._textfile is not None:
+            self._textfile.write_if_due()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a connection that was lost; `_Handler` reports every other error."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address or name of a host can be reached from this machine only."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers one request."""
+
+    server: WatchServer
+    server_version = f"hfscale/{__version__}"
+    sys_version = ""
+    timeout = REQUEST_S
+
+    def do_GET(self) -> None:
+        """Answer with the page or data, or with why not."""
+        try:
+            url = urlsplit(self.path)
+            query = {
+                name: values[-1] for name, values in parse_qs(url.query, max_num_fields=20).items()
+            }
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return
+        answer = _ROUTES.get(url.path)
+        if self.server.is_local and not is_loopback(_host_of(self.headers.get("Host", ""))):
+            self._send(
+                HTTPStatus.FORBIDDEN, "open it as http://localhost or by a loopback address\n"
+            )
+        elif self.server.token is not None and self._equals(query.get("token"), self.server.token):
+            self._open_session(url.path if answer else "/")
+        elif not self._may_read():
+            self._send(
+                HTTPStatus.UNAUTHORIZED,
+                "this page needs its token: open it once with ?token=TOKEN\n",
+            )
+        elif answer is None:
+            self._send(HTTPStatus.NOT_FOUND, "there is no such page\n")
+        else:
+            self._answer(answer, query)
+
+    def do_HEAD(self) -> None:
+        """Answer as GET, without the body."""
+        self.do_GET()
+
+    def _answer(self, answer: "_Answer", query: dict[str, str]) -> None:
+        try:
+            self._send(HTTPStatus.OK, *answer(self.server, query))
+        except UsageError as error:
+            self._send(HTTPStatus.BAD_REQUEST, f"{redact(str(error))}\n")
+        except HfScaleError as error:
+            self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{redact(str(error))}\n")
+        except ConnectionError:
+            raise
+        except Exception as error:  # damaged files must not end the server
+            logger.warning(
+                "the page cannot show a run: %s: %s", type(error).__name__, redact(str(error))[:200]
+            )
+            self._send(
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+                "the files of the run have values that cannot be shown\n",
+            )
+
+    def _may_read(self) -> bool:
+        if self.server.token is None:
+            return True
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._equals(given.strip(), self.server.token):
+            return True
+        try:
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie_name)
+        except CookieError:
+            return False
+        return cookie is not None and self._equals(cookie.value, self.server.session)
+
+    @staticmethod
+    def _equals(given: str | None, secret: str) -> bool:
+        return given is not None and hmac.compare_digest(given.encode(), secret.encode())
+
+    def _open_session(self, path: str) -> None:
+        """Give the browser a cookie, and send it to the address without the token."""
+        cookie = (
+            f"{self.server.cookie_name}={self.server.session}; HttpOnly; SameSite=Strict; Path=/"
+        )
+        self._send(HTTPStatus.SEE_OTHER, "", headers={"Location": path, "Set-Cookie": cookie})
+
+    def _send(
+        self,
+        status: HTTPStatus,
+        text: str,
+        kind: str = "text/plain; charset=utf-8",
+        headers: Any = None,
+    ) -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in (
+            {"Content-Type": kind, "Content-Length": str(len(body))} | (headers or {})
+        ).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def end_headers(self) -> None:
+        """Add the headers that restrict what a browser does with any answer."""
+        for name, value in (
+            ("Content-Security-Policy", CONTENT_SECURITY_POLICY),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Referrer-Policy", "no-referrer"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
+        super().end_headers()
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Answer a request that is malformed, or of another method, without repeating any of it."""
+        self.close_connection = True
+        self.command = getattr(self, "command", None) or "GET"
+        self._send(HTTPStatus(code), f"{HTTPStatus(code).phrase}\n")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the address of a request may have the token in it."""
+
+
+def _host_of(header: str) -> str:
+    """Return the host of a `Host` header, without its port."""
+    return (
+        header.rpartition("]")[0].strip("[") if header.startswith("[") else header.partition(":")[0]
+    )
+
+
+def _page(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    return PAGE, "text/html; charset=utf-8"
+
+
+def _runs(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    return json.dumps({"runs": list(server.runs), "charts": CHARTS}), _JSON
+
+
+def _run(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    name = query.get("run") or next(iter(server.runs))
+    if name not in server.runs:
+        raise UsageError("no run has this name: /api/runs.json lists them")
+    try:
+        after, generation = int(query.get("after", "0")), int(query.get("generation", "-1"))
+    except ValueError:
+        raise UsageError("after and generation must be integers") from None
+    view = server.runs[name].view()
+    answer = describe(view, after=after, generation=generation, version=query.get("version", ""))
+    return json.dumps(answer, allow_nan=False), _JSON
+
+
+def _metrics(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    return exposition(server.runs), CONTENT_TYPE
+
+
+_Answer = Callable[[WatchServer, dict[str, str]], tuple[str, str]]
+_ROUTES: dict[str, _Answer] = {
+    "/": _page,
+    "/api/runs.json": _runs,
+    "/api/run.json": _run,
+    "/metrics": _metrics,
+}
