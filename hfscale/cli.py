@@ -18,6 +18,7 @@ from typer.core import TyperCommand
 
 from hfscale import __version__
 from hfscale.core.logging import print_line
+from hfscale.core.spelling import speaking
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import HfScaleError
 
@@ -80,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        code = _build(arguments[0])(args=arguments, prog_name="hfscale", standalone_mode=False)
+        app = _build(arguments[0])
+        with speaking("command"):
+            code = app(args=arguments, prog_name="hfscale", standalone_mode=False)
     except HfScaleError as error:
         print_line(f"hfscale: error: {error}")
         return error.exit_code

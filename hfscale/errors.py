@@ -22,6 +22,8 @@ without a traceback and exit with `exit_code`.
 from collections.abc import Iterable
 from typing import Any
 
+from hfscale.core.spelling import spelled, spelled_value
+
 
 class HfScaleError(Exception):
     """Base class of all errors of hfscale."""
@@ -38,9 +40,7 @@ class UsageError(HfScaleError, ValueError):
 class ParameterError(UsageError):
     """A parameter has a value that it cannot have.
 
-    The message names the parameter as it is written in Python. Where the value came from a flag,
-    `hfscale.core.flags.parameters_are_flags` makes it name that flag. The rule names further parameters in
-    backticks, as do the messages of other UsageErrors, so that they become flags too.
+    The message names it as its caller wrote it (`hfscale.core.spelling`).
 
     Args:
         parameter (`str`): the name of the parameter.
@@ -53,9 +53,10 @@ class ParameterError(UsageError):
         self.parameter = parameter
         self.value = value
         self.rule = rule
+        self._message = f"{spelled(parameter)} is {spelled_value(value)}: {rule}"
 
     def __str__(self) -> str:
-        return f"{self.parameter} is {self.value!r}: {self.rule}"
+        return self._message
 
 
 class ConfigFileError(UsageError):

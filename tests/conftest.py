@@ -18,6 +18,7 @@ import paths  # noqa: F401
 import pytest
 from fork_client import fork_server
 
+from hfscale.core.spelling import Speaker, speaking
 from hfscale.core.versions import installed, what_is_missing
 from hfscale.errors import MissingDependencyError
 
@@ -164,6 +165,16 @@ def accelerates_variables() -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
         del os.environ[name]
     os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
+def recipes_name_flags(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let errors in the tests of what recipes share name flags, as they do under `hfscale.recipe.run`."""
+    speaker: Speaker = "python"
+    if request.path.parent.name == "recipe":
+        speaker = "recipe"
+    with speaking(speaker):
+        yield
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from hfscale import (
     ScalingMetricsCallback,
     SpotCheckpointCallback,
 )
-from hfscale.core.flags import parameters_are_flags
-from hfscale.errors import LayoutError, ParameterError, UsageError
+from hfscale.core.spelling import speaking, spelled
+from hfscale.errors import ParameterError, UsageError
 from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments, island_callbacks
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
 from hfscale.metrics.profiler import ProfilerCallback
@@ -131,7 +131,7 @@ def test_an_error_about_islands_names_the_parameter_or_the_flag(given, rule, mon
     name, value = next(iter(given.items()))
     with pytest.raises(ParameterError) as caught:
         DiLoCoCallback(**(ISLANDS | given))
-    assert str(caught.value) == f"{name} is {value!r}: {rule}"
+    assert str(caught.value) == f"{name} is {value!r}: {rule.replace('`', '')}"
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     flags = {parameter: ISLAND_FLAGS.get(parameter, parameter) for parameter in (ISLANDS | given)}
     for parameter in re.findall("`(.*?)`", rule):
@@ -175,18 +175,30 @@ def test_the_flags_of_callbacks_are_flags_of_the_recipes():
     assert not set(CALLBACK_FLAGS) & flags
 
 
-def test_a_flag_has_the_name_of_its_parameter_unless_another_is_given():
-    for flags, message in (({}, "--quorum is true: no"), ({"quorum": "island_quorum"}, "--island_quorum is true: no")):
-        with pytest.raises(UsageError, match=f"^{re.escape(message)}$"), parameters_are_flags(**flags):
-            raise ParameterError("quorum", True, "no")
-
-
-def test_the_parameters_in_backticks_become_flags_in_any_usage_error():
-    message = r"^--tp_size 3 and --island_steps: `torchao` needs --pp_size 2$"
-    with pytest.raises(LayoutError, match=message), parameters_are_flags(every_steps="island_steps"):
-        raise LayoutError("`tp_size` 3 and `every_steps`: `torchao` needs `pp_size=2`")
+@pytest.mark.parametrize(
+    ("speaker", "name", "with_value", "switch", "error"),
+    [
+        ("python", "lora_rank", "lora_rank=16", "lora_rank=True", "lora_rank is 'a': no"),
+        ("recipe", "--lora_rank", "--lora_rank 16", "--lora_rank true", "--lora_rank is a: no"),
+        ("command", "--lora-rank", "--lora-rank 16", "--lora-rank", "--lora-rank is a: no"),
+        ("launcher", "lora_rank", "lora_rank: 16", "lora_rank: true", "lora_rank is a: no"),
+    ],
+)
+def test_a_parameter_is_spelled_as_its_caller_wrote_it(speaker, name, with_value, switch, error):
+    with speaking(speaker):
+        assert (spelled("lora_rank"), spelled("lora_rank", 16), spelled("lora_rank", True)) == (
+            name,
+            with_value,
+            switch,
+        )
+        assert str(ParameterError("lora_rank", "a", "no")) == error
+    with speaking(speaker, {"rank": "lora_rank"}):
+        assert spelled("rank") == name
+    assert spelled("lora_rank") == "lora_rank"
 
 
 def test_the_error_of_a_parameter_can_be_copied():
-    error = copy.copy(ParameterError("rule", "cubic", "use sqrt"))
-    assert (str(error), error.parameter) == ("rule is 'cubic': use sqrt", "rule")
+    with speaking("recipe", {"rule": "lr_scaling_rule"}):
+        error = ParameterError("rule", "cubic", "use sqrt")
+    copied = copy.copy(error)
+    assert (str(copied), copied.parameter) == ("--lr_scaling_rule is cubic: use sqrt", "rule")

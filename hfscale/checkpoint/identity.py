@@ -20,6 +20,7 @@ from hfscale.checkpoint.loading import CONVERSIONS
 from hfscale.checkpoint.manifest import Identity, read_manifest
 from hfscale.core.collectives import START
 from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import ParameterError, UsageError
 from hfscale.trainer.state import model_of, unwrap_compiled
@@ -125,8 +126,8 @@ def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
         is_converted = checkpoint.parent.name == CONVERSIONS
         shown = checkpoint.name.partition("-as-")[0] if is_converted else checkpoint
         raise UsageError(
-            f"{shown} is of another run: {'; '.join(found.values())}: use another `output_dir`, or, to resume "
-            f"from it nevertheless, give `resume_with_other` {' '.join(found)}"
+            f"{shown} is of another run: {'; '.join(found.values())}: use another {spelled('output_dir')}, or, to "
+            f"resume from it nevertheless, give {spelled('resume_with_other')} {' '.join(found)}"
         )
 
 

@@ -1,16 +1,15 @@
 """Command-line flags: as dataclass fields, checks of their values, and YAML files that give them (`--config`)."""
 
 import difflib
-import json
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from hfscale.core.spelling import plain_value
 from hfscale.errors import ConfigFileError, ParameterError, UsageError
 
 
@@ -59,45 +58,6 @@ def require_from_0(arguments: object, *names: str, **limits: float) -> None:
         if value is not None and not (value >= 0 and (limit is None or value < limit)):
             below = f" and less than {limit}" if limit else ""
             raise ParameterError(name, value, f"it must be at least 0{below}")
-
-
-@contextmanager
-def parameters_are_flags(**flags: str) -> Iterator[None]:
-    """Let errors about parameters name the flags from which these have their values.
-
-    These are the parameter of a ParameterError, and what the message of any UsageError has in backticks:
-    names with an underscore, alone or with a value such as `tp_size=1`.
-
-    Args:
-        flags (`str`): for a parameter, the name of its flag without dashes; by default the flag has the same name.
-
-    Raises:
-        UsageError: the code inside has raised one.
-    """
-    try:
-        yield
-    except ParameterError as error:
-        flag = flags.get(error.parameter, error.parameter)
-        raise UsageError(
-            f"--{flag} is {plain_value(error.value)}: {_with_flags(error.rule, flags)}"
-        ) from error
-    except UsageError as error:
-        # A message that quotes a library may have other words in backticks, such as the names of packages.
-        message = _with_flags(str(error), flags, names=r"\w*_\w*")
-        if message == str(error):
-            raise
-        raise type(error)(message) from error
-
-
-def _with_flags(message: str, flags: Mapping[str, str], names: str = r"\w+") -> str:
-    """Return a message with `--flag` for each parameter in backticks, and `--flag value` for `parameter=value`."""
-
-    def as_flag(found: re.Match[str]) -> str:
-        name, value = found.groups()
-        written = f"--{flags.get(name, name)}"
-        return written if value is None else f"{written} {value}"
-
-    return re.sub(rf"`({names})(?:=(\w+))?`", as_flag, message)
 
 
 def read_yaml(path: str, flag: str = "--config") -> Any:
@@ -259,13 +219,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return " ".join(str(error).split())
-
-
-def plain_value(value: Any) -> str:
-    """Return a single value as it is written on the command line."""
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

@@ -7,23 +7,20 @@ docs/support.md.
 The planner, the checks of the recipes and `ParallelTrainer` each describe what they are asked for as a `Combination`,
 with the properties that they know; a property that they do not know is None, and no rule that depends on it applies.
 They all refuse with the sentence of the first rule that applies, in which parameters are spelled as the caller writes
-them (`Speaker`).
+them (`hfscale.core.spelling`).
 """
 
 import string
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from hfscale import errors
+from hfscale.core.spelling import current_speaker, plain_value, spelled
 from hfscale.core.tables import read_table
 
 _TABLE: Mapping[str, Any] = read_table("facts/support.toml")
-
-Speaker = Literal["recipe", "launcher", "python", "planner", "planner_python"]
-"""Who spells the parameters: a recipe (`--tp_size 2`), the launcher's config (`parallelism_config_tp_size: 2`), a
-Python program (`tp_size=2`), or the planner's command line (`--tp 2`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,15 +256,16 @@ class Rule:
         """
         return all(_holds(condition, name, combination) for name, condition in self.when.items())
 
-    def text(self, combination: Combination, speaker: Speaker) -> str:
-        """Return the sentence for a combination.
+    def text(self, combination: Combination) -> str:
+        """Return the sentence for a combination, in which parameters are spelled as their caller writes them.
 
         Args:
             combination (`Combination`): what is asked for.
-            speaker (`str`): how parameters are spelled.
         """
+        asked_by = "planner" if combination.planned else current_speaker()
+        names = _SPELLING.get(asked_by, {})
         values: dict[str, Any] = {
-            name: _Parameter(name, getattr(combination, name), speaker)
+            name: _Parameter(name, getattr(combination, name), names.get(name, name))
             for name in (*PROPERTIES, *_DERIVED)
         }
         for condition in self.when.values():
@@ -299,23 +297,31 @@ def _holds(condition: Any, name: str, combination: Combination) -> bool:
     raise AssertionError(f"support.toml: unknown condition {form}")
 
 
+_SPELLING: Mapping[str, Mapping[str, Any]] = _TABLE["spelling"]
+"""Caller -> property -> its parameter, or the parameters of its values."""
+
+
 class _Parameter:
     """A property in a sentence: `{tp}` becomes `--tp_size 2`, `{tp:=1}` `--tp_size 1`, `{tp:name}` `--tp_size`,
     `{tp:value}` `2` and `{tp:upper}` the value in capital letters."""
 
-    def __init__(self, name: str, value: Any, speaker: Speaker) -> None:
+    def __init__(self, name: str, value: Any, parameter: str | Mapping[str, str]) -> None:
         self._name = name
         self._value = value
-        self._spelling: Mapping[str, Any] = _TABLE["spelling"][speaker]
+        self._parameter = parameter
 
     def __format__(self, spec: str) -> str:
         if spec == "value":
-            return _plain(self._shown)
+            return plain_value(self._shown)
         if spec == "upper":
-            return _plain(self._shown).upper()
+            return plain_value(self._shown).upper()
+        value = _read(spec[1:]) if spec.startswith("=") else self._shown
+        if not isinstance(self._parameter, str):
+            key = "other" if spec == "name" else plain_value(value)
+            return self._parameter.get(key, self._parameter.get("other", self._name))
         if spec == "name":
-            return self._spell(None).strip()
-        return self._spell(spec[1:] if spec.startswith("=") else self._shown)
+            return spelled(self._parameter)
+        return spelled(self._parameter, value)
 
     @property
     def _shown(self) -> Any:
@@ -324,29 +330,12 @@ class _Parameter:
             return self._value
         return "N" if "int" in _TYPES.get(self._name, "str") else self._name.upper()
 
-    def _spell(self, value: Any) -> str:
-        known = self._spelling["names"].get(self._name, self._name)
-        if isinstance(known, dict):  # values that have parameters of their own
-            return str(known.get(_plain(value), known.get("other", self._name)))
-        if value is None:
-            form: str = self._spelling["form"]
-            return form.partition("{value}")[0].format(name=known).rstrip(" =:")
-        shown = _literal(value) if self._spelling.get("literals") else _plain(value)
-        if shown == "true" and self._spelling.get("switches"):
-            return f"--{known}"
-        return str(self._spelling["form"].format(name=known, value=shown))
 
-
-def _literal(value: Any) -> str:
-    """A value as it stands in a Python program; `{compile:=true}` and `{tp:=1}` give it as text."""
-    text = _plain(value)
+def _read(text: str) -> Any:
+    """Return the value that a sentence names as text: `1` in `{tp:=1}`, `true` in `{compile:=true}`."""
     if text in ("true", "false"):
-        return text.capitalize()
-    return text if not isinstance(value, str) or text.isdigit() else repr(text)
-
-
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+        return text == "true"
+    return int(text) if text.isdigit() else text
 
 
 @cache
@@ -370,28 +359,26 @@ def find_rule(combination: Combination, *about: str) -> Rule | None:
     return next((rule for rule in _rules_about(about) if rule.applies(combination)), None)
 
 
-def why_not(combination: Combination, *about: str, speaker: Speaker = "python") -> str | None:
+def why_not(combination: Combination, *about: str) -> str | None:
     """Explain why a combination does not work.
 
     Args:
         combination (`Combination`): what is asked for.
         about (`str`): only rules with a condition on one of these properties are applied; all where none is given.
-        speaker (`str`): how parameters are spelled.
 
     Returns:
         `str`, *optional*: the reason, one sentence; None if it works as far as is known.
     """
     rule = find_rule(combination, *about)
-    return None if rule is None else rule.text(combination, speaker)
+    return None if rule is None else rule.text(combination)
 
 
-def check_support(combination: Combination, *about: str, speaker: Speaker = "python") -> None:
+def check_support(combination: Combination, *about: str) -> None:
     """Refuse a combination that does not work.
 
     Args:
         combination (`Combination`): what is asked for.
         about (`str`): only rules with a condition on one of these properties are applied; all where none is given.
-        speaker (`str`): how parameters are spelled.
 
     Raises:
         HfScaleError: it does not work; the class is that of the rule, most often `UsageError`.
@@ -399,4 +386,4 @@ def check_support(combination: Combination, *about: str, speaker: Speaker = "pyt
     rule = find_rule(combination, *about)
     if rule is not None:
         kind: type[errors.HfScaleError] = getattr(errors, rule.error)
-        raise kind(rule.text(combination, speaker))
+        raise kind(rule.text(combination))

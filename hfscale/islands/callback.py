@@ -15,6 +15,7 @@ from hfscale.core.activity import activity
 from hfscale.core.collectives import ISLANDS, Replicas
 from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.errors import CheckpointError, HealthError, ParameterError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import check_support
@@ -134,12 +135,13 @@ class DiLoCoCallback(AdapterCallback):
             raise ParameterError(
                 "fragments",
                 self.fragments,
-                f"it must be at most `every_steps` ({self.every_steps}), so that each fragment has a step of its own",
+                f"it must be at most {spelled('every_steps')} ({self.every_steps}), so that each fragment has a step "
+                "of its own",
             )
         if self.overlap_steps >= self.every_steps // self.fragments:
-            between = f"`every_steps` ({self.every_steps})"
+            between = f"{spelled('every_steps')} ({self.every_steps})"
             if self.fragments > 1:
-                between += f" / `fragments` ({self.fragments})"
+                between += f" / {spelled('fragments')} ({self.fragments})"
             raise ParameterError(
                 "overlap_steps",
                 self.overlap_steps,
@@ -147,15 +149,17 @@ class DiLoCoCallback(AdapterCallback):
             )
         if self.island_rank >= self.islands:
             raise ParameterError(
-                "island_rank", self.island_rank, f"it must be less than `islands` ({self.islands})"
+                "island_rank",
+                self.island_rank,
+                f"it must be less than {spelled('islands')} ({self.islands})",
             )
         if self.quorum > self.islands:
             raise ParameterError(
-                "quorum", self.quorum, f"it must be at most `islands` ({self.islands})"
+                "quorum", self.quorum, f"it must be at most {spelled('islands')} ({self.islands})"
             )
         if self.islands > 1 and self.rendezvous is None:
             raise ParameterError(
-                "islands", self.islands, "give `rendezvous` too, host:port of island 0"
+                "islands", self.islands, f"give {spelled('rendezvous')} too, host:port of island 0"
             )
         if self.rendezvous is not None:
             parse_address(self.rendezvous)

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from hfscale.core.flags import flag, parameters_are_flags
+from hfscale.core.flags import flag
+from hfscale.core.spelling import speaking
 from hfscale.facts.compression import Compression
 from hfscale.islands.callback import DiLoCoCallback
 from hfscale.islands.client import own_token
@@ -53,7 +54,7 @@ ISLAND_FLAGS = {
 """Parameter of `DiLoCoCallback` -> the flag that gives its value, where it has another name."""
 
 
-@parameters_are_flags(**ISLAND_FLAGS)
+@speaking("recipe", ISLAND_FLAGS)
 def island_callbacks(args: IslandArguments) -> list[DiLoCoCallback]:
     """Return the callback for training on several islands, or an empty list with `--islands 1`.
 
@@ -68,7 +69,7 @@ def island_callbacks(args: IslandArguments) -> list[DiLoCoCallback]:
     if args.islands == 1:
         return []
     own_token()
-    with parameters_are_flags(bits="island_bits", density="island_density"):
+    with speaking("recipe", {"bits": "island_bits", "density": "island_density"}):
         compression = Compression(bits=args.island_bits, density=args.island_density)
     return [
         DiLoCoCallback(

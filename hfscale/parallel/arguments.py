@@ -7,10 +7,11 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hfscale.core.flags import flag, require_positive
+from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
-from hfscale.facts.support import Combination, Speaker, check_support
+from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.state import requested_optimizer
 from hfscale.trainer.strategies.requested import gradient_compression, requested_family
@@ -119,8 +120,9 @@ def _nearest_size(world_size: int, sizes: dict[str, int]) -> str:
         product_of_others = math.prod(sizes.values()) // size
         legal = [n for n in range(1, world_size + 1) if world_size % (n * product_of_others) == 0]
         if legal:
-            return f"set `{name}={min(legal, key=lambda n: abs(n - size))}`"
-    return "set `tp_size=1` and `pp_size=1`"
+            nearest = min(legal, key=lambda n: abs(n - size))
+            return f"set {spelled(name, nearest)}"
+    return f"set {spelled('tp_size', 1)} and {spelled('pp_size', 1)}"
 
 
 def plan_stages(
@@ -142,7 +144,7 @@ def plan_stages(
             `ParallelTrainer`'s.
     """
     asked = Combination(engine="parallel_trainer", fsdp_size=parallel.fsdp_size)
-    check_support(asked, "fsdp_size", speaker=speaker_of(args))
+    check_support(asked, "fsdp_size")
     layout = decide_layout(
         world_size or args.world_size,
         tp=parallel.tp_size,
@@ -201,19 +203,10 @@ def check_arguments(
         tokens_seen=str(args.include_num_input_tokens_seen),
         lr_scheduler=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
     )
-    check_support(asked, speaker=speaker_of(args))
+    check_support(asked)
 
 
 def _strategy(args: TrainingArguments) -> str:
     """Return the strategy of the launcher; without DeepSpeed and FSDP it leaves the distribution to this Trainer."""
     family = requested_family(args)
     return "parallel" if family in ("single", "ddp") else family
-
-
-def speaker_of(args: TrainingArguments) -> Speaker:
-    """Return who spells the parameters in an error: a recipe, whose arguments come from flags, or a Python program.
-
-    Args:
-        args (`TrainingArguments`): the run's arguments.
-    """
-    return "recipe" if getattr(args, "is_from_flags", False) else "python"

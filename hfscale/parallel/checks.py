@@ -3,10 +3,11 @@
 from transformers import PreTrainedConfig
 
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.experts import check_experts_divide, spreads_experts
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
-from hfscale.facts.support import PIPELINE_TESTED, Combination, Speaker, check_support
+from hfscale.facts.support import PIPELINE_TESTED, Combination, check_support
 from hfscale.parallel.key_value_heads import can_share_heads
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.attention import attention_implementation
@@ -20,7 +21,6 @@ def check_config(
     plan: StagePlan,
     *,
     sequence_parallel: bool = False,
-    speaker: Speaker = "python",
 ) -> None:
     """Make sure that a model can be parallelized over a layout.
 
@@ -29,7 +29,6 @@ def check_config(
         layout (`ParallelLayout`): sizes of the axes.
         plan (`StagePlan`): the pipeline stages.
         sequence_parallel (`bool`): whether the tensor parallel ranks split sequences between blocks.
-        speaker (`str`): who spells the parameters in an error, see `hfscale.facts.support.Speaker`.
 
     Raises:
         LayoutError: heads, vocabulary, layers or experts do not divide over the axes; the message names the nearest
@@ -53,7 +52,7 @@ def check_config(
         # A bare config, which no model has been made from, names none
         attention=attention_implementation(config),
     )
-    check_support(asked, speaker=speaker)
+    check_support(asked)
     if plan.stages > 1 and config.model_type not in PIPELINE_TESTED:
         logger.warning(
             "no test has compared the pipeline stages of a %s model with the unsplit model: compare the first losses "
@@ -63,8 +62,8 @@ def check_config(
     if text.num_hidden_layers < plan.stages:
         possible = text.num_hidden_layers // plan.per_rank
         raise LayoutError(
-            f"`pp_size` is {plan.pp}: with {plan.per_rank} stages per rank it makes {plan.stages} stages, but the "
-            f"model has {text.num_hidden_layers} layers: set `pp_size={max(1, possible)}`"
+            f"{spelled('pp_size')} is {plan.pp}: with {plan.per_rank} stages per rank it makes {plan.stages} stages, "
+            f"but the model has {text.num_hidden_layers} layers: set {spelled('pp_size', max(1, possible))}"
         )
     if layout.tp > 1:
         _check_tensor_sizes(config, layout.tp)
@@ -86,12 +85,12 @@ def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
         what = f"{heads} attention heads" if heads % tp else f"{kv_heads} key-value heads"
         nearest = min(legal, key=lambda n: abs(n - tp))
         raise LayoutError(
-            f"`tp_size` is {tp}, which does not divide the model's {what}: set `tp_size={nearest}` "
-            f"(one of {', '.join(map(str, legal[:12]))})"
+            f"{spelled('tp_size')} is {tp}, which does not divide the model's {what}: set "
+            f"{spelled('tp_size', nearest)} (one of {', '.join(map(str, legal[:12]))})"
         )
     if -(-text.vocab_size // tp) * (tp - 1) >= text.vocab_size:
         raise LayoutError(
-            f"`tp_size` is {tp}, too many for the model's {text.vocab_size} vocabulary entries"
+            f"{spelled('tp_size')} is {tp}, too many for the model's {text.vocab_size} vocabulary entries"
         )
 
 

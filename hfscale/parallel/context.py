@@ -28,6 +28,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
+from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import without_dispatch_modes
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.support import Combination, check_support
@@ -112,8 +113,8 @@ class ContextParallel:
         model.set_attn_implementation(self.kernel)
         if attention_implementation(model.config) != self.kernel:
             raise UnsupportedModelError(
-                f"`cp_size` is {self.ranks}: the attention of {type(model).__name__} cannot be replaced; set "
-                "`cp_size=1`"
+                f"{spelled('cp_size')} is {self.ranks}: the attention of {type(model).__name__} cannot be replaced; "
+                f"set {spelled('cp_size', 1)}"
             )
 
     # --- inputs -----------------------------------------------------------------------------------------------------
@@ -173,8 +174,8 @@ class ContextParallel:
         ]
         if unknown:
             raise UsageError(
-                f"`cp_size` is {self.ranks}: input {unknown[0]} is none of {', '.join(_INPUTS)} of shape (batch, "
-                "sequence): leave it out or set `cp_size=1`"
+                f"{spelled('cp_size')} is {self.ranks}: input {unknown[0]} is none of {', '.join(_INPUTS)} of shape "
+                f"(batch, sequence): leave it out or set {spelled('cp_size', 1)}"
             )
 
     def _make_causal_biases(self, chunk: int) -> None:

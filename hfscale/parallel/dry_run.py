@@ -18,13 +18,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, TrainingArguments
 
+from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import FakeStore
 from hfscale.core.versions import recomputes_activations, require
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.model_shape import ModelShape
-from hfscale.parallel.arguments import speaker_of
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.mesh import FSDP_AXES, local_tensor, make_mesh
 from hfscale.parallel.model import ParallelizedModel, parallelize_model
@@ -103,13 +103,11 @@ def dry_run(
     """
     if dist.is_initialized():
         raise UsageError(
-            "`dry_run` simulates all ranks in one process: start it with python, not accelerate launch"
+            f"{spelled('dry_run')} simulates all ranks in one process: start it with python, not accelerate launch"
         )
     require("ParallelTrainer", "dry_run")
     config = make_model().config
-    check_config(
-        config, layout, plan, sequence_parallel=sequence_parallel, speaker=speaker_of(args)
-    )
+    check_config(config, layout, plan, sequence_parallel=sequence_parallel)
     # Pipeline ranks whose stages have the same numbers of layers hold the same, so each kind is built once.
     built: dict[tuple[object, ...], ParallelizedModel] = {}
     specs: list[StageSpec] = []

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_lora_layer
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.experts import DISPATCH_STYLE, expert_rules
@@ -68,13 +69,15 @@ def expert_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     modules = [name for name, style in plan.items() if style == DISPATCH_STYLE]
     if not modules:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no layer whose experts could be spread over ranks: leave `ep_size` out"
+            f"{type(model).__name__} has no layer whose experts could be spread over ranks: leave "
+            f"{spelled('ep_size')} out"
         )
     for name in modules:
         for own, _ in model.get_submodule(name).named_parameters(prefix=name):
             if plan.get(own) != _SHARDED_STYLE:
                 raise UnsupportedModelError(
-                    f"`ep_size` is set, and {own} of {type(model).__name__} belongs to no expert: leave `ep_size` out"
+                    f"{spelled('ep_size')} is set, and {own} of {type(model).__name__} belongs to no expert: leave "
+                    f"{spelled('ep_size')} out"
                 )
     return plan
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import UnsupportedModelError
 
 IGNORED_LABEL = -100
@@ -127,7 +128,7 @@ class VocabParallelLoss:
         if vocab_size != self.vocabulary or logits.shape[-1] != len(own):
             raise UnsupportedModelError(
                 f"{logits.shape[-1]} logits are not this rank's {len(own)} of {self.group.size()} ranks' parts of a "
-                f"vocabulary of {vocab_size}: set `tp_size=1`"
+                f"vocabulary of {vocab_size}: set {spelled('tp_size', 1)}"
             )
         if shift_labels is None:
             shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.experts import (
@@ -425,7 +426,7 @@ class ParallelModel(nn.Module):
             if self._counts_all_tokens and "attention_mask" not in inputs:
                 raise UsageError(
                     f"output_router_logits counts all tokens, and sequences of {length} tokens would be padded to a "
-                    f"multiple of {self._multiple} to be split: set `block_size={padded}`"
+                    f"multiple of {self._multiple} to be split: set {spelled('block_size', padded)}"
                 )
             inputs = pad_to_multiple(inputs, self._multiple)
         if self._context is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, UnsupportedModelError
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
@@ -79,7 +80,7 @@ class ModelStructure:
         ):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not a stack of {depth} layers between token embeddings and a head: it "
-                "cannot be split into pipeline stages; set `pp_size=1`"
+                f"cannot be split into pipeline stages; set {spelled('pp_size', 1)}"
             )
         layers = stacks[0]
         decoder = layers.rpartition(".")[0]
@@ -211,8 +212,8 @@ def partition_by_cost(costs: Sequence[float], head_cost: float, stages: int) -> 
     depth = len(costs)
     if depth < stages:
         raise LayoutError(
-            f"{stages} pipeline stages need at least {stages} layers, but the model has {depth}: set `pp_size` or "
-            f"`virtual_stages` so that there are at most {depth} stages"
+            f"{stages} pipeline stages need at least {stages} layers, but the model has {depth}: set "
+            f"{spelled('pp_size')} or {spelled('virtual_stages')} so that there are at most {depth} stages"
         )
     totals = [0.0, *accumulate(costs)]
     last = stages - 1

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import UnsupportedModelError
 from hfscale.parallel.mesh import local_tensor
 from hfscale.parallel.partition import IdentityStage, ModelStructure, StageSpec
@@ -92,8 +93,8 @@ def plan_sequence_parallel(
         module = model.get_submodule(name)
         if name != structure.head and not _is_norm(module):
             raise UnsupportedModelError(
-                f"`sequence_parallel` is true: {name} of {type(model).__name__} is neither a norm nor the head; leave "
-                "it out"
+                f"{spelled('sequence_parallel')} is true: {name} of {type(model).__name__} is neither a norm nor the "
+                "head; leave it out"
             )
         _classify(found, name, module, tensor_plan, last_style="colwise")  # logits stay sharded
     return SequencePlan(**{kind: tuple(names) for kind, names in found.items()})

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, ParameterError
 from hfscale.facts.schedules import (
     PAIRED_PASSES,
@@ -41,9 +42,9 @@ class StagePlan:
         if asked < 1 or (placement == "line" and asked != 1) or (placement == "v" and asked != 2):
             has = {"line": "one stage", "v": "two stages", "loop": "one or more stages"}[placement]
             fix = (
-                "use pipeline_schedule Interleaved1F1B"
+                f"use {spelled('pipeline_schedule', 'Interleaved1F1B')}"
                 if placement == "line"
-                else "leave virtual_stages out"
+                else f"leave {spelled('virtual_stages')} out"
             )
             raise ParameterError(
                 "virtual_stages", asked, f"{self.schedule} has {has} per rank; {fix}"
@@ -103,8 +104,8 @@ class StagePlan:
         )
         nearest = min(below, above, key=lambda number: abs(number - micro_batches))
         raise LayoutError(
-            f"`gradient_accumulation_steps` is {micro_batches}: {self.schedule} on {self.pp} pipeline ranks does not "
-            f"run with so many micro-batches; set `gradient_accumulation_steps={nearest}`"
+            f"{spelled('gradient_accumulation_steps')} is {micro_batches}: {self.schedule} on {self.pp} pipeline "
+            f"ranks does not run with so many micro-batches; set {spelled('gradient_accumulation_steps', nearest)}"
         )
 
     def forward_ticks(self, micro_batches: int) -> list[list[tuple[int, int]]]:

@@ -24,10 +24,11 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfscale.checkpoint.formats.parameter_names import trained_names
+from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_peft_model, require
 from hfscale.errors import UsageError
 from hfscale.parallel import gradients
-from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages, speaker_of
+from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.dry_run import dry_run, print_dry_run
@@ -91,7 +92,6 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             self.layout,
             self.stage_plan,
             sequence_parallel=parallel.sequence_parallel,
-            speaker=speaker_of(args),
         )
         self.mesh = make_mesh(self.layout, args.device.type)
         causal_lm = model.get_base_model() if is_peft_model(model) else model
@@ -254,7 +254,8 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             raise UsageError(
                 f"the last step of an epoch has {len(batches)} micro-batches, but {self.stage_plan.schedule} needs "
                 f"{micro_batches}, and {type(self.parallelized.model).__name__} has no loss over counted tokens, to "
-                "which empty micro-batches would add nothing: give `max_steps`, so that the run ends before that step"
+                f"which empty micro-batches would add nothing: give {spelled('max_steps')}, so that the run ends "
+                "before that step"
             )
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = len(batches)
@@ -361,8 +362,8 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         if self.parallelized.context is not None:
             if self._num_items is None:
                 raise UsageError(
-                    f"`cp_size` is {self.layout.cp}: {type(self.parallelized.model).__name__} has no loss over "
-                    "counted tokens, which the ranks of a sequence could add up; set `cp_size=1`"
+                    f"{spelled('cp_size')} is {self.layout.cp}: {type(self.parallelized.model).__name__} has no loss "
+                    f"over counted tokens, which the ranks of a sequence could add up; set {spelled('cp_size', 1)}"
                 )
             if self.label_smoother is not None:
                 inputs = inputs | {"labels": inputs["shift_labels"]}

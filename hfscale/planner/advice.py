@@ -3,6 +3,7 @@ estimate."""
 
 from dataclasses import dataclass
 
+from hfscale.core.spelling import spelled
 from hfscale.facts.hardware import peak_tflops
 from hfscale.planner.cost import (
     MTBF_GPU_HOURS,
@@ -17,7 +18,6 @@ from hfscale.planner.job import Job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
 from hfscale.planner.memory import GIB, host_gib
 from hfscale.planner.network import datasheet_network_gb_s
-from hfscale.planner.option_fields import spelled
 from hfscale.planner.request import PlanRequest
 from hfscale.planner.search import USABLE_MEMORY_FRACTION
 from hfscale.planner.tasks import generated_at_once, kv_cache_bytes

@@ -7,15 +7,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from hfscale.planner.option_fields import (
-    GROUPS,
-    REQUIRED,
-    Option,
-    default_of,
-    flag_of,
-    options_of,
-    spelling,
-)
+from hfscale.core.spelling import speaking
+from hfscale.planner.option_fields import GROUPS, REQUIRED, Option, default_of, flag_of, options_of
 
 
 def make_command(
@@ -50,7 +43,7 @@ def make_command(
     flags.sort(key=lambda one: one[0])
 
     def command(**values: Any) -> int:
-        with spelling(flag_of):
+        with speaking("command"):
             return run(
                 *(values[name] for name in arguments),
                 *({name: values[name] for name in of_class} for of_class in names),

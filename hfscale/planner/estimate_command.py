@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hfscale.core.spelling import speaking
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
@@ -17,7 +18,7 @@ from hfscale.planner.command_line import make_command
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure
 from hfscale.planner.memory import GIB, allocated_gib
-from hfscale.planner.option_fields import check_options, make_options, spelling
+from hfscale.planner.option_fields import check_options, make_options
 from hfscale.planner.options import (
     MAX_RANKS,
     AxisOptions,
@@ -52,7 +53,7 @@ def run(
     if source.table is not None:
         if model is not None:
             raise UsageError(f"give a MODEL ({model}) or --table ({source.table}), not both")
-        with spelling(str):  # an error of a row names its column
+        with speaking("python"):  # an error of a row names its column
             _run_table(source.table)
         return 0
     gpu = given["gpu"]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from hfscale.core.spelling import spelled
 from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
-from hfscale.planner.option_fields import spelled
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
 from hfscale.planner.estimate import Estimate
@@ -17,7 +18,6 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.job import Job
 from hfscale.planner.memory import GIB, trained_parameters
 from hfscale.planner.network import exposed_s
-from hfscale.planner.option_fields import spelled
 from hfscale.planner.options import IslandOptions
 
 GAIN = 1.05

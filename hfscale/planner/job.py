@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, get_args
 
+from hfscale.core.spelling import spelled
 from hfscale.core.tables import read_table
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
 from hfscale.facts.activations import factors_of, has_scores
@@ -12,7 +13,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name
 from hfscale.facts.support import Combination, check_support
-from hfscale.planner.option_fields import check_options, speaker, spelled
+from hfscale.planner.option_fields import check_options
 from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, Schedule
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
@@ -316,7 +317,7 @@ class Job(LayoutOptions):
             method=self.method,
             offload=self.offload,
         )
-        check_support(asked, "expert_parallel", speaker=speaker())
+        check_support(asked, "expert_parallel")
         fitting = expert_groups(self.shape, self.layout)
         if self.expert_parallel not in fitting:
             layout = self.layout
@@ -344,7 +345,7 @@ class Job(LayoutOptions):
             fused_loss=self.liger,
             offload=self.offload,
         )
-        check_support(asked, "task", "trl", speaker=speaker())
+        check_support(asked, "task", "trl")
         if self.task == "grpo":
             self._check_generation()
 

@@ -7,6 +7,7 @@ bandwidth. All durations are in seconds. `tokens` are those of a micro-batch on 
 from dataclasses import dataclass
 from typing import Protocol
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.facts.layer_shape import AttentionShape
@@ -14,7 +15,6 @@ from hfscale.facts.model_shape import LayerKind
 from hfscale.planner.experts import imbalance_of
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
-from hfscale.planner.option_fields import spelled
 from hfscale.planner.options import Precision
 
 DEFAULT_ACHIEVED = 0.8

@@ -7,7 +7,6 @@ from hfscale.facts import support
 from hfscale.facts.compilation import why_not_compiled
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
-from hfscale.planner.option_fields import speaker
 
 TRAINER_OPTIMIZERS = {name: row["trainer"] for name, row in OPTIMIZERS.items() if "trainer" in row}
 """Trainer's names (`--optim`) of the planner's optimizers; Trainer does not have the others."""
@@ -138,7 +137,7 @@ def why_not(job: Job, *about: str) -> str | None:
         job (`Job`): the run.
         about (`str`): properties of `Combination`; only the rules about these are applied, all where none is given.
     """
-    reason = support.why_not(describe(job), *about, speaker=speaker())
+    reason = support.why_not(describe(job), *about)
     return reason or _why_sequence_does_not_divide(job)
 
 

@@ -9,10 +9,10 @@ group of full nodes at the speed of all eight (NCCL builds one ring per card).
 import math
 from dataclasses import dataclass, replace
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.planner.frameworks import SharedConstants
-from hfscale.planner.option_fields import spelled
 
 
 def exposed_s(traffic: float, compute: float, overlap: float) -> float:

@@ -10,14 +10,13 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import MISSING, dataclass, field
 from functools import cache
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import UsageError
-from hfscale.facts.support import Speaker
 
 MODEL = "Model and training"
 HARDWARE = "Hardware"
@@ -149,43 +148,9 @@ def same_option(cls: type, name: str, default: Any, *, help: str, function: str)
     return field(default=default, metadata={"option": own})
 
 
-# -- how an error names an option -------------------------------------------------------------------------------------
-
-
 def flag_of(name: str) -> str:
     """Return the flag of an option or of another parameter, such as `--lora-rank` of `lora_rank`."""
     return f"--{name.replace('_', '-')}"
-
-
-_spelling: ContextVar[Callable[[str], str]] = ContextVar("_spelling", default=str)
-
-
-def spelled(name: str) -> str:
-    """Return an option's name as its caller wrote it: a keyword in Python, a flag on the command line.
-
-    Args:
-        name (`str`): the option's name.
-    """
-    return _spelling.get()(name)
-
-
-def speaker() -> Speaker:
-    """Return how the rules of `hfscale.facts.support` spell parameters: as flags for a command, else as keywords."""
-    return "planner" if _spelling.get() is flag_of else "planner_python"
-
-
-@contextmanager
-def spelling(names: Callable[[str], str]) -> Iterator[None]:
-    """Let errors spell the names of options in this way while the context lasts.
-
-    Args:
-        names (`Callable[[str], str]`): the spelling of a name; `flag_of` for a command.
-    """
-    token = _spelling.set(names)
-    try:
-        yield
-    finally:
-        _spelling.reset(token)
 
 
 # -- values from a caller ---------------------------------------------------------------------------------------------
@@ -312,7 +277,7 @@ def python_options(
     ]
     if missing:
         raise TypeError(f"{function}() misses the keyword arguments {', '.join(missing)}")
-    with spelling(lambda name: written.get(name, name)):
+    with speaking("python", written):
         yield make_options(cls, function, values)
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, UnknownHardwareError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
@@ -20,7 +21,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.improvements import Improvement, improvements
 from hfscale.planner.job import layout_sizes, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
-from hfscale.planner.option_fields import options_of, python_options, speaker, spelled, with_options
+from hfscale.planner.option_fields import options_of, python_options, with_options
 from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
 from hfscale.planner.request import PlanRequest
 from hfscale.planner.search import Rejected, search
@@ -214,7 +215,7 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         method=options.method,
         precompute_ref_log_probs=options.precompute_ref_log_probs,
     )
-    check_support(saved, "precompute_ref_log_probs", speaker=speaker())
+    check_support(saved, "precompute_ref_log_probs")
     gpu = options.gpu
     request = PlanRequest(
         **{name: getattr(options, name) for name in options_of(RunOptions)},

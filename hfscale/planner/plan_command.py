@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from hfscale.core.flags import parameters_are_flags, parse_bandwidth
+from hfscale.core.flags import parse_bandwidth
+from hfscale.core.spelling import speaking
 from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
@@ -124,7 +125,7 @@ def _typed(model: str, given: Mapping[str, Any]) -> list[str]:
 
 def _islands(flags: IslandOptions) -> Islands | None:
     """Return what `--islands` and its options describe; None without it."""
-    with parameters_are_flags(bits="island-bits", density="island-density"):
+    with speaking("command", {"bits": "island_bits", "density": "island_density"}):
         compression = Compression(bits=flags.island_bits, density=flags.island_density)
     bandwidth = flags.island_bandwidth
     if flags.islands is None:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -28,7 +29,6 @@ from hfscale.planner.job import (
 from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.layouts import Candidate, layouts, layouts_with_experts
 from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
-from hfscale.planner.option_fields import speaker, spelled
 from hfscale.planner.options import ActivationCheckpointing, Schedule
 from hfscale.planner.request import PlanRequest
 from hfscale.planner.tasks import GENERATION_ROUNDS
@@ -284,7 +284,7 @@ def _why_no_experts(request: PlanRequest) -> str | None:
         zero=3,
         expert_parallel=2,
     )
-    return explain(spread, "expert_parallel", speaker=speaker())
+    return explain(spread, "expert_parallel")
 
 
 def _offloads(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
@@ -540,7 +540,7 @@ def _unsupported_kinds(request: PlanRequest, gpus: int) -> Iterator[Rejected]:
     split = Combination(
         planned=True, trl=request.task != "text", method=request.method, tp=gpus, pp=1, cp=1
     )
-    reason = explain(split, "model_parallel", "ranks_per_replica", speaker=speaker())
+    reason = explain(split, "model_parallel", "ranks_per_replica")
     if reason is not None:
         yield Rejected(layout=ParallelLayout(tp=gpus), strategy="parallel", reason=reason)
     if request.shape.moe is None or request.stack != "hf":

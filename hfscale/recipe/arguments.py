@@ -173,7 +173,7 @@ class DataArguments(SourceArguments):
                 f"--chat_template {self.chat_template} is not a file: give one with a Jinja template"
             )
         rows = Combination(packing=self.packing, document_attention=self.document_attention)
-        check_support(rows, speaker="recipe")
+        check_support(rows)
 
 
 @dataclass(kw_only=True)
@@ -261,9 +261,6 @@ class RecipeTrainingMixin(_TrainingArguments):
         UsageError: a value is unknown or out of range, or two flags exclude each other.
         MissingDependencyError: `--deepspeed` is given and DeepSpeed is not installed.
     """
-
-    is_from_flags: ClassVar[bool] = True
-    """Whether errors name these arguments as flags (`--fp16`), see `hfscale.facts.support.Speaker`."""
 
     records: ClassVar[str | None] = None
     """With TRL, the kind of records that its trainer needs: a key of `hfscale.recipe.trl.COLUMNS`."""

@@ -49,7 +49,7 @@ def check_compatibility(
         MissingDependencyError: a package that one of them needs is not installed.
     """
     config = _deepspeed_config(training_args)
-    check_support(_describe(model_args, training_args, layout, config), speaker="recipe")
+    check_support(_describe(model_args, training_args, layout, config))
     if model_args.load_in_4bit:
         require("QLoRA", "--load_in_4bit")
     _check_nvme(config)

@@ -73,7 +73,7 @@ def compress_gradients(
         precision=trainer.accelerator.mixed_precision,
         optimizer=_optimizer_of(trainer),
     )
-    check_support(asked, "compression", speaker="recipe")
+    check_support(asked, "compression")
     if method in ONE_BIT_OPTIMIZERS:
         _use_one_bit_optimizer(trainer, method, start_step)
         return

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 from transformers import PreTrainedTokenizerBase
 
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import speaking
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments, SourceArguments, check_evaluation
 from hfscale.recipe.chat import IGNORED, chat_format, to_documents, use_chat_template
@@ -38,6 +39,7 @@ _PACK = {_CHAT: pack_documents, _TEXT: pack, _TOKENS: pack_tokens}
 """What a source has -> how its records become rows."""
 
 
+@speaking("recipe")
 def load_datasets(
     data_args: DataArguments, training_args: "TrainingArguments", tokenizer: PreTrainedTokenizerBase
 ) -> tuple[AnyDataset, AnyDataset | None]:

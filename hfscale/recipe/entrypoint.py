@@ -18,9 +18,9 @@ from hfscale.checkpoint.preemption import PeerWatch, Preempted, end_workers, sib
 from hfscale.core import distributed
 from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.disk_errors import storage_error
-from hfscale.core.flags import parameters_are_flags
 from hfscale.core.logging import is_main_process, print_line
 from hfscale.core.rank_link import connect
+from hfscale.core.spelling import speaking
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.arguments import CALLBACK_FLAGS, one_line
 
@@ -60,7 +60,7 @@ def run(main: Callable[[], None]) -> None:
     # One bar per saved file would interrupt the training's own bar
     transformers.utils.logging.disable_progress_bar()
     try:
-        with watch.restored_by_an_error(), parameters_are_flags(**CALLBACK_FLAGS):
+        with watch.restored_by_an_error(), speaking("recipe", CALLBACK_FLAGS):
             main()
     except Preempted as ended:
         preempted = ended

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate import ParallelismConfig
 from transformers.distributed import DistributedConfig
 
+from hfscale.core.spelling import Speaker, speaking
 from hfscale.core.versions import require
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.experts import check_experts_divide, spreads_experts
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
-from hfscale.facts.support import Combination, Speaker, check_support
+from hfscale.facts.support import Combination, check_support
 from hfscale.parallel.arguments import ParallelArguments
 from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 from hfscale.trainer.strategies.requested import requested_family
@@ -118,7 +119,8 @@ def set_up_parallelism(
         fsdp_size=parallel.fsdp_size,
         device="cpu" if args.use_cpu else "gpu",
     )
-    check_support(asked, speaker=_speaker(parallel))
+    with speaking(_speaker(parallel)):
+        check_support(asked)
     if parallel.fsdp_size and parallel.dp_shard_size not in (None, parallel.fsdp_size):
         raise LayoutError(
             f"--fsdp_size {parallel.fsdp_size} and --dp_shard_size {parallel.dp_shard_size} are the same: give one"
@@ -169,7 +171,8 @@ def set_up_data_parallelism(args: "TrainingArguments", *, trl: bool) -> Parallel
     """
     layout = set_up_parallelism(ParallelArguments(), args)
     asked = Combination(engine="trainer", trl=trl, tp=layout.tp, pp=layout.pp, cp=layout.cp)
-    check_support(asked, "trl", speaker="launcher")
+    with speaking("launcher"):
+        check_support(asked, "trl")
     if layout.ranks_per_replica > 1:
         raise UsageError(
             f"cp_size {layout.cp} and tp_size {layout.tp} in the launcher's config: this recipe is data parallel; "
@@ -318,7 +321,7 @@ def check_model(
             # `load_weights` dequantises those of gpt-oss
             quantized=quantization_of(config) not in (None, "mxfp4"),
         )
-    check_support(asked, speaker="recipe")
+    check_support(asked)
     if isinstance(layout, NativeParallelLayout):
         check_experts_divide(layout.ep, text)
     if layout.tp == layout.cp == 1:

@@ -67,9 +67,7 @@ class ModelArguments:
                 "--merge_adapters merges the adapters of --use_peft into the model of --model_name_or_path: give both"
             )
         method = "qlora" if self.load_in_4bit else None
-        check_support(
-            Combination(method=method, merge_adapters=self.merge_adapters), speaker="recipe"
-        )
+        check_support(Combination(method=method, merge_adapters=self.merge_adapters))
         require_positive(self, "lora_r", "lora_alpha")
         require_from_0(self, lora_dropout=1)
 

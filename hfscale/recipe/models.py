@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from hfscale.core import distributed
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import speaking
 from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.experts import number_of_experts, set_expert_rules, unset_expert_rules
@@ -62,6 +63,7 @@ _LARGE_MASK_MIB = 64
 CPU; on a GPU one of any size does."""
 
 
+@speaking("recipe")
 def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `--tokenizer_name`, or the model's own, or the tokenizer of the embedded text.
 
@@ -150,6 +152,7 @@ def check_same_experts(checkpoint: str | None, args: ModelArguments) -> None:
         )
 
 
+@speaking("recipe")
 def load_model(
     model_args: ModelArguments,
     training_args: "TrainingArguments",
@@ -392,7 +395,7 @@ def cut_document_attention(
         packing=data_args.packing,
         document_attention=data_args.document_attention,
     )
-    check_support(rows, "cp", speaker="recipe")
+    check_support(rows, "cp")
     if not data_args.document_attention:
         return
     name = cut_attention(model)

@@ -14,13 +14,12 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from hfscale.core.flags import (
     nearest,
-    parameters_are_flags,
-    plain_value,
     read_yaml_mapping,
     split_off_config,
     to_argv,
 )
 from hfscale.core.logging import is_main_process
+from hfscale.core.spelling import plain_value, speaking
 from hfscale.core.tables import read_table
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.parallel.arguments import ParallelArguments
@@ -77,6 +76,7 @@ def _parser(groups: Any) -> _Parser:  # transformers gives dataclasses a type of
     return _Parser(groups, allow_abbrev=False, add_help=False)
 
 
+@speaking("recipe")
 def parse_arguments(
     argv: Sequence[str] | None = None, *, task: str = "text", also: Sequence[type] = ()
 ) -> tuple[Any, ...]:
@@ -119,10 +119,9 @@ def parse_arguments(
             raise UsageError(f"unknown flag {flag}{fix}")
     tokens = _embedded_defaults([*from_file, *rest], task) + from_file + rest
     try:
-        with parameters_are_flags():
-            *parsed, left = parser.parse_args_into_dataclasses(
-                args=tokens, return_remaining_strings=True
-            )
+        *parsed, left = parser.parse_args_into_dataclasses(
+            args=tokens, return_remaining_strings=True
+        )
     except HfScaleError:
         raise
     except (ValueError, TypeError, OSError, ImportError) as error:  # raised by TrainingArguments

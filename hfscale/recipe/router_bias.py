@@ -62,7 +62,7 @@ def check_router_bias(
         islands=islands,
         router_bias=args.router_bias_update_rate,
     )
-    check_support(asked, speaker="recipe")
+    check_support(asked)
 
 
 def check_has_bias(config: "PreTrainedConfig", rate: float) -> None:

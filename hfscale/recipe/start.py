@@ -6,7 +6,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from hfscale.checkpoint.callback import SpotCheckpointCallback
 from hfscale.checkpoint.loading import readable_checkpoint
-from hfscale.core.flags import parameters_are_flags
+from hfscale.core.spelling import speaking
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.health.callback import CommHealthCallback
@@ -18,6 +18,7 @@ from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.metrics.sample_generation import SampleGenerationCallback, read_prompts
 from hfscale.parallel.arguments import ParallelArguments, plan_stages
 from hfscale.recipe.arguments import (
+    CALLBACK_FLAGS,
     DataArguments,
     RecipeTrainingMixin,
     ScalingArguments,
@@ -50,6 +51,7 @@ class RunStart:
     `--early_stopping_patience`."""
 
 
+@speaking("recipe", CALLBACK_FLAGS)
 def start_run(
     model_args: ModelArguments,
     data_args: SourceArguments,
@@ -135,10 +137,10 @@ def _callbacks(
         callbacks.append(sample_generation(data_args, layout, can_generate=can_generate))
     callbacks.append(ProfilerCallback(training_args.profile_steps or ()))
     if scaling_args.trace_steps is not None:
-        with parameters_are_flags(steps="trace_steps"):
+        with speaking("recipe", {"steps": "trace_steps"}):
             callbacks.append(TraceCallback(read_steps(scaling_args.trace_steps)))
     if scaling_args.alert_webhook is not None:
-        with parameters_are_flags(webhook="alert_webhook"):
+        with speaking("recipe", {"webhook": "alert_webhook"}):
             callbacks.append(AlertCallback(webhook=scaling_args.alert_webhook))
     if scaling_args.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(scaling_args.early_stopping_patience))
@@ -167,8 +169,8 @@ def sample_generation(
         cp=layout.cp,
         sample_prompts=data_args.sample_prompts,
     )
-    check_support(asked, "sample_prompts", speaker="recipe")
-    with parameters_are_flags(every_steps="sample_steps", prompts="sample_prompts"):
+    check_support(asked, "sample_prompts")
+    with speaking("recipe", {"every_steps": "sample_steps", "prompts": "sample_prompts"}):
         prompts = read_prompts(data_args.sample_prompts)
         return SampleGenerationCallback(prompts, every_steps=data_args.sample_steps)
 

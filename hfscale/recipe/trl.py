@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from hfscale.core.flags import require_from_0, require_positive
+from hfscale.core.spelling import speaking
 from hfscale.core.versions import is_fsdp_enabled, require_for_import
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.parallel.weights import draw_weights
@@ -121,6 +122,7 @@ class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
         self.steps_per_generation = int(completions) // micro_batch
 
 
+@speaking("recipe")
 def load_records(
     data_args: SourceArguments, training_args: SFTArguments | DPOArguments | GRPOArguments
 ) -> tuple[AnyDataset, AnyDataset | None]:
@@ -162,6 +164,7 @@ def load_records(
     return limited["train"], limited.get("validation")
 
 
+@speaking("recipe")
 def reference_model(
     model: "PreTrainedModel", model_args: ModelArguments, training_args: "TrainingArguments"
 ) -> "PreTrainedModel | None":

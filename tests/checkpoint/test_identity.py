@@ -18,8 +18,8 @@ from hfscale.checkpoint.identity import ASPECTS, check_identity, identity_of
 from hfscale.checkpoint.loading import CONVERSIONS
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import verify
-from hfscale.core.flags import parameters_are_flags
 from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.spelling import speaking
 from hfscale.errors import CheckpointError, ParameterError, UsageError
 from hfscale.recipe.arguments import ScalingArguments
 from hfscale.recipe.finish import train
@@ -110,7 +110,7 @@ def test_a_training_of_something_else_stops_before_it_loads(run, difference):
     word = difference.split()[1]
     message = str(caught.value)
     assert difference in message
-    assert message.endswith(f"`resume_with_other` {word}")
+    assert message.endswith(f"resume_with_other {word}")
     assert "checkpoint-4" in message
     assert all(torch.equal(value, weights[name]) for name, value in other.model.state_dict().items())
     assert [path.name for path in sorted(run.glob("checkpoint-*"))] == ["checkpoint-2", "checkpoint-4"]
@@ -142,7 +142,7 @@ def test_a_converted_checkpoint_has_the_name_of_its_source(run):
 
 def test_several_differences_are_one_line_with_all_words(run):
     other = trainer_of(run, kind=DPOTrainer, data=rows(40), max_steps=6)
-    with pytest.raises(UsageError) as caught, parameters_are_flags():
+    with pytest.raises(UsageError) as caught, speaking("recipe"):
         other.train(resume_from_checkpoint=str(run / "checkpoint-4"))
     assert "use another --output_dir" in str(caught.value)
     assert str(caught.value).endswith("give --resume_with_other trainer data")

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from hfscale.core.spelling import speaking
 from hfscale.facts.support import CONFIGS, PROPERTIES, TESTED, Combination, Rule, rules, why_not
 
 ROOT = Path(__file__).parent.parent.parent
@@ -38,11 +39,9 @@ def example(rule: Rule) -> Combination:
 
 def refused(is_planned: bool) -> str:
     """Return the table of the rules, of those for plans alone or of the others."""
-    rows = [
-        f"| {rule.name} | {rule.text(example(rule), 'planner' if is_planned else 'recipe')} |\n"
-        for rule in rules()
-        if bool(rule.when.get("planned")) == is_planned
-    ]
+    chosen = [rule for rule in rules() if bool(rule.when.get("planned")) == is_planned]
+    with speaking("command" if is_planned else "recipe"):
+        rows = [f"| {rule.name} | {rule.text(example(rule))} |\n" for rule in chosen]
     return f"| what | why not |\n|---|---|\n{''.join(rows)}"
 
 

@@ -90,7 +90,7 @@ def test_context_parallelism_halves_activations_except_keys_and_values_and_keeps
 def test_a_dry_run_inside_a_real_world_is_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     args = TrainingArguments("none", use_cpu=True, report_to="none")
-    with pytest.raises(UsageError, match="`dry_run` simulates"):
+    with pytest.raises(UsageError, match="dry_run simulates"):
         dry_run(empty_causal_lm, decide_layout(4), StagePlan(), args, block_size=8)
 
 

@@ -160,7 +160,7 @@ def test_every_break_is_detected():
     ((found, broken, refused),) = in_world(2, compare_intact_and_broken, [jobs])
     assert wrong(found, found.values()) == {}
     assert "token_type_ids" in refused
-    assert "`cp_size=1`" in refused
+    assert "cp_size=1" in refused
     assert broken.keys() == BREAKS.keys()
     for name, error in broken.items():
         assert max(error["loss"], error["norm"]) > 100 * FIRST, (name, error)
@@ -178,7 +178,7 @@ def test_unsupported_models_and_arguments_are_refused(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     layout, _ = plan_stages(ParallelArguments(cp_size=2, tp_size=2), args, world_size=8)
     assert (layout.dp_shard, layout.cp, layout.tp) == (2, 2, 2)
-    with pytest.raises(LayoutError, match=r"cp_size 3 .* set `cp_size=(2|4)`, or start"):
+    with pytest.raises(LayoutError, match=r"cp_size 3 .* set cp_size=(2|4), or start"):
         decide_layout(8, cp=3)
     with pytest.raises(UsageError, match=r"cp_size=2.*mamba.*cp_size=1"):
         check_config(tiny_config("mamba"), decide_layout(2, cp=2), StagePlan())

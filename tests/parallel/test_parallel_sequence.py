@@ -87,7 +87,7 @@ def test_losses_of_sharded_logits_and_shapes_of_tensors_on_a_rank():
     assert len(differences) == 6
     assert max(differences.values()) < 2e-6, differences
     assert "17" in message
-    assert "`tp_size=1`" in message
+    assert "tp_size=1" in message
 
     jobs = {
         "without": {"family": "llama", "tp": 2},
@@ -131,7 +131,7 @@ def test_logits_are_complete_where_a_custom_loss_needs_them():
 def test_the_load_balancing_of_experts_with_sequence_parallelism():
     job = {"family": "mixtral", "tp": 2, "pp": 2, "sequence": True, "config": BALANCED}
     assert wrong(["mixtral"], in_world(4, compare, [job])) == {}
-    with pytest.raises(AssertionError, match="`block_size=12`"):
+    with pytest.raises(AssertionError, match="block_size=12"):
         in_world(4, compare, [job | {"length": 11}])
 
 

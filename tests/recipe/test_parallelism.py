@@ -174,7 +174,7 @@ def test_sizes_that_do_not_fit_are_refused(environ, flags, changes, message):
 
 
 def test_sizes_are_at_least_1():
-    with pytest.raises(UsageError, match=r"^tp_size is 0"):
+    with pytest.raises(UsageError, match=r"^--tp_size is 0"):
         ParallelArguments(tp_size=0)
 
 

@@ -85,7 +85,7 @@ def start(script: Path, flags: list[str], world_size: int) -> None:
     tokens = getattr(data_args if task == "text" else args, LENGTHS[task])
     config = load_config(model_args, None, block_size=tokens, length_flag=f"--{LENGTHS[task]}")
     if stages is not None:
-        check_config(config, layout, stages, sequence_parallel=others[0].sequence_parallel, speaker="recipe")
+        check_config(config, layout, stages, sequence_parallel=others[0].sequence_parallel)
     else:
         check_model(layout, config, args, block_size=tokens)
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size

@@ -151,7 +151,7 @@ class Textfile:
     def __init__(self, path: Path, runs: Runs) -> None:
         if path.suffix != ".prom":
             raise ParameterError(
-                "--textfile", str(path), "node_exporter reads only names that end in .prom"
+                "textfile", str(path), "node_exporter reads only names that end in .prom"
             )
         self._path = path
         self._runs = runs

@@ -84,13 +84,13 @@ class WatchServer(ThreadingHTTPServer):
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ParameterError(
-                    "--port", port, "another program uses it: give another port, or 0"
+                    "port", port, "another program uses it: give another port, or 0"
                 ) from None
             raise ParameterError(
-                "--host", host, f"it cannot be listened on: {error.strerror or error}"
+                "host", host, f"it cannot be listened on: {error.strerror or error}"
             ) from None
         except OverflowError as error:
-            raise ParameterError("--port", port, str(error)) from None
+            raise ParameterError("port", port, str(error)) from None
 
     @property
     def url(self) -> str:
