@@ -23,7 +23,7 @@ from hfscale.checkpoint.loading import (
 from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.memory_snapshots import MemorySnapshots
-from hfscale.checkpoint.native import NativeLoading
+from hfscale.checkpoint.native_loading import NativeLoading
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME, PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies

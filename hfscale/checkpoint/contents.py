@@ -1,42 +1,31 @@
-"""Collects what a checkpoint consists of, in parts that can be copied now and written later.
+"""Collects the small files that checkpoints of every strategy have, in parts that are taken now and written later.
 
-There is a part for what Trainer writes itself, one for FSDP2's shards, and one for DeepSpeed's partitions. Each
-function names the method of Trainer or Accelerate that it follows; a test compares the files byte for byte.
+Each function names the method of Trainer that it follows; a test compares the files byte for byte. What the strategy
+decides, weights and optimizer, is in `hfscale.checkpoint.captures`.
 """
 
 import copy
 import os
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import safetensors.torch
 import torch
-from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
-from transformers import PreTrainedModel, Trainer
-from transformers.trainer import TRAINING_ARGS_NAME
+from transformers import Trainer
+from transformers.trainer import SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.utils import SAFE_WEIGHTS_NAME
 
-from hfscale.checkpoint.formats.dcp import save_shards
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
-from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.core import distributed
-from hfscale.core.collectives import SAVING
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.host_memory import available_bytes
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
-from hfscale.core.versions import is_distributed_by_transformers, is_peft_model
+from hfscale.core.versions import is_peft_model
 from hfscale.trainer.state import model_of
 
 logger = get_logger(__name__)
@@ -63,83 +52,12 @@ def processes_on_this_host() -> int:
 # --- what Trainer writes --------------------------------------------------------------------------------------------
 
 
-class ModelState:
-    """Collects the weights from which `save_pretrained` will choose.
-
-    Args:
-        trainer (`Trainer`): the Trainer whose model is saved.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._names_of_adapters: dict[tuple[str, ...], set[str]] = {}
-
-    def live(self) -> dict[str, Any]:
-        """Return the live tensors by name, not copied; with adapters, without those of the base model.
-
-        PEFT decides what belongs to the adapters: their frozen parameters do, and embeddings that it saves with them.
-        """
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        state_dict: dict[str, Any] = model.state_dict()
-        if not is_peft_model(model):
-            return state_dict
-        adapters = tuple(model.peft_config)
-        # PEFT may ask the hub for the config of the base model
-        if adapters not in self._names_of_adapters:
-            self._names_of_adapters[adapters] = _names_of_adapters(model, state_dict)
-        kept = self._names_of_adapters[adapters]
-        return {name: tensor for name, tensor in state_dict.items() if name in kept}
-
-
-def _names_of_adapters(model: Any, state_dict: Mapping[str, Any]) -> set[str]:
-    """Return the names of the tensors that `PeftModel.save_pretrained` writes, for all adapters.
-
-    PEFT renames the tensors, so they are recognised by identity. Of an adapter whose tensors it computes when it is
-    saved, it may read any weight.
-    """
-    from peft import get_peft_model_state_dict
-
-    written: set[int] = set()
-    for adapter in model.peft_config:
-        tensors = get_peft_model_state_dict(
-            model, state_dict=dict(state_dict), adapter_name=adapter
-        )
-        written |= {id(tensor) for tensor in tensors.values()}
-    if not written <= {id(tensor) for tensor in state_dict.values()}:
-        return set(state_dict)
-    return {name for name, tensor in state_dict.items() if id(tensor) in written}
-
-
-def write_model(
-    trainer: Trainer, folder: Path, state_dict: dict[str, Any], processing: dict[str, bytes]
-) -> None:
-    """Write copied weights as `Trainer._save` does.
-
-    Args:
-        trainer (`Trainer`): its model decides about the format.
-        folder (`Path`): the folder of the checkpoint.
-        state_dict (`dict[str, Any]`): a copy of what `ModelState.live` returned.
-        processing (`dict[str, bytes]`): what `processing_files` returned.
-    """
-    unwrapped = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if isinstance(trainer.model, PreTrainedModel) or is_peft_model(trainer.model):
-        trainer.model.save_pretrained(str(folder), state_dict=state_dict)
-    elif isinstance(unwrapped, PreTrainedModel) or is_peft_model(unwrapped):
-        unwrapped.save_pretrained(str(folder), state_dict=state_dict)
-    else:
-        safetensors.torch.save_file(
-            state_dict, folder / SAFE_WEIGHTS_NAME, metadata={"format": "pt"}
-        )
-    write_files(folder, processing)
-    torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
-
-
-def write_files(folder: Path, files: dict[str, bytes]) -> None:
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files into a folder, with the subfolders that their paths need.
 
     Args:
         folder (`Path`): the folder.
-        files (`dict[str, bytes]`): the content of each file, by its path relative to the folder.
+        files (`Mapping[str, bytes]`): the content of each file, by its path relative to the folder.
     """
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -223,6 +141,20 @@ def frozen_state(trainer: Trainer) -> TrainerState:
     return frozen
 
 
+def take_trainer_state(trainer: Trainer) -> Callable[[Path], None]:
+    """Copy the Trainer's state, and return the function that writes it into the folder of a checkpoint.
+
+    Args:
+        trainer (`Trainer`): see `frozen_state`.
+    """
+    state = frozen_state(trainer)
+
+    def write(folder: Path) -> None:
+        state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+    return write
+
+
 def rng_state(trainer: Trainer) -> dict[str, Any]:
     """Return the states of this rank's random number generators, as `Trainer._save_rng_state` collects them.
 
@@ -253,6 +185,39 @@ def rng_name(trainer: Trainer) -> str:
     """
     args = trainer.args
     return "rng_state.pth" if args.world_size <= 1 else f"rng_state_{args.process_index}.pth"
+
+
+def take_rng_state(trainer: Trainer) -> Callable[[Path], None]:
+    """Copy the states of this rank's generators, and return the function that writes them into a checkpoint's folder.
+
+    Args:
+        trainer (`Trainer`): see `rng_state`.
+    """
+    states, name = rng_state(trainer), rng_name(trainer)
+
+    def write(folder: Path) -> None:
+        torch.save(states, folder / name)
+
+    return write
+
+
+def schedule_state(trainer: Trainer) -> dict[str, Any]:
+    """Return the states of the schedule and of the loss scale by file, as Trainer writes them.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+
+    Returns:
+        `dict[str, Any]`: the content for `torch.save` by the name of the file; empty under `save_only_model`.
+    """
+    if trainer.args.save_only_model:
+        return {}
+    assert trainer.lr_scheduler is not None  # Trainer makes it before the first step
+    states = {SCHEDULER_NAME: trainer.lr_scheduler.state_dict()}
+    scaler = trainer.accelerator.scaler
+    if scaler is not None:
+        states[SCALER_NAME] = scaler.state_dict()
+    return states
 
 
 def outer_state_name(name: str) -> str:
@@ -287,17 +252,13 @@ def parameter_names(trainer: Trainer) -> ParameterNames | None:
     Call it between two steps: during a forward, FSDP2 puts other tensors in the place of the model's parameters.
 
     Args:
-        trainer (`Trainer`): the Trainer that is saved.
+        trainer (`Trainer`): the Trainer that is saved, under a strategy whose files do not name them.
 
     Returns:
-        `ParameterNames` or `None`: the names; None if the files of the strategy name the parameters themselves, or if
-        the optimizer steps tensors that are no parameters of the model, which is logged.
+        `ParameterNames` or `None`: the names; None if the optimizer steps tensors that are no parameters of the model,
+        which is logged.
     """
-    if is_distributed_by_transformers(trainer):
-        # Each rank has some of the parameters; `ParallelTrainer` writes all of this itself
-        return None
-    # DeepSpeed's files name them, its groups do not
-    if trainer.optimizer is None or trainer.is_deepspeed_enabled:
+    if trainer.optimizer is None:
         return None
     try:
         return ParameterNames.of(model_of(trainer), trainer.optimizer.param_groups)
@@ -309,186 +270,16 @@ def parameter_names(trainer: Trainer) -> ParameterNames | None:
         return None
 
 
-def complete_checkpoint(trainer: Trainer, checkpoint: Path, names: ParameterNames | None) -> None:
-    """Add the files that Trainer leaves out of a checkpoint and that another strategy or `from_pretrained` needs.
-
-    These are the names of the optimizer's parameters and, under FSDP, the model's config and tokenizer. Call it on one
-    rank, after Trainer has written the checkpoint and before it is committed. It writes a few kilobytes and changes
-    nothing that Trainer wrote.
+def take_parameter_names(trainer: Trainer) -> Callable[[Path], None]:
+    """Return the function that writes `parameter_names` of this step into the folder of a checkpoint.
 
     Args:
-        trainer (`Trainer`): the Trainer that is saved.
-        checkpoint (`Path`): the folder of the checkpoint.
-        names (`ParameterNames`, *optional*): what `parameter_names` returned for this step.
+        trainer (`Trainer`): see `parameter_names`.
     """
-    if names is not None:
-        write_atomically(checkpoint / PARAMETERS_NAME, names.to_json())
-    if not trainer.is_fsdp_enabled or is_distributed_by_transformers(trainer):
-        return
-    model: Any = trainer.model
-    if is_peft_model(model):
-        model.peft_config[model.active_adapter].save_pretrained(str(checkpoint))
-    elif hasattr(model, "config"):
-        model.config.save_pretrained(checkpoint)
-        if model.can_generate():
-            model.generation_config.save_pretrained(checkpoint)
-    if trainer.processing_class is not None:
-        trainer.processing_class.save_pretrained(checkpoint)
+    names = parameter_names(trainer)
 
+    def write(folder: Path) -> None:
+        if names is not None:
+            write_atomically(folder / PARAMETERS_NAME, names.to_json())
 
-# --- FSDP2 ----------------------------------------------------------------------------------------------------------
-
-
-def is_sharded_fsdp2(trainer: Trainer) -> bool:
-    """Return whether this is FSDP2 with checkpoints of one part per rank (`SHARDED_STATE_DICT`).
-
-    Args:
-        trainer (`Trainer`): a Trainer under FSDP.
-    """
-    plugin = trainer.accelerator.state.fsdp_plugin
-    return bool(plugin.fsdp_version == 2 and plugin.state_dict_type.name == "SHARDED_STATE_DICT")
-
-
-_FSDP_PARTS = {"model": FSDP_MODEL_NAME, "optimizer": OPTIMIZER_NAME}
-
-
-class FsdpStateCopy:
-    """Copies this rank's FSDP2 shards to host memory, into the same buffers each time.
-
-    Then `save_shards` writes, on our thread: so model and optimizer follow each other on one channel, and the manifest
-    follows both. The layout is the one that accelerate reads,
-    `pytorch_model_fsdp_0/` and `optimizer_0/` with one file per rank in each.
-
-    Args:
-        trainer (`Trainer`): prepared for training under FSDP2.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._host_copy = HostCopy()
-
-    def bytes(self) -> int:
-        """Return the host memory in bytes that the next copy would allocate on this rank."""
-        return self._host_copy.bytes_to_allocate(self._live())
-
-    def take(self, ranks_per_node: int | None) -> Callable[[Path], None]:
-        """Copy the shards, and return the function that writes the copy. Every rank must call both.
-
-        Args:
-            ranks_per_node (`int`, *optional*): as for `save_shards`.
-
-        Returns:
-            `Callable`: to be called with the folder of the checkpoint, before the next `take`.
-        """
-        copied = self._host_copy.take(self._live())
-
-        def write(folder: Path) -> None:
-            for key, name in _FSDP_PARTS.items():
-                save_shards(
-                    {key: copied[key]}, folder / f"{name}_0", SAVING, ranks_per_node=ranks_per_node
-                )
-
-        return write
-
-    def _live(self) -> dict[str, Any]:
-        """Collect model and optimizer as accelerate's `save_fsdp_model` and `save_fsdp_optimizer` do.
-
-        With PEFT only the adapters are collected.
-        """
-        model: Any = self._trainer.model
-        options = StateDictOptions()
-        if is_peft_model(model):
-            from peft import get_peft_model_state_dict
-
-            weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter)
-        else:
-            weights = get_model_state_dict(model, options=options)
-        optimizer = self._trainer.optimizer
-        assert optimizer is not None  # there is one in a training
-        return {
-            "model": weights,
-            "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
-        }
-
-
-# --- DeepSpeed ------------------------------------------------------------------------------------------------------
-
-
-def can_defer(trainer: Trainer) -> bool:
-    """Return whether the DeepSpeed engine writes in the training process, at the moment when it is told to save.
-
-    Args:
-        trainer (`Trainer`): prepared for training under DeepSpeed.
-    """
-    engine = getattr(trainer.model_wrapped, "checkpoint_engine", None)
-    return (
-        engine is not None
-        and not engine.is_decoupled()
-        and type(engine).__name__ == "TorchCheckpointEngine"
-    )
-
-
-class DeferredWrites:
-    """Takes the place of DeepSpeed's checkpoint engine during a save, and writes later what the engine was given.
-
-    DeepSpeed's engine gathers the tensors and names the files; only the writing is deferred, with copies in host
-    memory. DeepSpeed itself clones the tensors of model states only. What does not fit into the host's free memory is
-    written at once. Everything but `save` is answered by the original checkpoint engine.
-
-    DeepSpeed's own asynchronous writers (`checkpoint.writer` in its config, 0.19.8) are not used: they write from
-    another process at a time of their own and commit inside a later step, so that neither a manifest nor a rename can
-    follow them.
-
-    Args:
-        trainer (`Trainer`): prepared for training under DeepSpeed.
-        host_copy (`HostCopy`): keeps the buffers for the copies.
-    """
-
-    def __init__(self, trainer: Trainer, host_copy: HostCopy) -> None:
-        self._deepspeed: Any = trainer.model_wrapped
-        self._host_copy = host_copy
-        self._original: Any = self._deepspeed.checkpoint_engine
-        self._given: list[tuple[Any, str]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Keep a file for later, or write it at once if it does not fit into memory. DeepSpeed calls it for each file.
-
-        Args:
-            state_dict (`Any`): the content, with live tensors.
-            path (`str`): the path of the file.
-        """
-        wanted = self._host_copy.bytes_to_allocate(
-            [*(given for given, _ in self._given), state_dict]
-        )
-        if fits_in_host_memory(wanted, copies=processes_on_this_host()):
-            # It may lead through a link that is removed
-            self._given.append((state_dict, os.path.realpath(path)))
-        else:
-            self._original.save(state_dict, path)
-
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Have DeepSpeed save to this object within the `with` block, at whose end the tensors are copied."""
-        self._given = []
-        self._deepspeed.checkpoint_engine = self
-        try:
-            yield
-        finally:
-            self._deepspeed.checkpoint_engine = self._original
-            copied = self._host_copy.take([state_dict for state_dict, _ in self._given])
-            self._given = [
-                (copy, path) for copy, (_, path) in zip(copied, self._given, strict=True)
-            ]
-
-    def write(self, folder: Path) -> None:
-        """Write the copies, by the original engine, to the paths that DeepSpeed gave.
-
-        Args:
-            folder (`Path`): the folder of the checkpoint; it is not used, because the paths contain it.
-        """
-        given, self._given = self._given, []
-        for state_dict, path in given:
-            self._original.save(state_dict, path)
+    return write

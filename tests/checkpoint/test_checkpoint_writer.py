@@ -32,7 +32,9 @@ from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import contents as snapshots
 from hfscale.checkpoint import host_copy as host_copies
 from hfscale.checkpoint import saving as trainer_saving
+from hfscale.checkpoint.captures.capture import write_shards
 from hfscale.checkpoint.host_copy import HostCopy
+from hfscale.checkpoint.overrides import WRITING_METHODS
 from hfscale.checkpoint.store import verify
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
 from hfscale.core.activity import activity_of
@@ -433,9 +435,7 @@ class TestFailure:
             strategy="parallel",
             global_batch_size=4,
             commits=True,
-            write_collectively=functools.partial(
-                trainer_saving._write_shards, {"dcp": {"weight": torch.ones(100_000)}}, None
-            ),
+            write_collectively=functools.partial(write_shards, {"dcp": {"weight": torch.ones(100_000)}}, None),
         )
         writer = CheckpointWriter()
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -779,7 +779,7 @@ def test_trainer_has_the_private_methods_that_are_replaced():
     assert "self._save_checkpoint(model, trial)" in inspect.getsource(Trainer._maybe_log_save_evaluate)
     source = inspect.getsource(Trainer._save_checkpoint)
     assert "self._get_output_dir(trial=trial)" in source
-    for name in trainer_saving._WRITING_METHODS:
+    for name in WRITING_METHODS:
         assert hasattr(Trainer, name)
     assert list(inspect.signature(Trainer._get_output_dir).parameters) == ["self", "trial"]
 
