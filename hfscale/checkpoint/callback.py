@@ -52,7 +52,6 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, ParameterError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
-from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
 from hfscale.trainer.state import output_folder, saved_state
 from hfscale.trainer.strategies.adapters import check_adapters
@@ -176,6 +175,8 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _begin_run(self) -> None:
         self._output_dir = Path()
+        # The Trainer and the checkpoint that `check_identity` has compared
+        self._checked_resume: tuple[int, str | None] | None = None
         # In a hyperparameter search, the folder of the trial in the output directory
         self._run_dir = Path()
         self._limit: int | None = None
@@ -209,7 +210,8 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Check what the training resumes from, keep its position in a stream, and resume what Trainer cannot."""
-        self.check_identity(adapter.trainer, adapter.asked_checkpoint)
+        adapter.at_training_end(self._forget_check)
+        self.check_identity(adapter.trainer, adapter.resumes_from)
         if native_layout(adapter.trainer.model) is not None:
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
@@ -221,7 +223,11 @@ class SpotCheckpointCallback(AdapterCallback):
             track_stream(adapter)
 
     def check_identity(self, trainer: Trainer, checkpoint: str | None) -> None:
-        """Check that a checkpoint is a state of what the Trainer trains. Every rank must call it.
+        """Check that a checkpoint is a state of what the Trainer trains, once per resume. Every rank must call it.
+
+        A recipe calls it before it decides that nothing is left to train, and the callback when `train` is called. The
+        beginning of the training calls it again for a checkpoint that only the training loop was given, by a `train`
+        of a subclass, and where the callback has joined late.
 
         Args:
             trainer (`Trainer`): the Trainer that is about to resume.
@@ -231,7 +237,13 @@ class SpotCheckpointCallback(AdapterCallback):
             UsageError: it is a state of something else that `resume_with_other` does not allow.
             CheckpointError: its manifest is broken.
         """
-        check_identity(trainer, checkpoint, self.resume_with_other)
+        resume = (id(trainer), checkpoint)
+        if self._checked_resume != resume:
+            check_identity(trainer, checkpoint, self.resume_with_other)
+            self._checked_resume = resume
+
+    def _forget_check(self) -> None:
+        self._checked_resume = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -240,13 +252,13 @@ class SpotCheckpointCallback(AdapterCallback):
         switch_off_jit_checkpoint(adapter.trainer)
         check_adapters(adapter.trainer)
         lock_for_all_ranks(output_folder(args), is_holder=args.should_save)
-        self.check_identity(adapter.trainer, resumed_from())
+        self.check_identity(adapter.trainer, adapter.resumes_from)
         self._refuse_to_discard(adapter, state)
         self._wait()  # for a save that a training left in flight when it broke off
         self._begin_run()
         self.last_committed = None
         with TRAINING.agreed("start: load"):
-            _finish_load(adapter.trainer)
+            _finish_load(adapter)
         self._take_over_saving(adapter)
         self._saves = args.save_strategy != "no" or adapter.callback_saves
         if not self._saves:
@@ -282,7 +294,7 @@ class SpotCheckpointCallback(AdapterCallback):
         args, run_dir = adapter.trainer.args, adapter.run_dir()
         if _is_from_scratch(args):
             return
-        if resumed_from() is None:
+        if adapter.resumes_from is None:
             START.on_rank_0(
                 "start: checkpoints that cannot be read", lambda: refuse_to_replace_unread(run_dir)
             )
@@ -656,8 +668,10 @@ def _is_from_scratch(args: TrainingArguments) -> bool:
     return str(args.resume_from_checkpoint).lower() == "false"
 
 
-def _finish_load(trainer: Trainer) -> None:
+def _finish_load(adapter: TrainerAdapter) -> None:
     """Complete and check what Trainer has loaded, if this training resumes."""
+    trainer = adapter.trainer
+    checkpoint = adapter.resumes_from
     finish_universal_load(trainer)
-    finish_merged_load(trainer, resumed_from())
-    check_resumed(trainer)
+    finish_merged_load(trainer, checkpoint)
+    check_resumed(trainer, checkpoint)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import saved_state
 
 
@@ -44,7 +43,7 @@ def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
         started[name] = True
 
     adapter.on_eval_dataloader("seeds", at_evaluation)
-    if resumed_from() is not None and _keeps_workers(train_dataloader):
+    if adapter.resumes_from is not None and _keeps_workers(train_dataloader):
         _use_own_generator(train_dataloader, state.global_step)
 
 

@@ -28,7 +28,6 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
-from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import global_batch_size, output_folder
 from hfscale.trainer.strategies.requested import requested_strategy
 from hfscale.trainer.strategy import running_strategy
@@ -229,7 +228,7 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
         )
 
 
-def check_resumed(trainer: "Trainer") -> None:
+def check_resumed(trainer: "Trainer", checkpoint: str | None) -> None:
     """Report what Trainer on its own does silently when it resumes. Call it when training begins.
 
     A Trainer takes the weights from a checkpoint of another strategy if it finds any, and continues with a new
@@ -238,31 +237,31 @@ def check_resumed(trainer: "Trainer") -> None:
 
     Args:
         trainer (`Trainer`): prepared for training.
+        checkpoint (`str`, *optional*): the folder that Trainer has loaded; None: it starts from scratch.
 
     Raises:
         LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
         CheckpointError: the manifest of the checkpoint cannot be read.
         MissingDependencyError: Accelerate is too old to resume under FSDP2.
     """
-    path = resumed_from()
     running = running_strategy(trainer)
     missing = what_is_missing("FSDP2 checkpoints") if running == "fsdp2" else None
     if missing is not None:
-        if path is not None:
-            raise MissingDependencyError(f"{path}: {missing}")
+        if checkpoint is not None:
+            raise MissingDependencyError(f"{checkpoint}: {missing}")
         logger.warning("%s; training starts, and cannot be resumed with this version", missing)
-    if path is None:
+    if checkpoint is None:
         return
-    if not (Path(path) / MANIFEST_NAME).is_file():
-        _check_plain(Path(path), running)
+    if not (Path(checkpoint) / MANIFEST_NAME).is_file():
+        _check_plain(Path(checkpoint), running)
         return
-    manifest = read_manifest(path)
+    manifest = read_manifest(checkpoint)
     is_converted = running == "native" and manifest.strategy in STRATEGIES  # by `NativeLoading`
     if layout_of(manifest.strategy) != layout_of(running) and not is_converted:
         raise LayoutError(
-            f"{path} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, loads no "
-            "optimizer or schedule from it; convert it with `hfscale checkpoints convert "
-            f"{path} NEW_FOLDER --to {running} --world-size {trainer.args.world_size}` and resume from that"
+            f"{checkpoint} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, loads "
+            "no optimizer or schedule from it; convert it with `hfscale checkpoints convert "
+            f"{checkpoint} NEW_FOLDER --to {running} --world-size {trainer.args.world_size}` and resume from that"
         )
     size = global_batch_size(trainer)
     if size != manifest.global_batch_size:

@@ -34,7 +34,6 @@ from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import global_batch_size, saved_state
 
 logger = get_logger(__name__)
@@ -298,7 +297,7 @@ class StreamPosition(TrainerCallback):
         if isinstance(dataset, datasets.IterableDataset) and dataset is not self.stream:
             # Accelerate has given each process a part of the files (`dispatch_batches` false)
             is_known = False
-        resumed = None if args.ignore_data_skip else resumed_from()
+        resumed = None if args.ignore_data_skip else self._adapter.resumes_from
         if resumed is None:
             return
         if position and position.get("workers", 0) != workers:

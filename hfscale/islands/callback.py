@@ -33,7 +33,6 @@ from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.islands.parameters import PartOfParameters
 from hfscale.islands.terms import digest_of, terms_of_model
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
-from hfscale.trainer.frames import resumed_from
 from hfscale.trainer.state import global_batch_size, jump_to, model_of, saved_state, steps_per_epoch
 from hfscale.trainer.strategies import Strategy
 
@@ -298,7 +297,8 @@ class DiLoCoCallback(AdapterCallback):
     def _restore(self, state: TrainerState) -> None:
         """Restore the outer state of a checkpoint, if training resumes from one that has it on all ranks."""
         saved = saved_state(state, _NAME)
-        checkpoint = resumed_from()
+        assert self._adapter is not None
+        checkpoint = self._adapter.resumes_from
         why_not = None
         if "anchor" in saved and saved.get("fragments", 1) != self.fragments:
             why_not = (

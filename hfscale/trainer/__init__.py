@@ -21,6 +21,8 @@ Replaced until the end of the training
 - `Trainer.log` (public), and the name `store_flos` in the code of the method that calls it. By: `add_metrics`.
   Reason: keys that need values of all ranks must be exchanged where Trainer itself logs, on all ranks; user code may
   log on one. Test: test_collectives.py, test_user_code_may_log_a_loss_on_one_rank_only.
+- `Trainer._inner_training_loop`. By: `resumes_from`. Reason: a subclass's `train` may choose the checkpoint, and no
+  event passes it on. Test: test_integrations.py, TestResumesFrom.
 - `Trainer.get_batch_samples` (public). By: `on_batch`. Reason: there is no event between the fetch of a batch and
   the exchange of token counts. Test: test_integrations.py, test_listeners_hear_of_each_batch_before_the_step.
 - `Trainer._maybe_log_save_evaluate`. By: `after_reports`. Reason: there is no event after the reports of a step and
@@ -66,8 +68,9 @@ Replaced until the end of the training
 Read, called, or set once
 
 - the local variables `self`, `resume_from_checkpoint` and `trial` of Trainer's frames, and the code object of
-  `Trainer.train`. By: `calling_trainer`, `resumed_from`, `training_frame`, `run_dir`. Reason: a callback gets
-  neither its Trainer nor the checkpoint, and a signal handler gets a frame only. Test: test_integrations.py,
+  `Trainer.train`. By: `calling_trainer`, `resumed_from`, `training_frame`, `run_dir`. Reason: a callback does not
+  get its Trainer, nor, where it joins a running training, the checkpoint; a signal handler gets a frame only. Test:
+  test_integrations.py,
   test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
 - `Trainer._globalstep_last_logged`, set. By: `jump_to`. Reason: Trainer divides the logged loss by the steps since
   the last log, and an island that returns has not taken those of the others. Test: test_islands.py.

@@ -24,7 +24,7 @@ from hfscale.core.run_state import ResetOnCopy
 from hfscale.core.versions import has_epoch_methods
 from hfscale.trainer.collector import Judge, LogCollector, LogPart
 from hfscale.trainer.expert_adapters import spread_expert_adapters
-from hfscale.trainer.frames import calling_trainer, training_frame
+from hfscale.trainer.frames import calling_trainer, resumed_from, training_frame
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
 from hfscale.trainer.strategies import Strategy
@@ -70,8 +70,7 @@ class TrainerAdapter:
         self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
         self.callback_saves = False
         """Whether a callback saves in this training, although `save_strategy` may be `no`."""
-        self.asked_checkpoint: str | None = None
-        """The checkpoint from which `train`, which has been called, is to resume; None to start from scratch."""
+        self._resumes_from: str | None = None
         self._wraps_training = False
         self._skips_steps = False
         self._final_error: BaseException | None = None
@@ -526,6 +525,16 @@ class TrainerAdapter:
 
     # --- the training itself ----------------------------------------------------------------------------------------
 
+    @property
+    def resumes_from(self) -> str | None:
+        """The checkpoint from which the running training resumes; None: it starts from scratch.
+
+        Before the training loop it is the one that the arguments of `train` name.
+        """
+        if self._wraps_training:
+            return self._resumes_from
+        return resumed_from()  # the callback has joined a training that was already running
+
     def before_each_training(self, prepare: Callable[[], None]) -> None:
         """Have `prepare()` called at the beginning of each `train`, before Trainer does anything.
 
@@ -587,7 +596,8 @@ class TrainerAdapter:
             self.restore()  # a training that was not wrapped may have been broken off
             self._wraps_training = True
             skips_steps, self._skips_steps = self._skips_steps, False
-            self.asked_checkpoint = self._find_asked(*args, **kwargs)
+            self._resumes_from = self._find_asked(*args, **kwargs)
+            self._note_chosen_checkpoint()
             try:
                 for callback in self.trainer.callback_handler.callbacks:
                     if isinstance(callback, AdapterCallback):
@@ -611,10 +621,24 @@ class TrainerAdapter:
     ) -> str | None:
         """Return the checkpoint that the arguments of `train` name; True is the newest one, as in Trainer."""
         if resume_from_checkpoint is True:
-            output_dir = Path(self.output_dir(None))
-            newest: str | None = get_last_checkpoint(output_dir) if output_dir.is_dir() else None
+            output_dir = self.output_dir(None)
+            if not Path(output_dir).is_dir():
+                return None
+            newest: str | None = get_last_checkpoint(output_dir)
             return newest
         return str(resume_from_checkpoint) if resume_from_checkpoint else None
+
+    def _note_chosen_checkpoint(self) -> None:
+        """Note with which checkpoint the training loop is called: a subclass's `train` may choose another one."""
+        loop = self.trainer._inner_training_loop
+
+        @functools.wraps(loop)
+        def note_and_train(*args: Any, **kwargs: Any) -> Any:
+            chosen = kwargs.get("resume_from_checkpoint")
+            self._resumes_from = str(chosen) if chosen else None
+            return loop(*args, **kwargs)
+
+        self._replace(self.trainer, "_inner_training_loop", note_and_train)
 
     def _leave_if_unused(self) -> bool:
         """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""

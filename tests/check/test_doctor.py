@@ -264,9 +264,7 @@ def test_fsdp2_does_not_resume_where_accelerate_loses_the_optimizer(monkeypatch,
     monkeypatch.setattr(loading, "running_strategy", lambda trainer: "fsdp2")
     warnings = []
     monkeypatch.setattr(loading.logger, "warning", lambda text, *args: warnings.append(text % args))
-    monkeypatch.setattr(loading, "resumed_from", lambda: None)
-    loading.check_resumed(None)
+    loading.check_resumed(None, None)
     assert "accelerate 1.13 or later (1.12.0 is installed)" in warnings[0]
-    monkeypatch.setattr(loading, "resumed_from", lambda: str(tmp_path))
     with pytest.raises(MissingDependencyError, match=r"accelerate 1.13 or later \(1.12.0 is installed\)"):
-        loading.check_resumed(None)
+        loading.check_resumed(None, str(tmp_path))

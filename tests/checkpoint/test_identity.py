@@ -13,6 +13,7 @@ from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_tokenizer, tiny_
 from transformers import Trainer, default_data_collator
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint import identity
 from hfscale.checkpoint.conversion import convert
 from hfscale.checkpoint.identity import ASPECTS, check_identity, identity_of
 from hfscale.checkpoint.loading import CONVERSIONS
@@ -199,6 +200,58 @@ def test_what_may_change_within_a_run_is_not_refused(written, tmp_path, change):
     check_identity(
         trainer_of(written, tokenizer=tiny_tokenizer(), **SAME[change](tmp_path)), str(written / "checkpoint-4")
     )
+
+
+class Chooses(Trainer):
+    """Resumes from the newest checkpoint, whatever it is asked for."""
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        return super().train(resume_from_checkpoint=latest_checkpoint(self.args.output_dir), **kwargs)
+
+
+class TestOncePerResume:
+    """The comparison is made once, wherever the checkpoint comes from; and each other checkpoint is compared too."""
+
+    @pytest.fixture
+    def compared(self, monkeypatch):
+        """The checkpoints that have been compared, by name."""
+        found = []
+        compare = identity._check
+
+        def counted(trainer, checkpoint, allowed):
+            found.append(checkpoint.name)
+            compare(trainer, checkpoint, allowed)
+
+        monkeypatch.setattr(identity, "_check", counted)
+        return found
+
+    def test_of_an_argument_of_train(self, run, compared):
+        trainer = trainer_of(run, tokenizer=tiny_tokenizer(), max_steps=5)
+        trainer.train(resume_from_checkpoint=True)
+        assert compared == ["checkpoint-4"]
+        trainer.args.max_steps = 6
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+        assert compared == ["checkpoint-4", "checkpoint-4"]  # of another training
+
+    def test_of_a_recipe(self, run, compared):
+        trainer = trainer_of(run, tokenizer=tiny_tokenizer(), max_steps=5)
+        (spot,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, SpotCheckpointCallback))
+        spot.check_identity(trainer, str(run / "checkpoint-4"))  # as `hfscale.recipe.finish.train` does
+        trainer.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+        assert compared == ["checkpoint-4"]
+
+    def test_of_a_subclass_that_chooses_the_checkpoint(self, run, compared):
+        trainer_of(run, kind=Chooses, tokenizer=tiny_tokenizer(), max_steps=5).train()
+        assert compared == ["checkpoint-4"]
+        with pytest.raises(UsageError, match="another data"):
+            trainer_of(run, kind=Chooses, data=rows(40), tokenizer=tiny_tokenizer(), max_steps=6).train()
+
+    def test_after_a_training_that_was_refused(self, run, compared):
+        trainer = trainer_of(run, data=rows(40), tokenizer=tiny_tokenizer(), max_steps=5)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="another data"):
+                trainer.train(resume_from_checkpoint=True)
+        assert compared == ["checkpoint-4", "checkpoint-4"]
 
 
 def test_no_random_number_is_drawn_for_the_identity(tmp_path):

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import deque
 from functools import cache
+from typing import ClassVar
 
 import accelerate
 import pytest
@@ -15,9 +16,9 @@ import torch
 import transformers.trainer
 from conftest import REPOSITORY
 from test_public_surface import modules
-from tiny import tiny_trainer
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 import hfscale
 from hfscale import (
@@ -29,7 +30,7 @@ from hfscale import (
 )
 from hfscale.core.versions import has_epoch_methods, is_at_least
 from hfscale.errors import HfScaleError
-from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.frames import resumed_from, training_frame
 from hfscale.trainer.state import unwrap_compiled
 
@@ -236,6 +237,68 @@ def test_the_trainer_and_its_checkpoint_are_found_on_the_stack(tmp_path):
     second.train(resume_from_checkpoint=True)
     assert found == [(first, None, first), (second, str(tmp_path / "checkpoint-4"), second)]
     assert training_frame() is None
+
+
+class Chooses(Trainer):
+    """Resumes from another checkpoint than it is asked for."""
+
+    chosen = None
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        return super().train(resume_from_checkpoint=self.chosen, **kwargs)
+
+
+class TestResumesFrom:
+    """`TrainerAdapter.resumes_from`, while `train` is being called and while the training runs."""
+
+    @pytest.fixture(scope="class")
+    def written(self, tmp_path_factory):
+        folder = tmp_path_factory.mktemp("written")
+        tiny_trainer(folder, save_strategy="steps", save_steps=2).train()
+        return folder
+
+    def look(self):
+        class Look(AdapterCallback):
+            found: ClassVar[list] = []
+
+            def before_train(self, adapter):
+                self.found.append(adapter.resumes_from)
+
+            def on_train_begin(self, args, state, control, **kwargs):
+                self.found.append(TrainerAdapter.current().resumes_from)
+
+        return Look()
+
+    @pytest.mark.parametrize("asked", [None, True, "checkpoint-2"])
+    def test_is_what_train_is_asked_for(self, written, asked):
+        expected = {None: None, True: str(written / "checkpoint-4")}.get(asked, str(written / "checkpoint-2"))
+        look = self.look()
+        tiny_trainer(written, look, max_steps=5, save_strategy="no").train(
+            resume_from_checkpoint=str(written / asked) if isinstance(asked, str) else asked
+        )
+        assert look.found == [expected, expected]
+
+    def test_is_what_a_subclass_chooses(self, written):
+        look = self.look()
+        trainer = Chooses(
+            model=tiny_model(),
+            args=tiny_arguments(written, max_steps=5, save_strategy="no"),
+            train_dataset=RandomTokens(),
+            callbacks=[look],
+            data_collator=default_data_collator,
+        )
+        trainer.chosen = str(written / "checkpoint-2")
+        trainer.train(resume_from_checkpoint=str(written / "checkpoint-4"))
+        assert look.found == [str(written / "checkpoint-4"), str(written / "checkpoint-2")]
+
+    def test_is_known_where_the_callback_joins_a_running_training(self, written):
+        look = self.look()
+        trainer = tiny_trainer(written, max_steps=5, save_strategy="no")
+        trainer.add_callback(look)
+        trainer.train(resume_from_checkpoint=str(written / "checkpoint-2"))
+        assert look.found == [str(written / "checkpoint-2")]
+        trainer.train()
+        assert look.found[1:] == [None, None]
 
 
 @pytest.mark.skipif(not is_at_least("transformers", "5.0"), reason="enable_jit_checkpoint came in transformers 5.0")
