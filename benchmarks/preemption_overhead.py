@@ -65,7 +65,7 @@ def rank_main(rank: int, folder: str) -> None:
     work, agreement = calibrated(), StepAgreement("votes", EXCHANGE_EVERY_S, overlapped=True)
     exchanges = {
         "without": lambda: None,
-        "overlapped": lambda: agreement.step(lambda: 0.0),
+        "overlapped": lambda: agreement.step(lambda: {"stop": 0.0}),
         "waited for": lambda: TRAINING.maximum("vote", [0.0]),
     }
     one_turn(work, exchanges["overlapped"])

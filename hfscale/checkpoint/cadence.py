@@ -4,13 +4,11 @@ import time
 
 from transformers import TrainerState, TrainingArguments
 
-from hfscale.core.collectives import StepAgreement
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import ParameterError
 
 DEFAULT_EVERY_STEPS = 500
 DEFAULT_EVERY_MINUTES = 15.0
-_AGREE_ON_CADENCE_EVERY_S = 5.0
 
 
 class SaveCadence(ResetOnCopy):
@@ -34,7 +32,6 @@ class SaveCadence(ResetOnCopy):
         self._begin_run()
 
     def _begin_run(self) -> None:
-        self._agreement = StepAgreement("cadence", every_s=_AGREE_ON_CADENCE_EVERY_S)
         self._saved_step = 0
         self._saved_at = 0.0
 
@@ -56,19 +53,21 @@ class SaveCadence(ResetOnCopy):
         self._saved_step = state.global_step
         self._saved_at = time.monotonic()
 
-    def is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
+    def vote(self) -> float:
+        """Return whether the minutes have passed on this rank: ranks read different clocks, but save at one step."""
+        if self.every_minutes is None:
+            return 0.0
+        minutes = (time.monotonic() - self._saved_at) / 60
+        return float(minutes >= self.every_minutes)
+
+    def is_due(self, args: TrainingArguments, state: TrainerState, *, agreed: float) -> bool:
         """Return whether this step is to be saved. Call it once per step on every rank.
 
         Args:
             args (`TrainingArguments`): the training arguments, with the `save_strategy`.
             state (`TrainerState`): the state of the Trainer, with the step and `save_steps`.
+            agreed (`float`): the greatest vote of all ranks; 0 where no exchange was read.
         """
-        minutes = (time.monotonic() - self._saved_at) / 60
-        overdue = self.every_minutes is not None and minutes >= self.every_minutes
-        # Ranks read different clocks, but must save at the same step.
-        agreed = (
-            self._agreement.step(lambda: float(overdue)) if self.every_minutes is not None else 0.0
-        )
         steps_are_due = state.global_step - self._saved_step >= self._steps(args, state)
         self.is_steps_of_user = steps_are_due and self.every_steps is not None
         return bool(agreed) or steps_are_due

@@ -59,8 +59,9 @@ from hfscale.trainer.strategies.native import native_layout
 
 logger = get_logger(__name__)
 
-# How soon all ranks learn that a save in the background has ended or failed
-_CHECK_WRITER_EVERY_S = 1.0
+# What the ranks vote about at a step boundary, besides snapshots in host memory
+_STOP, _OVERDUE, _WRITER = "stop", "save by minutes", "writer"
+_WRITES, _HAS_FAILED = 1.0, 2.0
 _STATE_NAME, _TEMPORARY = "checkpoints", "temporary"  # in `trainer_state.json`
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
@@ -189,7 +190,9 @@ class SpotCheckpointCallback(AdapterCallback):
         self._pending_keys: dict[str, float] = {}
         self._stalls_s: dict[int, float] = {}
         self._saving: TrainerSaving | None = None
-        self._watch: StepAgreement | None = None
+        self._agreement = StepAgreement("step", self.preemption.exchange_every_s, overlapped=True)
+        # Whether the save in the background has to be looked at
+        self._is_watched = False
         self._pace = StepPace()
         self._idle_since = 0.0
 
@@ -387,8 +390,6 @@ class SpotCheckpointCallback(AdapterCallback):
         self._pace.end(self._saving is not None and self._saving.writer.in_flight)
         if self._running_step is not None:
             self._running_step = state.global_step
-        if self._saves:
-            self._watch_writer()
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -413,11 +414,12 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         self.cadence.saved(state)
         self._stalls_s[state.global_step] = time.monotonic() - self._idle_since
-        # On one process a check at each step costs nothing.
-        self._watch = StepAgreement(
-            "save", _CHECK_WRITER_EVERY_S if distributed.is_distributed() else 0.0
-        )
-        self.preemption.at_save(state, control)
+        self._is_watched = True
+        agreed: Mapping[str, float] = {}
+        if self._votes_count(state):
+            agreed = self._agreement.now(self._votes(state))
+        self.memory.follow(agreed)
+        self.preemption.at_save(agreed.get(_STOP), state, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -433,6 +435,7 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.restore_argument("save_total_limit")
         if args.load_best_model_at_end:
             finish_merged_load(adapter.trainer, state.best_model_checkpoint)
+        self._agreement.finish()
         self.preemption.end(exits=self.on_preemption == "exit")
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
@@ -454,19 +457,51 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _wait(self) -> None:
         """Wait until no save is in flight; if it failed, raise its error on all ranks."""
-        self._watch = None
+        self._is_watched = False
         if self._saving is not None:
             self._saving.writer.wait()
 
-    def _watch_writer(self) -> None:
-        """Raise at the same step on all ranks if the save in the background has failed."""
-        if self._watch is None or self._saving is None:
-            return
+    def _votes(self, state: TrainerState) -> dict[str, float]:
+        """Return this rank's votes at a step boundary, for one exchange."""
+        return {
+            _STOP: self.preemption.vote(),
+            _OVERDUE: self.cadence.vote() if self._saves else 0.0,
+            _WRITER: self._vote_of_writer(),
+            **self.memory.votes(state),
+        }
+
+    def _vote_of_writer(self) -> float:
+        """Return whether this rank writes in the background, or whether that has failed."""
+        if self._saving is None:
+            return 0.0
         writer = self._saving.writer
-        worst = self._watch.step(lambda: 2.0 if writer.has_failed else float(writer.in_flight))
+        return _HAS_FAILED if writer.has_failed else _WRITES * writer.in_flight
+
+    def _votes_count(self, state: TrainerState) -> bool:
+        """Return whether the votes of this step decide anything, the same on every rank: not where training ends."""
+        ends = self.preemption.stop is not None or state.global_step >= state.max_steps
+        return not ends or self.memory.is_due(state)
+
+    def _agree(self, state: TrainerState) -> Mapping[str, float]:
+        """Exchange the votes of a step boundary, if it is time for it. Every rank must call it once per step.
+
+        Returns:
+            `Mapping[str, float]`: the greatest vote of all ranks by name; empty if no exchange is read at this step.
+        """
+        if not self._votes_count(state):
+            return {}
+        at_once = self.memory.is_due(state)
+        return self._agreement.step(lambda: self._votes(state), at_once=at_once) or {}
+
+    def _watch_writer(self, agreed: Mapping[str, float]) -> None:
+        """Raise at the same step on all ranks if the save in the background has failed."""
+        if not self._is_watched:
+            return
+        # On one process a look at each step costs nothing
+        worst = agreed.get(_WRITER) if distributed.is_distributed() else self._vote_of_writer()
         if worst == 0.0:
             self._wait()
-        elif worst == 2.0:
+        elif worst == _HAS_FAILED:
             self._wait()
             raise CheckpointError(
                 "a checkpoint could not be written on another rank, whose error names the reason"
@@ -483,14 +518,17 @@ class SpotCheckpointCallback(AdapterCallback):
             control (`TrainerControl`): its flags are set.
         """
         requested_by_others = control.should_save
+        agreed = self._agree(state)
+        self._watch_writer(agreed)
+        self.memory.follow(agreed)
         if self._saves:
-            due = self.cadence.is_due(args, state)
+            due = self.cadence.is_due(args, state, agreed=agreed.get(_OVERDUE, 0.0))
             if args.save_strategy == "no" and state.global_step >= state.max_steps:
                 # As Trainer saves the last step under its strategy `steps`
                 due = requested_by_others = True
             requested_by_others = requested_by_others or (due and self.cadence.is_steps_of_user)
             control.should_save = due or control.should_save
-        self.preemption.at_step_end(state, control)
+        self.preemption.at_step_end(agreed.get(_STOP), state, control)
         self._own_step = (
             state.global_step if control.should_save and not requested_by_others else None
         )

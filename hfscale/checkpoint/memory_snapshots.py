@@ -6,6 +6,7 @@ import shutil
 import statistics
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ _FIRST_AFTER_STEPS = 3
 _MAX_FIRST_INTERVAL = 10
 _REMEMBERED_STEPS = 50
 _COPY_POLL_S = 0.005
+_FAILED, _BUSY, _NOT_COPIED, _COST, _WRITE, _STEP = (
+    f"snapshot: {number}" for number in ("failed", "busy", "not copied", "cost", "write", "step")
+)
 _FIRST_PAUSE_STEPS, _MAX_PAUSE_STEPS = 16, 1024  # until snapshots that did not fit are tried again
 
 
@@ -97,6 +101,8 @@ class MemorySnapshots(ResetOnCopy):
         self._run_dir = Path()
         self._taken = 0
         self._stall_s = 0.0
+        self._waited_s = 0.0  # for the copies of the last snapshot, at the vote for this one
+        self._agreed: Mapping[str, float] | None = None  # of the step that has just ended
         self._started_from = 0
         self._step_began_at = 0.0
         self._was_writing = False
@@ -267,41 +273,78 @@ class MemorySnapshots(ResetOnCopy):
         keys, self._recovery = self._recovery, {}
         return keys
 
+    def is_due(self, state: TrainerState) -> bool:
+        """Return whether a snapshot is due after this step; the same on every rank.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+        """
+        return self._saving is not None and state.global_step >= self._next_step
+
+    def votes(self, state: TrainerState) -> dict[str, float]:
+        """Return what this rank knows for the decision about a snapshot, for the exchange at the end of a step.
+
+        Args:
+            state (`TrainerState`): the state of the Trainer.
+
+        Returns:
+            `dict[str, float]`: numbers of which the greatest of all ranks count; zeros where no snapshot is due.
+        """
+        names = (_FAILED, _BUSY, _NOT_COPIED, _COST, _WRITE, _STEP)
+        if self._saving is None or not self.is_due(state):
+            return dict.fromkeys(names, 0.0)
+        began = time.monotonic()
+        measured = self._measured()
+        if self._interval is not None and not self._has_waited:
+            self._wait_for_copies(began + measured[-1])
+            self._waited_s = time.monotonic() - began
+        writer = self._saving.writer
+        has_failed = writer.optional_failure is not None
+        facts = (float(has_failed), float(writer.in_flight), float(not self._is_copied))
+        return dict(zip(names, (*facts, *measured), strict=True))
+
+    def follow(self, agreed: Mapping[str, float]) -> None:
+        """Keep the votes of all ranks until Trainer has logged, evaluated and saved what is due at this step.
+
+        Args:
+            agreed (`Mapping[str, float]`): the greatest of each vote; empty if no exchange was read.
+        """
+        self._agreed = agreed or None
+
     def _after_reports(self, state: TrainerState) -> None:
         """Take a snapshot if one is due. It is called on every rank after each step."""
-        if self._saving is None or state.global_step < self._next_step:
+        agreed, self._agreed = self._agreed, None
+        # Trainer reports once more at the end of an epoch; the votes of its last step count once
+        if self._saving is None or agreed is None or not self.is_due(state):
             return
         if self._is_paused and not self._resumes(state.global_step):
             return
-        began = time.monotonic()
         writer = self._saving.writer
-        if self._interval is not None and not self._has_waited:
-            self._wait_for_copies(began + self._measured()[-1])
-        failed, busy, copying, cost_s, write_s, step_s = TRAINING.maximum(
-            "memory snapshot",
-            [
-                float(writer.optional_failure is not None),
-                float(writer.in_flight),
-                float(not self._is_copied),
-                *self._measured(),
-            ],
-        )
-        if failed:
+        if agreed[_FAILED]:
             writer.wait()  # on the ranks that do not know it yet
             why, writer.optional_failure = writer.optional_failure, None
             self._pause(state.global_step, str(why))
             return
-        if copying:  # the last snapshot is needed until the next has been copied
+        if agreed[_NOT_COPIED]:  # the last snapshot is needed until the next has been copied
             return
-        interval = self._interval or self._affordable(cost_s, write_s, step_s)
+        interval = self._interval
+        if interval is None:
+            interval = self._affordable(agreed[_COST], agreed[_WRITE], agreed[_STEP])
         self._next_step = state.global_step + interval
-        if busy and self._interval is None:
+        if agreed[_BUSY] and self._interval is None:
             return  # training would wait for the save in the background; a forced interval is kept
+        self._take(state)
+
+    def _take(self, state: TrainerState) -> None:
+        """Take a snapshot of this step, and measure for how long training waits."""
+        assert self._saving is not None
+        began = time.monotonic()
         self._taken += 1
         self._last_step = state.global_step
         self._has_waited = False
         self._saving.save_optional(self._own_folder, self._committed, on_each_node=self._nodes > 1)
-        self._stall_s = time.monotonic() - began
+        self._stall_s = self._waited_s + time.monotonic() - began
+        self._waited_s = 0.0
 
     @property
     def _is_copied(self) -> bool:

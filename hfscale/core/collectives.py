@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -467,19 +467,19 @@ SAVING = Channel("saving", timedelta(hours=2))
 
 
 class StepAgreement:
-    """Gives all ranks the maximum of their values at the same step boundaries, about every `every_s` seconds.
+    """Gives all ranks the greatest of their votes at the same step boundaries, about every `every_s` seconds.
 
-    An exchange at each step would add a considerable part of a millisecond to it. The number of steps between two
-    exchanges is agreed on in the exchange itself (from the slowest rank's step time), so no rank waits for another
-    that does not take part. The number at most doubles from one exchange to the next: a slow first step (compilation,
-    warm-up of the allocator) and a later change of pace are both followed quickly.
+    Several votes have one exchange, as an exchange at each step would add a considerable part of a millisecond to it.
+    The number of steps between two exchanges is agreed on in the exchange itself (from the slowest rank's step time),
+    so no rank waits for another that does not take part. The number at most doubles from one exchange to the next: a
+    slow first step (compilation, warm-up of the allocator) and a later change of pace are both followed quickly.
 
     Overlapped exchanges start at the end of one step and are read at the end of the next, when they have long
     completed, so that reading them does not wait. If steps take longer than half of `every_s`, each step has an
     exchange, which takes little time compared with the step and is read at once.
 
     Args:
-        name (`str`): the name of its exchanges, which are on the channel `TRAINING`.
+        name (`str`): the name of its exchanges, which are on the channel `TRAINING`. The names of the votes are added.
         every_s (`float`): seconds between two exchanges.
         overlapped (`bool`): whether exchanges run in the background of a step.
     """
@@ -491,57 +491,80 @@ class StepAgreement:
         self._interval_steps = 1
         self._steps_since = 0
         self._interval_began_at = time.monotonic()
-        self._pending: Callable[[], list[float]] | None = None
+        self._pending: Callable[[], dict[str, float]] | None = None
 
-    def step(self, value: Callable[[], float]) -> float | None:
+    def step(
+        self, votes: Callable[[], Mapping[str, float]], *, at_once: bool = False
+    ) -> dict[str, float] | None:
         """Take part in this step; every rank must call it once per step.
 
         Args:
-            value (`Callable[[], float]`): returns this rank's value (at least 0). It is called only if an exchange
-                starts at this step.
+            votes (`Callable`): returns this rank's votes by name, each at least 0; the names are the same on every
+                rank. It is called only if an exchange starts at this step.
+            at_once (`bool`): exchange at this step and read it at once; the same on every rank.
 
         Returns:
-            `float`: the maximum over all ranks if this step reads an exchange, else None.
+            `dict[str, float]`: the greatest votes of all ranks if this step reads an exchange, else None.
         """
         self._steps_since += 1
         agreed = self._read() if self._pending is not None else None
-        if self._steps_since < self._interval_steps:
+        if self._steps_since < self._interval_steps and not at_once:
             return agreed
         step_s = (time.monotonic() - self._interval_began_at) / self._steps_since
         self._steps_since = 0
         self._interval_began_at = time.monotonic()
         if not is_distributed():
             self._set_interval(step_s)
-            return value()
-        self._pending = TRAINING.start_max(self.name, [value(), step_s])
-        if not self.overlapped or self._interval_steps == 1:
-            agreed = max(self._read(), agreed or 0.0)
+            return dict(votes())
+        self._pending = self._start(votes(), step_s)
+        reads_at_once = at_once or not self.overlapped or self._interval_steps == 1
+        if reads_at_once:
+            agreed = _greatest(self._read(), agreed)
         return agreed
 
-    def now(self, value: float) -> float:
-        """Exchange `value` at once; every rank must call it at the same point.
+    def now(self, votes: Mapping[str, float]) -> dict[str, float]:
+        """Exchange votes at once; every rank must call it at the same point.
 
         Args:
-            value (`float`): this rank's value, at least 0.
+            votes (`Mapping[str, float]`): this rank's, as for `step`.
 
         Returns:
-            `float`: the maximum over all ranks, including the values of an exchange that is still in progress.
+            `dict[str, float]`: the greatest of all ranks, including those of an exchange that is still in progress.
         """
-        pending = self._read() if self._pending is not None else 0.0
-        return max(pending, *TRAINING.maximum(self.name, [value]))
+        pending = self._read() if self._pending is not None else None
+        return _greatest(self._start(votes, 0.0)(), pending)
 
     def finish(self) -> None:
         """Wait for an exchange that is still in progress. Call it before the process group is destroyed."""
         if self._pending is not None:
             self._read()
 
-    def _read(self) -> float:
+    def _start(self, votes: Mapping[str, float], step_s: float) -> Callable[[], dict[str, float]]:
+        """Start an exchange; return the function that waits for it, follows the slowest step and returns the votes."""
+        names = list(votes)
+        exchange = f"{self.name}: {', '.join(names)}"
+        wait = TRAINING.start_max(exchange, [*votes.values(), step_s])
+
+        def read() -> dict[str, float]:
+            *greatest, slowest_step_s = wait()
+            if slowest_step_s > 0:
+                self._set_interval(slowest_step_s)
+            return dict(zip(names, greatest, strict=True))
+
+        return read
+
+    def _read(self) -> dict[str, float]:
         assert self._pending is not None
-        wait, self._pending = self._pending, None
-        agreed, slowest_step_s = wait()
-        self._set_interval(slowest_step_s)
-        return agreed
+        read, self._pending = self._pending, None
+        return read()
 
     def _set_interval(self, slowest_step_s: float) -> None:
         affordable = int(self.every_s / max(slowest_step_s, 1e-6))
         self._interval_steps = max(1, min(2 * self._interval_steps, affordable))
+
+
+def _greatest(votes: dict[str, float], others: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the greater of two votes for each name."""
+    if others is None:
+        return votes
+    return {name: max(vote, others[name]) for name, vote in votes.items()}

@@ -29,7 +29,7 @@ def test_exchanges_keep_their_interval(monkeypatch, step_s, every_s, overlapped)
     exchanges = []
     for step in range(4000):
         clock.now += step_s
-        if agreement.step(lambda: 0.0) is not None:
+        if agreement.step(lambda: {"a": 0.0}) is not None:
             exchanges.append(step)
     gaps = {later - earlier for earlier, later in zip(exchanges[-5:-1], exchanges[-4:], strict=True)}
     assert gaps == {max(1, int(every_s / step_s))}
@@ -40,7 +40,7 @@ def test_the_value_is_computed_at_exchanges_only(monkeypatch):
     clock, agreement, calls = FakeClock(monkeypatch), StepAgreement("test", 0.5, overlapped=True), []
     for step in range(100):
         clock.now += 0.05
-        agreement.step(lambda step=step: float(calls.append(step) or 0))
+        agreement.step(lambda step=step: {"a": float(calls.append(step) or 0)})
     assert len(calls) < 20
 
 
@@ -48,11 +48,11 @@ def test_a_slow_first_step_does_not_set_the_interval(monkeypatch):
     clock = FakeClock(monkeypatch)
     agreement = StepAgreement("test", every_s=5.0)
     clock.now += 300.0  # compilation
-    assert agreement.step(lambda: 1.0) == 1.0
+    assert agreement.step(lambda: {"a": 1.0, "b": 2.0}) == {"a": 1.0, "b": 2.0}
     exchanges = 0
     for _ in range(200):
         clock.now += 0.05
-        exchanges += agreement.step(lambda: 0.0) is not None
+        exchanges += agreement.step(lambda: {"a": 0.0}) is not None
     assert exchanges < 12
 
 
@@ -60,11 +60,11 @@ def test_a_quick_first_step_does_not_set_the_interval(monkeypatch):
     clock = FakeClock(monkeypatch)
     agreement = StepAgreement("test", every_s=5.0)
     clock.now += 0.001
-    agreement.step(lambda: 0.0)
+    agreement.step(lambda: {"a": 0.0})
     exchanged = []
     for _ in range(2):
         clock.now += 60.0
-        exchanged.append(agreement.step(lambda: 1.0) is not None)
+        exchanged.append(agreement.step(lambda: {"a": 1.0}) is not None)
     assert exchanged == [False, True]
 
 

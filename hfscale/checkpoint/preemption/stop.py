@@ -5,8 +5,8 @@ file) may reach any rank at any time, so the ranks agree in three steps:
 
 1. *Vote.* At step boundaries, about every half second, all ranks exchange a vote: continue, save (a notice is likely)
    or stop (a notice is pending). The greatest vote counts. The exchange overlaps with the next step (`StepAgreement`),
-   and every rank reads its result at the same step boundary. Votes are also exchanged during evaluations, and at their
-   end and after a save.
+   and every rank reads its result at the same step boundary. `SpotCheckpointCallback` makes it, together with the
+   other votes of a step. Votes are also exchanged during evaluations, and at their end and after a save.
 2. *Agree on the numbers.* If the result is to stop, all ranks exchange once more: the source of the notice, the least
    time left, and the longest time that a save takes. If all notices have been withdrawn meanwhile, training continues.
 3. *Decide.* From the same numbers every rank makes the same decision: stop after this step, and save it unless nothing
@@ -64,6 +64,7 @@ still has to end."""
 EXCHANGE_EVERY_S = 0.5
 """Seconds between two exchanges. A notice is known to all ranks within this time and two steps: half a second of the 5
 that the shortest notice leaves (RunPod), at the cost of one small collective in the background."""
+_STOP_VOTE = "stop"
 _CONTINUE = 0.0
 _SAVE = 1.0
 _STOP = 2.0
@@ -173,7 +174,6 @@ class PreemptionStop(ResetOnCopy):
         self._begin_run()
 
     def _begin_run(self) -> None:
-        self._agreement = self._new_agreement()
         self._evaluation_agreement: StepAgreement | None = None
         self._saved_step: int | None = None
         self._saves = True
@@ -226,17 +226,18 @@ class PreemptionStop(ResetOnCopy):
         adapter.on_eval_dataloader("shield", shield_workers)
         adapter.wrap_evaluate(self._cut_short_by_a_stop)
 
-    def at_step_end(self, state: TrainerState, control: TrainerControl) -> None:
-        """Vote at a step boundary, except at the last step of the training, which ends anyway.
+    def at_step_end(
+        self, agreed: float | None, state: TrainerState, control: TrainerControl
+    ) -> None:
+        """Follow the votes of a step boundary, except at the last step of the training, which ends anyway.
 
         Args:
+            agreed (`float`, *optional*): the greatest vote of all ranks; None: no exchange was read at this step.
             state (`TrainerState`): the state of the Trainer.
             control (`TrainerControl`): the Trainer's flags, which are set if the run stops or a save is due.
         """
-        if self.stop is None:
-            if state.global_step >= state.max_steps:
-                return
-            self._follow(self._agreement.step(self._vote), state, control)
+        if self.stop is None and state.global_step < state.max_steps:
+            self._follow(agreed, state, control)
         self._apply(state, control)
 
     def at_prediction_step(self, state: TrainerState, control: TrainerControl) -> None:
@@ -256,7 +257,8 @@ class PreemptionStop(ResetOnCopy):
         if self._evaluation_agreement is None:
             return  # an evaluation outside of the training
         if self.stop is None:
-            agreed = self._evaluation_agreement.step(self._vote)
+            votes = self._evaluation_agreement.step(self._votes_of_evaluation)
+            agreed = None if votes is None else votes[_STOP_VOTE]
             if state.global_step < state.max_steps:
                 self._follow(agreed, state, control)
             elif agreed == _STOP:
@@ -275,19 +277,22 @@ class PreemptionStop(ResetOnCopy):
         if self._evaluation_agreement is None or state.global_step >= state.max_steps:
             return
         if self.stop is None:
-            self._follow(self._evaluation_agreement.now(self._vote()), state, control)
+            votes = self._evaluation_agreement.now(self._votes_of_evaluation())
+            self._follow(votes[_STOP_VOTE], state, control)
         self._apply(state, control)
 
-    def at_save(self, state: TrainerState, control: TrainerControl) -> None:
-        """Record that this step is saved, and vote: a notice that arrived during the save needs no second one.
+    def at_save(self, agreed: float | None, state: TrainerState, control: TrainerControl) -> None:
+        """Record that this step is saved, and follow the votes after it: a notice during the save needs no second one.
 
         Args:
+            agreed (`float`, *optional*): the greatest vote of all ranks, exchanged after the save; None: the training
+                ends with this step.
             state (`TrainerState`): the state of the Trainer.
             control (`TrainerControl`): the Trainer's flags, which are set if the run stops.
         """
         self._saved_step = state.global_step
         if self.stop is None and state.global_step < state.max_steps:
-            self._follow(self._agreement.now(self._vote()), state, control)
+            self._follow(agreed, state, control)
         self._apply(state, control)
 
     def at_epoch_end(self, state: TrainerState, control: TrainerControl) -> None:
@@ -313,7 +318,6 @@ class PreemptionStop(ResetOnCopy):
         if exits and self.stop is not None and distributed.is_distributed():
             watch_signals().ignore()
         end_workers()
-        self._agreement.finish()
         if self.stop is not None and distributed.rank() == 0 and self._stop_path is not None:
             try:
                 # Not before: a run that is killed must stop again
@@ -369,9 +373,12 @@ class PreemptionStop(ResetOnCopy):
         return TRAINING.gather("processes", describe_process())
 
     def _new_agreement(self) -> StepAgreement:
-        return StepAgreement("stop: votes", self.exchange_every_s, overlapped=True)
+        return StepAgreement("evaluation", self.exchange_every_s, overlapped=True)
 
-    def _vote(self) -> float:
+    def _votes_of_evaluation(self) -> dict[str, float]:
+        return {_STOP_VOTE: self.vote()}
+
+    def vote(self) -> float:
         """Return this rank's vote; rank 0 also looks for the stop file."""
         if self._stop_path is not None and distributed.rank() == 0:
             # It does not exist; or the file system fails, which is no reason to stop
