@@ -54,8 +54,9 @@ from hfscale.errors import CheckpointError, ParameterError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
 from hfscale.trainer.state import output_folder, saved_state
+from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.adapters import check_adapters
-from hfscale.trainer.strategies.native import native_layout
+from hfscale.trainer.strategies.native import Native
 
 logger = get_logger(__name__)
 
@@ -215,7 +216,7 @@ class SpotCheckpointCallback(AdapterCallback):
         """Check what the training resumes from, keep its position in a stream, and resume what Trainer cannot."""
         adapter.at_training_end(self._forget_check)
         self.check_identity(adapter.trainer, adapter.resumes_from)
-        if native_layout(adapter.trainer.model) is not None:
+        if isinstance(Strategy.of(adapter.trainer), Native):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
                 adapter.announce_saves()

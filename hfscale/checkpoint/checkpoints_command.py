@@ -14,6 +14,7 @@ from hfscale.core.disk_errors import writing
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, UsageError
+from hfscale.facts.strategies import CONVERTIBLE, facts_of, is_family
 
 if TYPE_CHECKING:
     from hfscale.checkpoint.manifest import Manifest
@@ -79,7 +80,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="STRATEGY",
-            help="single, ddp, fsdp2, zero1, zero2, zero3, parallel or native.",
+            help=f"{', '.join(CONVERTIBLE[:-1])} or {CONVERTIBLE[-1]}.",
         ),
     ],
     world_size: Annotated[
@@ -94,13 +95,15 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint for another strategy or number of processes; a relaunched recipe does this by itself."""
-    from hfscale.checkpoint.conversion import STRATEGIES, convert
+    from hfscale.checkpoint.conversion import convert
 
-    if to not in STRATEGIES:
-        raise UsageError(f"--to is {to}: use one of {', '.join(STRATEGIES)}")
+    if to not in CONVERTIBLE:
+        raise UsageError(f"--to is {to}: use one of {', '.join(CONVERTIBLE)}")
     source, manifest = _open(source, global_batch_size)
-    ranks = world_size or (1 if to == "single" else manifest.world_size)
-    if (to == "single") != (ranks == 1) and to in ("single", "ddp"):
+    facts = facts_of(to)
+    ranks = world_size or (1 if facts.is_for_one_process else manifest.world_size)
+    # Without an engine that shards, a single process and several have strategies of their own
+    if not facts.shards and facts.is_for_one_process != (ranks == 1):
         raise UsageError(
             f"--to is {to} with --world-size {ranks}: use 'single' for one process, 'ddp' for several"
         )
@@ -120,7 +123,7 @@ def convert(
         return
     print(f"{target}: step {converted.step}, {to} on {ranks} processes, {_size(summary['bytes'])}")
     print(f"resume from it with --resume_from_checkpoint {target}")
-    if to.startswith("zero"):
+    if is_family(to, "zero"):
         print(
             'outside the recipes, DeepSpeed\'s config must contain "checkpoint": {"load_universal": true}'
         )

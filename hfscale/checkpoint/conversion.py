@@ -18,12 +18,10 @@ from pathlib import Path
 import torch
 
 from hfscale.checkpoint import store
-from hfscale.checkpoint.formats import STRATEGIES, check_target, layout_of, read_view, write_view
-from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
-from hfscale.checkpoint.formats.parallel import FOLDER, PARALLEL_NAME
+from hfscale.checkpoint.formats import FORMATS, format_written, read_view, write_view
+from hfscale.checkpoint.formats.parallel import PARALLEL_NAME
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
-from hfscale.checkpoint.formats.zero import is_universal, tag_folder
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.rng_states import write_rng_states
@@ -32,6 +30,7 @@ from hfscale.core.durable_files import flush_parents
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError, UsageError
+from hfscale.facts.strategies import facts_of
 
 logger = get_logger(__name__)
 
@@ -57,9 +56,10 @@ def can_read(manifest: Manifest, *, strategy: str, world_size: int) -> bool:
         strategy (`str`): strategy of the launch.
         world_size (`int`): number of processes of the launch.
     """
-    if layout_of(manifest.strategy) != layout_of(strategy):
+    written, reader = facts_of(manifest.strategy), facts_of(strategy)
+    if written.file_layout != reader.file_layout:
         return False
-    return layout_of(strategy) == "parallel" or manifest.world_size == world_size
+    return reader.reads_any_world_size or manifest.world_size == world_size
 
 
 def convert(
@@ -80,7 +80,7 @@ def convert(
         source (`Path`): a checkpoint.
         target (`Path`): path of the new checkpoint.
         manifest (`Manifest`): manifest of the source, which has been verified.
-        strategy (`str`): one of `hfscale.checkpoint.formats.STRATEGIES`.
+        strategy (`str`): one of `hfscale.facts.strategies.CONVERTIBLE`.
         world_size (`int`): number of processes that will resume from `target`.
         link (`bool`): hard-link the files that do not change, if the file system has hard links; else copy them.
 
@@ -108,10 +108,15 @@ def convert(
                 world_size=world_size,
                 link=link,
             )
-        same_states = (
-            layout_of(strategy) == "parallel" and layout_of(manifest.strategy) != "parallel"
+        # Ranks that share a matrix must drop out the same elements, and other strategies have no such ranks
+        shares_matrices = facts_of(strategy).reads_any_world_size
+        did_share = facts_of(manifest.strategy).reads_any_world_size
+        write_rng_states(
+            source,
+            unfinished,
+            world_size=world_size,
+            same_on_all_ranks=shares_matrices and not did_share,
         )
-        write_rng_states(source, unfinished, world_size=world_size, same_on_all_ranks=same_states)
         # For a source that was itself converted, the training that wrote it first is kept.
         written_by = {
             "strategy": manifest.strategy,
@@ -138,9 +143,10 @@ def convert(
 
 def _same_files(manifest: Manifest, source: Path, strategy: str) -> bool:
     """Return whether the target has the same tensor files as the source."""
-    if strategy.startswith("zero") and manifest.strategy.startswith("zero"):
-        return is_universal(source)
-    return layout_of(manifest.strategy) == layout_of(strategy)
+    written = facts_of(manifest.strategy).file_format
+    if written != facts_of(strategy).file_format:
+        return False
+    return FORMATS[written].keeps_tensor_files(source)
 
 
 def _is_rewritten(name: str) -> bool:
@@ -160,7 +166,6 @@ def _write_view(
     link: bool,
 ) -> None:
     check_states(view)
-    check_target(view, strategy)
     view = _with_empty_group(view)
     write_view(view, folder, strategy, step=step, world_size=world_size)
     names = [
@@ -174,9 +179,8 @@ def _write_view(
             "own files and cannot be converted; let the Trainer create the schedule (--lr_scheduler_type)"
         )
     non_empty = sum(bool(group.names) for group in view.groups)
-    _fit_schedule(
-        folder / "scheduler.pt", non_empty if strategy.startswith("zero") else len(view.groups)
-    )
+    drops_empty = FORMATS[facts_of(strategy).file_format].drops_empty_groups
+    _fit_schedule(folder / "scheduler.pt", non_empty if drops_empty else len(view.groups))
     if (source / "scaler.pt").is_file():
         logger.info(
             "the loss scale of fp16 is not converted: it restarts at its default and adapts again"
@@ -271,19 +275,8 @@ def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manife
     world_size = (
         sum(bool(_RNG_FILE_OF_RANK.fullmatch(path.name)) for path in checkpoint.iterdir()) or 1
     )
-    if (checkpoint / MODEL_FOLDER).is_dir():
-        strategy = "fsdp2"
-    elif (checkpoint / FOLDER).is_dir() and (checkpoint / PARALLEL_NAME).is_file():
-        strategy = "parallel"
-    elif (checkpoint / "latest").is_file():
-        folder = tag_folder(checkpoint)
-        path = folder / "mp_rank_00_model_states.pt"
-        path = path if path.is_file() else folder / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-        config = load_archive(path)["ds_config"]
-        strategy = f"zero{config['zero_optimization']['stage']}"
-        global_batch_size = global_batch_size or config.get("train_batch_size")
-    else:
-        strategy = "ddp" if world_size > 1 else "single"
+    origin = format_written(checkpoint).origin(checkpoint, world_size)
+    global_batch_size = global_batch_size or origin.global_batch_size
     if global_batch_size is None:
         raise UsageError(
             f"{checkpoint} has no manifest, and plain Trainer does not store the global batch size: give "
@@ -291,18 +284,8 @@ def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manife
         )
     return Manifest(
         step=step,
-        strategy=strategy,
+        strategy=origin.strategy,
         world_size=world_size,
         global_batch_size=global_batch_size,
         files={},
     )
-
-
-__all__ = [
-    "CONVERSION_NAME",
-    "STRATEGIES",
-    "can_read",
-    "convert",
-    "infer_manifest",
-    "read_origin",
-]

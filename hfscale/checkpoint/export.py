@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hfscale.checkpoint.formats import layout_of, read_view
+from hfscale.checkpoint.formats import read_view, unsharded
 from hfscale.checkpoint.formats.merged import split
 from hfscale.checkpoint.formats.parameter_names import model_of_config, read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import write_weights
@@ -15,6 +15,7 @@ from hfscale.checkpoint.formats.unsharded import read_unsharded_weights
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError
+from hfscale.facts.strategies import facts_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -80,7 +81,7 @@ def export(
 
 
 def _weights(checkpoint: Path, strategy: str) -> tuple[dict[str, TensorRef], dict[str, str]]:
-    if layout_of(strategy) == "unsharded":
+    if facts_of(strategy).file_format == unsharded.FORMAT.name:
         return read_unsharded_weights(checkpoint), {}
     view = read_view(checkpoint, strategy)
     aliases = dict(view.aliases)

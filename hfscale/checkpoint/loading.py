@@ -15,11 +15,10 @@ import xxhash
 from transformers import PreTrainedModel
 
 from hfscale.checkpoint.conversion import can_read, convert
-from hfscale.checkpoint.formats import STRATEGIES, layout_of
-from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
+from hfscale.checkpoint.formats import dcp, format_written, unsharded
 from hfscale.checkpoint.formats.merged import load_merged
 from hfscale.checkpoint.formats.safetensors_files import read_weights
-from hfscale.checkpoint.formats.zero import UNIVERSAL_LATEST
+from hfscale.checkpoint.formats.zero import is_universal
 from hfscale.checkpoint.manifest import Manifest, read_manifest
 from hfscale.checkpoint.resumable import why_not_resumable
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
@@ -28,9 +27,10 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
+from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of, is_family
 from hfscale.trainer.state import global_batch_size, output_folder
+from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import requested_strategy
-from hfscale.trainer.strategy import running_strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -69,11 +69,11 @@ def readable_checkpoint(
     source = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     reader = strategy or requested_strategy(args)
-    if strategy is None and reader == "parallel":
+    if strategy is None and facts_of(reader).is_set_by_script:
         # A Trainer, and not `ParallelTrainer`, runs the tensor parallelism of a launcher's config
         reader = "native"
     if not can_read(manifest, strategy=reader, world_size=args.world_size):
-        if reader not in STRATEGIES or manifest.strategy not in STRATEGIES:
+        if reader not in CONVERTIBLE or manifest.strategy not in CONVERTIBLE:
             raise LayoutError(
                 f"{checkpoint} was written under {manifest.strategy.upper()} and cannot be continued under "
                 f"{reader.upper()}: launch with the config that the run started with, {_START_OVER}"
@@ -90,7 +90,7 @@ def readable_checkpoint(
                 # A node with a disk of its own
                 _convert(source, target, manifest, reader, args.world_size)
         checkpoint = str(target)
-    if reader.startswith("zero") and (Path(checkpoint) / UNIVERSAL_LATEST).is_file():
+    if is_family(reader, "zero") and is_universal(Path(checkpoint)):
         _load_universal(args)
     return checkpoint
 
@@ -181,7 +181,7 @@ def finish_universal_load(trainer: "Trainer") -> None:
         HfScaleError: DeepSpeed has moved what is corrected.
     """
     engine: Any = trainer.model_wrapped
-    if not (trainer.is_deepspeed_enabled and engine.load_universal_checkpoint()):
+    if not (Strategy.of(trainer).engine_steps and engine.load_universal_checkpoint()):
         return
     optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
     on_device = any(
@@ -218,7 +218,7 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
     model = trainer.model
     if checkpoint is None or not isinstance(model, PreTrainedModel):
         return
-    if layout_of(running_strategy(trainer)) != "unsharded":
+    if Strategy.of(trainer).facts.file_format != unsharded.FORMAT.name:
         return
     stored = read_weights(Path(checkpoint), "model")
     names = load_merged(model, stored) if stored is not None else []
@@ -244,8 +244,9 @@ def check_resumed(trainer: "Trainer", checkpoint: str | None) -> None:
         CheckpointError: the manifest of the checkpoint cannot be read.
         MissingDependencyError: Accelerate is too old to resume under FSDP2.
     """
-    running = running_strategy(trainer)
-    missing = what_is_missing("FSDP2 checkpoints") if running == "fsdp2" else None
+    running = Strategy.of(trainer).facts
+    is_fsdp2 = running.file_format == dcp.FORMAT.name
+    missing = what_is_missing("FSDP2 checkpoints") if is_fsdp2 else None
     if missing is not None:
         if checkpoint is not None:
             raise MissingDependencyError(f"{checkpoint}: {missing}")
@@ -256,12 +257,16 @@ def check_resumed(trainer: "Trainer", checkpoint: str | None) -> None:
         _check_plain(Path(checkpoint), running)
         return
     manifest = read_manifest(checkpoint)
-    is_converted = running == "native" and manifest.strategy in STRATEGIES  # by `NativeLoading`
-    if layout_of(manifest.strategy) != layout_of(running) and not is_converted:
+    written = facts_of(manifest.strategy)
+    # By `NativeLoading` and `ParallelTrainer`, in place of Trainer's own loading
+    is_converted = running.is_set_by_script and written.is_convertible
+    if written.file_layout != running.file_layout and not is_converted:
+        name = running.name
+        conversion = f"{checkpoint} NEW_FOLDER --to {name} --world-size {trainer.args.world_size}"
         raise LayoutError(
-            f"{checkpoint} was written under {manifest.strategy.upper()}: the Trainer, under {running.upper()}, loads "
-            "no optimizer or schedule from it; convert it with `hfscale checkpoints convert "
-            f"{checkpoint} NEW_FOLDER --to {running} --world-size {trainer.args.world_size}` and resume from that"
+            f"{checkpoint} was written under {manifest.strategy.upper()}: the Trainer, under {name.upper()}, loads no "
+            f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {conversion}` and resume "
+            "from that"
         )
     size = global_batch_size(trainer)
     if size != manifest.global_batch_size:
@@ -277,22 +282,18 @@ def check_resumed(trainer: "Trainer", checkpoint: str | None) -> None:
         )
 
 
-def _check_plain(checkpoint: Path, running: str) -> None:
+def _check_plain(checkpoint: Path, running: StrategyFacts) -> None:
     """Check that plain Trainer wrote the checkpoint, which has no manifest, under a strategy with the same files.
 
     Raises:
         LayoutError: its files are those of another strategy.
     """
-    if (checkpoint / MODEL_FOLDER).is_dir():
-        written = "fsdp"
-    elif (checkpoint / "latest").is_file() or (checkpoint / UNIVERSAL_LATEST).is_file():
-        written = "zero"
-    else:
-        written = "ddp"
-    expected = "ddp" if layout_of(running) == "unsharded" else running.rstrip("0123456789")
-    if expected in ("ddp", "fsdp", "zero") and written != expected:
-        raise LayoutError(
-            f"{checkpoint} has the files of {written.upper()}: the Trainer, under {running.upper()}, loads no "
-            f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {checkpoint} NEW_FOLDER "
-            f"--to {running} --global-batch-size N` and resume from that"
-        )
+    written = format_written(checkpoint)
+    # What a script distributes itself is not loaded by Trainer's own methods
+    if written.name == running.file_format or running.is_set_by_script:
+        return
+    raise LayoutError(
+        f"{checkpoint} has the files of {written.label}: the Trainer, under {running.name.upper()}, loads no "
+        f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {checkpoint} NEW_FOLDER --to "
+        f"{running.name} --global-batch-size N` and resume from that"
+    )

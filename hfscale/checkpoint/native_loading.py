@@ -21,7 +21,6 @@ from hfscale.checkpoint.captures.native import (
     with_entries,
 )
 from hfscale.checkpoint.contents import rng_name
-from hfscale.checkpoint.formats import layout_of
 from hfscale.checkpoint.formats.parallel import FOLDER, PART, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import read_parameter_names
 from hfscale.checkpoint.formats.pieces import PieceLoadPlanner, Pieces
@@ -33,6 +32,7 @@ from hfscale.core.collectives import START
 from hfscale.core.disk_errors import PROGRAM_ERRORS
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
+from hfscale.facts.strategies import facts_of
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.strategies import Strategy
 
@@ -125,12 +125,16 @@ class NativeLoading:
         """
         if checkpoint not in self._readable:
             has_manifest = (Path(checkpoint) / MANIFEST_NAME).is_file()
-            is_readable = has_manifest and layout_of(
-                read_manifest(checkpoint).strategy
-            ) == layout_of("native")
+            own_layout = Strategy.of(self._trainer).facts.file_layout
+            is_readable = (
+                has_manifest
+                and facts_of(read_manifest(checkpoint).strategy).file_layout == own_layout
+            )
             readable: str | None = checkpoint
             if not is_readable:
-                readable = readable_checkpoint(self._trainer.args, checkpoint, strategy="native")
+                readable = readable_checkpoint(
+                    self._trainer.args, checkpoint, strategy=Strategy.of(self._trainer).name
+                )
             self._readable[checkpoint] = Path(str(readable))
         folder = self._readable[checkpoint]
         if not (folder / FOLDER).is_dir():

@@ -29,6 +29,8 @@ class StrategyFacts:
     """Whether a script distributes its model so, which neither the launcher nor the arguments know."""
     is_convertible: bool = True
     """Whether hfscale converts its checkpoints from and to those of other strategies."""
+    is_for_one_process: bool = False
+    """Whether it is the strategy of a single process, and has another name on several."""
     reads_any_world_size: bool = False
     """Whether its checkpoints are read on another number of ranks than wrote them, without a conversion."""
 
@@ -60,7 +62,13 @@ def _zero(stage: int) -> StrategyFacts:
 
 
 _ALL = (
-    StrategyFacts(name="single", family="single", file_format="unsharded", file_layout="unsharded"),
+    StrategyFacts(
+        name="single",
+        family="single",
+        file_format="unsharded",
+        file_layout="unsharded",
+        is_for_one_process=True,
+    ),
     StrategyFacts(name="ddp", family="ddp", file_format="unsharded", file_layout="unsharded"),
     StrategyFacts(
         name="fsdp1",
@@ -99,6 +107,21 @@ STRATEGIES: Mapping[str, StrategyFacts] = {facts.name: facts for facts in _ALL}
 
 CONVERTIBLE: tuple[str, ...] = tuple(facts.name for facts in _ALL if facts.is_convertible)
 """Names of the strategies whose checkpoints hfscale converts."""
+
+
+def facts_of(name: str) -> StrategyFacts:
+    """Return what is known of a strategy, of which another version of hfscale may have written the name.
+
+    Args:
+        name (`str`): the name of a strategy in a manifest.
+
+    Returns:
+        `StrategyFacts`: for an unknown name, those of a strategy that has nothing in common with any other.
+    """
+    unknown = StrategyFacts(
+        name=name, family=name, file_format=name, file_layout=name, is_convertible=False
+    )
+    return STRATEGIES.get(name, unknown)
 
 
 def is_family(name: str, family: str) -> bool:

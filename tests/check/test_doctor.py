@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import REPOSITORY, fake_nvidia_smi
 from hidden_packages import python_without
+from strategy_kinds import named
 from tiny import tiny_trainer
 
 import hfscale
@@ -261,7 +262,7 @@ def test_fsdp2_with_tied_embeddings(monkeypatch, accelerate, torch_version, work
 def test_fsdp2_does_not_resume_where_accelerate_loses_the_optimizer(monkeypatch, tmp_path):
     old = {"torch": "2.11", "transformers": "5.12", "accelerate": "1.12.0", "datasets": "5.2"}
     monkeypatch.setattr(versions, "installed", old.get)
-    monkeypatch.setattr(loading, "running_strategy", lambda trainer: "fsdp2")
+    monkeypatch.setattr(loading.Strategy, "of", lambda trainer: named("fsdp2"))
     warnings = []
     monkeypatch.setattr(loading.logger, "warning", lambda text, *args: warnings.append(text % args))
     loading.check_resumed(None, None)

@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale import latest_checkpoint
 from hfscale.checkpoint.conversion import convert
-from hfscale.checkpoint.formats import STRATEGIES, read_view
+from hfscale.checkpoint.formats import read_view
 from hfscale.checkpoint.formats.pieces import held_intervals
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import read_status, verify
 from hfscale.cli import main
 from hfscale.core.torch_internals import StridedShard
+from hfscale.facts.strategies import CONVERTIBLE
 from hfscale.health import node
 
 EXPERTS = Layout(fsdp=2, ep=2)
@@ -212,7 +213,7 @@ class TestConversion:
         assert_same_end(whole, trained)
 
     @pytest.mark.world(2)
-    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize("strategy", CONVERTIBLE)
     def test_every_strategy_and_back_keeps_every_bit(self, trained, tmp_path, strategy):
         """Weights, optimizer states and groups of a mixture of experts."""
         source = trained / "out" / f"checkpoint-{EVERY}"

@@ -1,4 +1,4 @@
-"""The formats of a checkpoint on disk: for each training strategy, one reader and one writer.
+"""The formats of a checkpoint on disk: one reader and one writer for each.
 
 | strategy | files | module |
 |---|---|---|
@@ -7,35 +7,31 @@
 | `parallel`, `native` | one torch distributed checkpoint with canonical names | parallel.py |
 | `zero1` to `zero3` | read: the files of each DeepSpeed rank, or universal ones; written: universal ones | zero.py |
 
-Every reader returns a `CheckpointView` (view.py), and every writer takes one. To add a format, write a module with
-`read_NAME(checkpoint) -> CheckpointView` and `write_NAME(view, folder)` and add it to the functions below: it can then
-be converted from and to all others.
+Every reader returns a `CheckpointView` (view.py), and every writer takes one. To add a format, write a module with a
+`Format` (format.py) and add it to `FORMATS` below: it can then be converted from and to all others. Which strategy has
+which format is in `hfscale.facts.strategies`.
 """
 
 from pathlib import Path
 
-from hfscale.checkpoint.formats.dcp import read_fsdp2, write_fsdp2
-from hfscale.checkpoint.formats.parallel import read_parallel, write_parallel
-from hfscale.checkpoint.formats.unsharded import read_unsharded, write_unsharded
+from hfscale.checkpoint.formats import dcp, parallel, unsharded, zero
+from hfscale.checkpoint.formats.format import Format
 from hfscale.checkpoint.formats.view import CheckpointView
-from hfscale.checkpoint.formats.zero import (
-    check_for_stage_3,
-    is_universal,
-    read_universal,
-    read_zero,
-    write_universal,
-)
 from hfscale.errors import CheckpointError
+from hfscale.facts.strategies import CONVERTIBLE, facts_of
 
-STRATEGIES = ("single", "ddp", "fsdp2", "zero1", "zero2", "zero3", "parallel", "native")
+# What no other format has written is unsharded: it comes last
+FORMATS = {each.name: each for each in (dcp.FORMAT, parallel.FORMAT, zero.FORMAT, unsharded.FORMAT)}
+"""The formats by name."""
 
 
-def layout_of(strategy: str) -> str:
-    """Return the name of the file layout that `strategy` uses.
+def format_written(checkpoint: Path) -> Format:
+    """Return the format of the files of a checkpoint, which needs no manifest.
 
-    Strategies of one layout read each other's files on any number of ranks, except for `zero1`, `zero2` and `zero3`.
+    Args:
+        checkpoint (`Path`): the checkpoint.
     """
-    return {"single": "unsharded", "ddp": "unsharded", "native": "parallel"}.get(strategy, strategy)
+    return next(each for each in FORMATS.values() if each.wrote(checkpoint))
 
 
 def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
@@ -43,22 +39,16 @@ def read_view(checkpoint: Path, strategy: str) -> CheckpointView:
 
     Args:
         checkpoint (`Path`): the checkpoint.
-        strategy (`str`): one of `STRATEGIES`.
+        strategy (`str`): one of `hfscale.facts.strategies.CONVERTIBLE`.
 
     Raises:
         CheckpointError: the strategy has no reader, or a file is missing, broken or would have to be unpickled.
     """
-    if layout_of(strategy) == "unsharded":
-        return read_unsharded(checkpoint)
-    if strategy == "fsdp2":
-        return read_fsdp2(checkpoint)
-    if layout_of(strategy) == "parallel":
-        return read_parallel(checkpoint)
-    if strategy in STRATEGIES:
-        return read_universal(checkpoint) if is_universal(checkpoint) else read_zero(checkpoint)
-    raise CheckpointError(
-        f"{checkpoint} was written under {strategy}: hfscale converts {', '.join(STRATEGIES)}"
-    )
+    if strategy not in CONVERTIBLE:
+        raise CheckpointError(
+            f"{checkpoint} was written under {strategy}: hfscale converts {', '.join(CONVERTIBLE)}"
+        )
+    return FORMATS[facts_of(strategy).file_format].read(checkpoint)
 
 
 def write_view(
@@ -69,36 +59,19 @@ def write_view(
     Args:
         view (`CheckpointView`): what is written.
         folder (`Path`): existing folder of the new checkpoint.
-        strategy (`str`): one of `STRATEGIES`.
+        strategy (`str`): one of `hfscale.facts.strategies.CONVERTIBLE`.
         step (`int`): optimizer steps taken.
         world_size (`int`): number of processes that will resume.
 
     Raises:
-        CheckpointError: the strategy has no writer, or a tensor of `view` cannot be read or written.
+        CheckpointError: the strategy has no writer or cannot load all that `view` holds, or a tensor of it cannot be
+            read or written.
     """
-    if layout_of(strategy) == "unsharded":
-        write_unsharded(view, folder)
-    elif strategy == "fsdp2":
-        write_fsdp2(view, folder)
-    elif layout_of(strategy) == "parallel":
-        write_parallel(view, folder)
-    elif strategy in STRATEGIES:
-        write_universal(view, folder, step=step, world_size=world_size)
-    else:
+    if strategy not in CONVERTIBLE:
         raise CheckpointError(
-            f"nothing can be converted to {strategy}: choose one of {', '.join(STRATEGIES)}"
+            f"nothing can be converted to {strategy}: choose one of {', '.join(CONVERTIBLE)}"
         )
-
-
-def check_target(view: CheckpointView, strategy: str) -> None:
-    """Check that `strategy` can load everything that `view` holds.
-
-    Args:
-        view (`CheckpointView`): the view to be written.
-        strategy (`str`): strategy that will load it. Only `zero3` has restrictions (see `check_for_stage_3`).
-
-    Raises:
-        CheckpointError: `strategy` cannot load the optimizer's states or groups.
-    """
-    if strategy == "zero3":
-        check_for_stage_3(view)
+    facts = facts_of(strategy)
+    target = FORMATS[facts.file_format]
+    target.check(view, facts)
+    target.write(view, folder, step=step, world_size=world_size)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hfscale.checkpoint.formats.format import Format, Origin
 from hfscale.checkpoint.formats.pieces import PieceSavePlanner
 from hfscale.checkpoint.formats.view import (
     CheckpointView,
@@ -274,7 +275,7 @@ def _groups(folder: Path, entries: Mapping[str, Entry]) -> list[ParameterGroup]:
     return [ParameterGroup.of(group, group["params"]) for _, group in sorted(found.items())]
 
 
-def write_fsdp2(view: CheckpointView, folder: Path) -> None:
+def write_fsdp2(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
     """Write the two distributed checkpoints that Accelerate loads under FSDP2, on any number of ranks.
 
     Args:
@@ -301,3 +302,21 @@ def _with_defaults(group: ParameterGroup) -> dict[str, Any]:
     return {
         name: value for name, value in defaults.items() if name not in group.options
     } | group.options
+
+
+def _wrote(checkpoint: Path) -> bool:
+    return (checkpoint / MODEL_FOLDER).is_dir()
+
+
+def _origin(checkpoint: Path, world_size: int) -> Origin:
+    return Origin(strategy="fsdp2")
+
+
+FORMAT = Format(
+    name="fsdp2",
+    label="FSDP",
+    wrote=_wrote,
+    origin=_origin,
+    read=read_fsdp2,
+    write=write_fsdp2,
+)

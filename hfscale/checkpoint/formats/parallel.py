@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.formats.dcp import save_refs, tensor_ref
+from hfscale.checkpoint.formats.format import Format, Origin
 from hfscale.checkpoint.formats.parameter_names import read_parameter_names
 from hfscale.checkpoint.formats.view import (
     CheckpointView,
@@ -193,7 +194,7 @@ def _concatenated(parts: Sequence[TensorRef], dim: int) -> TensorRef:
     return TensorRef(shape=tuple(shape), dtype=parts[0].dtype, read=read)
 
 
-def write_parallel(view: CheckpointView, folder: Path) -> None:
+def write_parallel(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
     """Write what `ParallelTrainer` reads with any layout: every tensor unsharded, under its canonical name.
 
     Args:
@@ -216,3 +217,21 @@ def write_parallel(view: CheckpointView, folder: Path) -> None:
     save_refs(folder / FOLDER, tensors)
     metadata = ParallelMetadata(layout=None, groups=[group.options for group in view.groups])
     (folder / PARALLEL_NAME).write_text(metadata.to_json(), encoding="utf-8")
+
+
+def _wrote(checkpoint: Path) -> bool:
+    return (checkpoint / FOLDER).is_dir() and (checkpoint / PARALLEL_NAME).is_file()
+
+
+def _origin(checkpoint: Path, world_size: int) -> Origin:
+    return Origin(strategy="parallel")
+
+
+FORMAT = Format(
+    name="parallel",
+    label="PARALLEL",
+    wrote=_wrote,
+    origin=_origin,
+    read=read_parallel,
+    write=write_parallel,
+)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hfscale.checkpoint.formats.format import Format, Origin
 from hfscale.checkpoint.formats.merged import merge
 from hfscale.checkpoint.formats.parameter_names import (
     ParameterNames,
@@ -95,7 +96,7 @@ def _ref(value: Any) -> TensorRef:
     return TensorRef.of(value if isinstance(value, torch.Tensor) else torch.tensor(float(value)))
 
 
-def write_unsharded(view: CheckpointView, folder: Path) -> None:
+def write_unsharded(view: CheckpointView, folder: Path, *, step: int, world_size: int) -> None:
     """Write the files that Trainer reads under `single` and `ddp`.
 
     Args:
@@ -135,3 +136,22 @@ def _memory_mapped(ref: TensorRef, path: Path) -> torch.Tensor:
     mapped = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
     mapped.copy_(tensor.reshape(-1))
     return mapped.view(tensor.shape)
+
+
+def _is_left(checkpoint: Path) -> bool:
+    """Return True: what no other format has written."""
+    return True
+
+
+def _origin(checkpoint: Path, world_size: int) -> Origin:
+    return Origin(strategy="ddp" if world_size > 1 else "single")
+
+
+FORMAT = Format(
+    name="unsharded",
+    label="DDP",
+    wrote=_is_left,
+    origin=_origin,
+    read=read_unsharded,
+    write=write_unsharded,
+)

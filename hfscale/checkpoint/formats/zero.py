@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from hfscale.checkpoint.formats.format import Format, Origin
 from hfscale.checkpoint.formats.view import (
     CheckpointView,
     ParameterGroup,
@@ -36,6 +37,7 @@ from hfscale.checkpoint.formats.view import (
 from hfscale.checkpoint.pickles import DEEPSPEED_CLASSES, FOLDER_NAME, load_archive
 from hfscale.core.versions import installed
 from hfscale.errors import CheckpointError
+from hfscale.facts.strategies import WEIGHTS, StrategyFacts
 
 UNIVERSAL_LATEST = "latest_universal"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -414,12 +416,25 @@ def _write_counters(
         torch.save(counters, folder / name)
 
 
-def check_for_stage_3(view: CheckpointView) -> None:
-    """Check that ZeRO-3's universal loader can load the view.
+def _shared_options(options: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the options that have the same value in all groups; the others stay as the launch sets them."""
+    first = options[0]
+    return {
+        key: value
+        for key, value in first.items()
+        if all(group.get(key) == value for group in options)
+    }
+
+
+def _check(view: CheckpointView, facts: StrategyFacts) -> None:
+    """Check that DeepSpeed's universal loader can load the view.
 
     Raises:
-        CheckpointError: the optimizer is not of the Adam family, or its groups have different learning rates.
+        CheckpointError: stage 3 will load it, and the optimizer is not of the Adam family, or its groups have
+            different learning rates.
     """
+    if WEIGHTS not in facts.shards:
+        return
     for group in view.groups:
         for name in group.names:
             missing = [key for key in _MOMENTS if key not in view.state.get(name, {})]
@@ -436,11 +451,33 @@ def check_for_stage_3(view: CheckpointView) -> None:
         )
 
 
-def _shared_options(options: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the options that have the same value in all groups; the others stay as the launch sets them."""
-    first = options[0]
-    return {
-        key: value
-        for key, value in first.items()
-        if all(group.get(key) == value for group in options)
-    }
+def _wrote(checkpoint: Path) -> bool:
+    return (checkpoint / "latest").is_file() or is_universal(checkpoint)
+
+
+def _origin(checkpoint: Path, world_size: int) -> Origin:
+    folder = tag_folder(checkpoint)
+    files = [folder / name for name in _MODEL_STATES]
+    path = files[0] if files[0].is_file() else files[1]
+    config = load_archive(path)["ds_config"]
+    return Origin(
+        strategy=f"zero{config['zero_optimization']['stage']}",
+        global_batch_size=config.get("train_batch_size"),
+    )
+
+
+def _read(checkpoint: Path) -> CheckpointView:
+    return read_universal(checkpoint) if is_universal(checkpoint) else read_zero(checkpoint)
+
+
+FORMAT = Format(
+    name="zero",
+    label="ZERO",
+    wrote=_wrote,
+    origin=_origin,
+    read=_read,
+    write=write_universal,
+    check=_check,
+    keeps_tensor_files=is_universal,
+    drops_empty_groups=True,
+)
