@@ -7,16 +7,16 @@ Replaced until the end of the training
 
 - `__class__` of the batch sampler of the training data, under `hfscale run`. By: `record_samples`. Reason: nothing
   tells which samples a batch consists of. Test: test_memory_snapshots.py.
-- `checkpoint_engine` of the DeepSpeed engine, during a save. By: `DeferredWrites.collecting`. Reason: DeepSpeed's
+- `checkpoint_engine` of the DeepSpeed engine, during a save. By: captures/zero.py. Reason: DeepSpeed's
   own background writers commit at a time that they report to nobody. Test: test_checkpoint_writer.py.
 
 Read, called, or set once
 
 - `Trainer._eval_dataloaders`. By: loader_seeds.py. Reason: nothing public tells whether a loader is used again by
   the next evaluation. Test: test_loader_seeds.py.
-- what `Trainer._save_checkpoint` calls (`saving._WRITING_METHODS`), followed call by call. By: TrainerSaving and
-  contents.py. Reason: Trainer writes to a folder, not to memory. Test: test_checkpoint_writer.py compares the files
-  byte for byte.
+- what `Trainer._save_checkpoint` calls (`overrides.WRITING_METHODS`), followed call by call. By: TrainerSaving,
+  contents.py and captures/. Reason: Trainer writes to a folder, not to memory. Test: test_checkpoint_writer.py and
+  test_captures.py compare the files byte for byte.
 - `_config.load_universal_checkpoint` of the DeepSpeed engine. By: `finish_universal_load`. Reason: the engine would
   look for universal files in every later load. Test: test_reshape.py.
 - `_iterator` of torch's `DataLoader`. By: preemption/workers.py. Reason: nothing public tells which worker processes

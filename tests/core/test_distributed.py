@@ -7,7 +7,7 @@ from conftest import REPOSITORY
 
 from hfscale.checkpoint.store import list_checkpoints, verify
 from hfscale.core import collectives
-from hfscale.core.collectives import StepAgreement
+from hfscale.core.collectives import TRAINING, StepAgreement
 
 
 class FakeClock:
@@ -66,6 +66,46 @@ def test_a_quick_first_step_does_not_set_the_interval(monkeypatch):
         clock.now += 60.0
         exchanged.append(agreement.step(lambda: {"a": 1.0}) is not None)
     assert exchanged == [False, True]
+
+
+@pytest.fixture
+def exchanges(monkeypatch):
+    """The names of the exchanges of a rank whose peers vote 0."""
+    names = []
+
+    def start_max(name, numbers):
+        names.append(name)
+        return lambda: list(numbers)
+
+    monkeypatch.setattr(collectives, "is_distributed", lambda: True)
+    monkeypatch.setattr(TRAINING, "start_max", start_max)
+    return names
+
+
+def with_an_exchange_in_progress(clock, votes):
+    agreement = StepAgreement("test", 100.0, overlapped=True)
+    found = []
+    for _ in range(3):
+        clock.now += 0.05
+        found.append(agreement.step(lambda: votes))
+    assert found == [votes, None, None]  # the first is read at once, and that of the third step at the next one
+    return agreement
+
+
+def test_the_votes_of_an_exchange_in_progress_count(monkeypatch, exchanges):
+    agreement = with_an_exchange_in_progress(FakeClock(monkeypatch), {"a": 1.0, "b": 2.0})
+    assert agreement.now({"a": 3.0, "b": 0.0}) == {"a": 3.0, "b": 2.0}
+    assert agreement.now({"a": 0.0, "b": 0.0}) == {"a": 0.0, "b": 0.0}
+    assert exchanges == ["test: a, b"] * 4, "the debug check of names sees which votes a rank has"
+
+
+def test_a_step_exchanges_at_once_where_it_is_asked_to(monkeypatch, exchanges):
+    clock = FakeClock(monkeypatch)
+    agreement = with_an_exchange_in_progress(clock, {"a": 1.0})
+    for _ in range(3):
+        clock.now += 0.05
+        assert agreement.step(lambda: {"a": 0.5}, at_once=True) == {"a": 1.0 if len(exchanges) == 3 else 0.5}
+    assert len(exchanges) == 5
 
 
 @pytest.mark.world(3)
