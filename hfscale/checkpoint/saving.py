@@ -96,8 +96,10 @@ class TrainerSaving:
         """Whether `on_save` of another callback may read or write files of the checkpoint."""
         self.commits = trainer.args.should_save
         """Whether this rank commits the checkpoints."""
-        self.synchronous_because = self._why_synchronous() if asynchronous else _NOT_ASYNCHRONOUS
+        self.synchronous_because: str | None = "asynchronous is False"
         """Why training waits for each save; None if it does not."""
+        if asynchronous:
+            self.synchronous_because = self._why_synchronous()
         self._agree_with_other_ranks()
         if asynchronous:
             self._log_mode()
@@ -114,14 +116,10 @@ class TrainerSaving:
     def _agree_with_other_ranks(self) -> None:
         """Wait for each save on all ranks if one must, and expect readers if one has any: callbacks may differ."""
         reasons = TRAINING.gather("start: saving", [self.synchronous_because, self.has_readers])
-        if self.synchronous_because is None:
-            others = [
-                f"{reason} (on rank {rank})"
-                for rank, (reason, _) in enumerate(reasons)
-                if reason is not None
-            ]
-            self.synchronous_because = others[0] if others else None
-        self.has_readers = any(has_readers for _, has_readers in reasons)
+        for rank, (reason, has_readers) in enumerate(reasons):
+            if self.synchronous_because is None and reason is not None:
+                self.synchronous_because = f"{reason} (on rank {rank})"
+            self.has_readers = self.has_readers or has_readers
 
     def _log_mode(self) -> None:
         writers_of_model = model_methods(self._own_methods)
@@ -246,10 +244,12 @@ class TrainerSaving:
             is_optional (`bool`): the output directory is another one, in which there is no best checkpoint.
         """
         failed: Exception | None = None
-        captured: Captured | None = None
+        captured = Captured()
+        # An optional checkpoint may be in another folder on each node
+        ranks_per_node = processes_on_this_host() if is_optional else None
         try:
             self._run_trainers_method(model, trial, run_dir, is_optional=is_optional)
-            captured = self._take(processes_on_this_host() if is_optional else None)
+            captured = self._take(ranks_per_node)
         except Exception as error:
             failed = error  # the other ranks must learn of it instead of waiting for this one
         return self._job(run_dir, begun, captured, failed)
@@ -264,11 +264,10 @@ class TrainerSaving:
         state = self._trainer.state
         best = state.best_model_checkpoint
         if self._trainer_writes or self._own_methods:
-            skipped = [] if self._trainer_writes else self._copied_methods
             with (
                 self._capture.collecting(),
                 self._writing_to_unfinished(run_dir),
-                self._adapter.methods_skipped(skipped),
+                self._adapter.methods_skipped(self._copied_methods()),
             ):
                 self._original(model, trial)
         elif trial is None:  # Trainer does not count operations in a search
@@ -281,10 +280,13 @@ class TrainerSaving:
             folder = unfinished_folder(run_dir, state.global_step)
             _name_best(folder / TRAINER_STATE_NAME, state.best_model_checkpoint)
 
-    @property
     def _copied_methods(self) -> list[str]:
-        """Methods of Trainer that write, in a synchronous save, what a background save copies."""
-        return [*([] if model_methods(self._own_methods) else ["save_model"]), *_COPIED_METHODS]
+        """Return the methods of Trainer that must not write in a save, since it copies what they would write."""
+        if self._trainer_writes:
+            return []
+        if model_methods(self._own_methods):
+            return list(_COPIED_METHODS)
+        return ["save_model", *_COPIED_METHODS]
 
     def _take(self, ranks_per_node: int | None) -> Captured:
         """Copy what the next step changes and Trainer's own method has not written.
@@ -300,11 +302,12 @@ class TrainerSaving:
                 writes.append(take_rng_state(trainer))
             if trainer.args.should_save and not self._own_methods:
                 writes.append(take_trainer_state(trainer))
-            captured = self._capture.take(
+            state = self._capture.take(
                 copies=self.synchronous_because is None, ranks_per_node=ranks_per_node
             )
-            writes.append(captured.write)
-            write_collectively = captured.write_collectively
+            if state.write is not None:
+                writes.append(state.write)
+            write_collectively = state.write_collectively
         if self._capture.is_complete:
             writes.append(take_tensors(self._adapter.saved_tensors))
         additions = self._capture.additions()
@@ -324,9 +327,10 @@ class TrainerSaving:
         They may read what they have written beside it, as ms-swift does with the first weights of PiSSA.
         """
         step = self._trainer.state.global_step
-        own = {"save_model" if name == "_save" else name for name in self._own_methods} - {
-            "_save_checkpoint"
-        }
+        # `_save` is called by `save_model` with the same folder, and `_save_checkpoint` gets none
+        own = set(self._own_methods) - {"_save_checkpoint", "_save"}
+        if "_save" in self._own_methods:
+            own.add("save_model")
         folder = str(unfinished_folder(run_dir, step))
         with ExitStack() as stack:
             if self._own_methods:
@@ -340,7 +344,7 @@ class TrainerSaving:
             yield
 
     def _job(
-        self, run_dir: Path, begun: float, captured: Captured | None, error: Exception | None
+        self, run_dir: Path, begun: float, captured: Captured, error: Exception | None
     ) -> CheckpointJob:
         args = self._trainer.args
         state = self._trainer.state
@@ -362,12 +366,9 @@ class TrainerSaving:
             on_commit=committed,
             started_at=begun,
             error=error,
-            write=None if captured is None else captured.write,
-            write_collectively=None if captured is None else captured.write_collectively,
+            write=captured.write,
+            write_collectively=captured.write_collectively,
         )
-
-
-_NOT_ASYNCHRONOUS = "asynchronous is False"
 
 
 def _why_arguments_wait(args: TrainingArguments) -> str | None:
@@ -386,8 +387,10 @@ def _why_user_code_waits(trainer: Trainer) -> str | None:
     methods = why_own_methods_wait(trainer, own_methods(trainer))
     if methods is not None:
         return methods
-    readers = [name for name in map(reader_of_saves, trainer.callback_handler.callbacks) if name]
-    return f"{readers[0]}.on_save may read the checkpoint" if readers else None
+    for name in map(reader_of_saves, trainer.callback_handler.callbacks):
+        if name is not None:
+            return f"{name}.on_save may read the checkpoint"
+    return None
 
 
 def _note_best(trainer: Trainer, run_dir: Path) -> None:

@@ -149,6 +149,26 @@ class TestFiles:
         assert names | {"tokenizer.json"} <= set(records[True])
         assert records[True] == records[False]
 
+    def test_the_trial_of_a_search_is_saved_as_trainer_saves_it(self, tmp_path, monkeypatch):
+        """It has a folder of its own, and Trainer does not count the operations of a search."""
+        records = []
+        for asynchronous in (False, True):
+            folder = tmp_path / str(asynchronous)
+            folder.mkdir()
+            monkeypatch.chdir(folder)
+            spot = SpotCheckpointCallback(asynchronous=asynchronous)
+            arguments = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "epoch", "max_steps": 3}
+            trainer = tiny_trainer("run", spot, logging_strategy="no", **arguments)
+            trainer.model_init = lambda: tiny_model()
+            trainer.hyperparameter_search(
+                hp_space=lambda trial: {"weight_decay": trial.suggest_float("weight_decay", 0.1, 0.1)},
+                n_trials=1,
+                backend="optuna",
+            )
+            assert spot._saving.synchronous_because == (None if asynchronous else "asynchronous is False")
+            records.append(verify(folder / "run" / "run-0" / "checkpoint-2").files)
+        assert records[0] == records[1]
+
     def test_trainer_state_has_the_log_and_the_best_checkpoint(self, tmp_path):
         states = []
         for asynchronous in (False, True):

@@ -45,8 +45,8 @@ class LiveState:
 class Captured:
     """What this rank writes of a checkpoint, which no later step changes."""
 
-    write: Callable[[Path], None]
-    """Writes this rank's own files into the folder of the checkpoint."""
+    write: Callable[[Path], None] | None = None
+    """Writes this rank's own files into the folder of the checkpoint; None: there are none."""
     write_collectively: Callable[[Path], None] | None = None
     """Writes what needs exchanges between the ranks; every rank must call it. None: there is nothing."""
 
