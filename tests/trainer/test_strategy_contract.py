@@ -9,7 +9,7 @@ touches:
 | hfscale/trainer/strategies/NAME.py, `__init__.py` | the class, and its place among the kinds |
 | hfscale/facts/strategies.py | what its name says without a model |
 | hfscale/facts/support.toml, tests/facts/test_support.py | what it does not work with, with an example of each rule |
-| hfscale/checkpoint/captures/NAME.py, `capture.py` | how its checkpoints are copied and written |
+| hfscale/checkpoint/captures/NAME.py, `__init__.py` | how its checkpoints are copied and written |
 | hfscale/checkpoint/formats/NAME.py, `__init__.py` | how its checkpoints are converted, if the files are new |
 | tests/trainer/test_strategy_contract.py | a layout of this test |
 | docs/strategies.md, CHANGELOG.md | what users read |
