@@ -184,20 +184,28 @@ def finish_universal_load(trainer: "Trainer") -> None:
     if not (Strategy.of(trainer).engine_steps and engine.load_universal_checkpoint()):
         return
     optimizer: torch.optim.Optimizer = engine.optimizer.optimizer
-    on_device = any(
-        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
-    )
+    has_steps_on_device = keeps_steps_on_device(optimizer)
     for parameter, state in optimizer.state.items():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = (
-                state["step"].detach().to(parameter.device if on_device else "cpu", copy=True)
-            )
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            device = parameter.device if has_steps_on_device else torch.device("cpu")
+            state["step"] = step.detach().to(device, copy=True)
     try:
         engine._config.load_universal_checkpoint = False
     except AttributeError:
         raise HfScaleError(
             "DeepSpeed no longer keeps load_universal_checkpoint in its config"
         ) from None
+
+
+def keeps_steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer of torch needs its counters of steps on the device of the parameters.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): an optimizer inside of Accelerate's and DeepSpeed's.
+    """
+    groups = optimizer.param_groups
+    return any(group.get("fused") or group.get("capturable") for group in groups)
 
 
 def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:

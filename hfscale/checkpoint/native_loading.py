@@ -24,7 +24,7 @@ from hfscale.checkpoint.contents import rng_name
 from hfscale.checkpoint.formats.parallel import FOLDER, PART, read_parallel_metadata
 from hfscale.checkpoint.formats.parameter_names import read_parameter_names
 from hfscale.checkpoint.formats.pieces import PieceLoadPlanner, Pieces
-from hfscale.checkpoint.loading import readable_checkpoint
+from hfscale.checkpoint.loading import keeps_steps_on_device, readable_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.pickles import Entry, load_archive, read_dcp_metadata
 from hfscale.checkpoint.rng_states import copy_first_rng_state
@@ -247,15 +247,8 @@ def _load_optimizer(trainer: Trainer, checkpoint: Path) -> None:
     """Read states, options and schedule; see `NativeLoading.load_optimizer_and_scheduler`."""
     optimizer = Strategy.of(trainer).torch_optimizer()
     entries = read_dcp_metadata(checkpoint / FOLDER)
-    keys: dict[str, set[str]] = {}
-    for name in entries:
-        kind, _, rest = name.partition(".")
-        own, _, key = rest.rpartition(".")
-        if kind == "optimizer":
-            keys.setdefault(own, set()).add(key.partition(PART)[0])
-    is_on_device = any(
-        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
-    )
+    keys = _keys_of_states(entries)
+    has_steps_on_device = keeps_steps_on_device(optimizer)
     wanted: dict[str, torch.Tensor] = {}
     for full_name, parameter in optimized(trainer):
         own = stored_name(full_name)
@@ -263,9 +256,8 @@ def _load_optimizer(trainer: Trainer, checkpoint: Path) -> None:
         for key in sorted(keys.get(own, ())):
             entry = entries.get(f"optimizer.{own}.{key}")
             if entry is not None and entry.shape == ():
-                state[key] = torch.zeros(
-                    (), dtype=torch.float32, device=parameter.device if is_on_device else "cpu"
-                )
+                device = parameter.device if has_steps_on_device else torch.device("cpu")
+                state[key] = torch.zeros((), dtype=torch.float32, device=device)
             else:
                 state[key] = torch.zeros_like(parameter.data)
             wanted[f"optimizer.{own}.{key}"] = state[key]
@@ -277,6 +269,17 @@ def _load_optimizer(trainer: Trainer, checkpoint: Path) -> None:
     scheduler = with_entries(load_archive(checkpoint / SCHEDULER_NAME), stored_groups, numbers)
     assert trainer.lr_scheduler is not None  # Trainer makes it before it loads a checkpoint
     trainer.lr_scheduler.load_state_dict(scheduler)
+
+
+def _keys_of_states(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
+    """Return the keys of the optimizer's states (`exp_avg`, `step`, …) that are stored of each parameter."""
+    keys: dict[str, set[str]] = {}
+    for name in entries:
+        kind, _, rest = name.partition(".")
+        parameter, _, key = rest.rpartition(".")
+        if kind == "optimizer":
+            keys.setdefault(parameter, set()).add(key.partition(PART)[0])
+    return keys
 
 
 def _restore_options(trainer: Trainer, checkpoint: Path) -> list[int]:

@@ -43,7 +43,7 @@ from hfscale.checkpoint.formats.parallel import (
     read_parallel_metadata,
 )
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
-from hfscale.checkpoint.loading import readable_checkpoint
+from hfscale.checkpoint.loading import keeps_steps_on_device, readable_checkpoint
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.rng_states import copy_first_rng_state
 from hfscale.core import distributed
@@ -145,9 +145,7 @@ def load_optimizer(
             shape.
     """
     shapes = _stored_shapes(checkpoint)
-    is_on_device = any(
-        group.get("fused") or group.get("capturable") for group in optimizer.param_groups
-    )
+    has_steps_on_device = keeps_steps_on_device(optimizer)
     states: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
     wanted: dict[str, torch.Tensor] = {}
     for name, parameter in _optimized_parameters(parallelized, optimizer):
@@ -157,9 +155,8 @@ def load_optimizer(
         for key in sorted(keys):
             shape = shapes.get(prefix + key)
             if shape is not None and len(shape) == 0:
-                state = torch.zeros(
-                    (), dtype=torch.float32, device=parameter.device if is_on_device else "cpu"
-                )
+                device = parameter.device if has_steps_on_device else torch.device("cpu")
+                state = torch.zeros((), dtype=torch.float32, device=device)
             elif shape is None or shape == parameter.shape:
                 state = torch.zeros_like(parameter.data)
             else:

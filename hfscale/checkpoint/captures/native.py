@@ -11,8 +11,8 @@ used: they write while training waits, and first send strided shards between the
 """
 
 import io
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -236,31 +236,45 @@ def _groups(trainer: Trainer) -> list[_Group]:
 
     If the groups are others than Trainer's, they are returned as they are.
     """
-    own = Strategy.of(trainer).torch_optimizer().param_groups
-    members = names_by_group(trainer)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in own]
-    with_decay, without_decay = trained_names(model_of(trainer)).groups
-    # Numbers of the optimizer's groups that are parts of one of Trainer's
-    parts: list[list[int]] = [[], []]
-    for number, names in enumerate(members):
-        if set(names) <= set(with_decay):
-            parts[0].append(number)
-        elif set(names) <= set(without_decay):
-            parts[1].append(number)
-    is_divided = sum(map(len, parts)) == len(own)
-    if not is_divided or any(
-        options[number] != options[part[0]] for part in parts for number in part
-    ):
-        return [
-            _Group(names=members[number], options=options[number], number=number)
-            for number in range(len(own))
-        ]
-    known = {name for names in members for name in names}
     groups = []
-    for names, part, decay in zip(
-        (with_decay, without_decay), parts, (trainer.args.weight_decay, 0.0), strict=True
-    ):
-        first = options[part[0]] if part else options[0] | {"weight_decay": decay}
-        found = [name for name in names if name in known]
-        groups.append(_Group(names=found, options=first, number=part[0] if part else 0))
-    return groups
+    own = Strategy.of(trainer).torch_optimizer().param_groups
+    for number, (names, group) in enumerate(zip(names_by_group(trainer), own, strict=True)):
+        options = {key: value for key, value in group.items() if key != "params"}
+        groups.append(_Group(names=names, options=options, number=number))
+    wholes = trained_names(model_of(trainer)).groups
+    parts_of_wholes = _parts_of(wholes, groups)
+    if parts_of_wholes is None:
+        return groups
+    stepped = {name for group in groups for name in group.names}
+    decays = (trainer.args.weight_decay, 0.0)
+    made = []
+    for names, parts, decay in zip(wholes, parts_of_wholes, decays, strict=True):
+        kept = [name for name in names if name in stepped]
+        if parts:
+            made.append(replace(parts[0], names=kept))
+        else:  # adapters leave one of the two without parameters
+            options = groups[0].options | {"weight_decay": decay}
+            made.append(_Group(names=kept, options=options, number=0))
+    return made
+
+
+def _parts_of(wholes: Sequence[list[str]], groups: list[_Group]) -> list[list[_Group]] | None:
+    """Return which groups each whole one has been divided into.
+
+    Returns:
+        `list[list[_Group]]` or `None`: the parts of each; None if a group is part of none, or if parts have different
+            options, so that they are no parts of one group.
+    """
+    found: list[list[_Group]] = [[] for _ in wholes]
+    for group in groups:
+        containing = (
+            number for number, names in enumerate(wholes) if set(group.names) <= set(names)
+        )
+        number = next(containing, None)
+        if number is None:
+            return None
+        parts = found[number]
+        if parts and parts[0].options != group.options:
+            return None
+        parts.append(group)
+    return found
