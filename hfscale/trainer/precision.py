@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.fsdp2 import Fsdp2
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -24,9 +25,9 @@ def sum_gradients_in_fp32(trainer: "Trainer") -> None:
     Args:
         trainer (`Trainer`): its policy of mixed precision is replaced.
     """
-    plugin = trainer.accelerator.state.fsdp_plugin
-    if plugin is None:
+    if not isinstance(Strategy.of(trainer), Fsdp2):
         return
+    plugin = trainer.accelerator.state.fsdp_plugin
     if isinstance(plugin.mixed_precision_policy, MixedPrecisionPolicy):
         plugin.mixed_precision_policy = replace(
             plugin.mixed_precision_policy, reduce_dtype=torch.float32, output_dtype=None
