@@ -22,6 +22,7 @@ from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_p
 
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.trainer.attention import attention_implementation
+from hfscale.trainer.strategies.tensors import full_shape
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -114,7 +115,7 @@ def _reason_of_masks(model: PreTrainedModel) -> str | None:
     )
     before_layers = layers[0].register_forward_pre_hook(stop)
     tensors = {
-        name: torch.zeros((), dtype=tensor.dtype).expand(getattr(tensor, "ds_shape", tensor.shape))
+        name: torch.zeros((), dtype=tensor.dtype).expand(full_shape(tensor))
         for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())
     }
     inputs = {

@@ -14,6 +14,7 @@ from hfscale.core.versions import is_peft_model
 from hfscale.errors import UsageError
 from hfscale.trainer.generation import stop_tokens
 from hfscale.trainer.state import output_folder
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -42,9 +43,8 @@ def save_final_model(trainer: "Trainer", *, merge_adapters: bool = False) -> Non
     Raises:
         UsageError: adapters are to be merged into a base model that has no name or folder.
     """
-    if trainer.is_fsdp_enabled:
-        # Checkpoints are written in shards; the exported model is a single state dict.
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    # Checkpoints may be written in shards; the exported model is a single state dict.
+    Strategy.of(trainer).collect_full_state_dicts()
     trainer.save_model()
     folder = output_folder(trainer.args)
     if trainer.args.should_save:
@@ -92,7 +92,7 @@ def _merge_while_others_wait(trainer: "Trainer", folder: Path) -> None:
     try:
         write_merged(folder, folder / MERGED)
     finally:
-        if trainer.is_deepspeed_enabled:
+        if Strategy.of(trainer).engine_steps:
             set_hf_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config)
     _write_generation_config(trainer, folder / MERGED)
     if trainer.processing_class is not None:

@@ -25,6 +25,7 @@ from hfscale.trainer.batches import (
     token_mask,
 )
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import full_shape
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -231,5 +232,4 @@ def number_of_experts(module: nn.Module) -> int:
     weight = next(module.parameters(recurse=False), None)
     if weight is None:
         return int(module.num_experts)  # type: ignore[arg-type]
-    # ZeRO-3 keeps the shape there; a DTensor's is global
-    return int(getattr(weight, "ds_shape", weight.shape)[0])
+    return full_shape(weight)[0]

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer import SCALER_NAME, SCHEDULER_NAME
 
@@ -36,6 +35,7 @@ from hfscale.core.versions import is_peft_model
 from hfscale.errors import CheckpointError
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import is_distributed_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,9 +220,9 @@ def _check_state(name: str, parameter: torch.Tensor, key: str, state: torch.Tens
     Raises:
         CheckpointError: it is neither, so that another layout could not be given its part.
     """
-    is_like_parameter = state.shape == parameter.shape and isinstance(state, DTensor) == isinstance(
-        parameter, DTensor
-    )
+    has_same_shape = state.shape == parameter.shape
+    are_both_distributed = is_distributed_tensor(state) == is_distributed_tensor(parameter)
+    is_like_parameter = has_same_shape and are_both_distributed
     if state.ndim > 0 and not is_like_parameter:
         raise CheckpointError(
             f"the optimizer's {key} of '{name}' has the shape {list(state.shape)} and the parameter "

@@ -96,6 +96,10 @@ class Fsdp2(ShardedByLayers):
         # Accelerate sets the base class of the policy where nothing is offloaded
         return isinstance(self._plugin.cpu_offload, CPUOffloadPolicy)
 
+    def collect_full_state_dicts(self) -> None:
+        """Have Accelerate gather the shards when Trainer saves the model."""
+        self._plugin.set_state_dict_type("FULL_STATE_DICT")
+
     @property
     def replicas(self) -> bool:
         """Whether several ranks hold the same shards (HSDP)."""

@@ -227,6 +227,9 @@ class Strategy:
         innermost: torch.optim.Optimizer = optimizer
         return innermost
 
+    def collect_full_state_dicts(self) -> None:
+        """Have Trainer save complete weights from now on, where the engine can also save shards."""
+
     def reshard(self) -> None:
         """Free gathered weights: then the parameters of the model are the shards that the optimizer steps."""
         for module in sharded_modules(model_of(self.trainer)):

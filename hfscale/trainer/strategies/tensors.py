@@ -104,6 +104,15 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """Return the shape of a parameter on all ranks together; that of a DTensor always is.
+
+    Args:
+        parameter (`torch.Tensor`): a parameter; of one that ZeRO-3 has partitioned, the tensor itself is empty.
+    """
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def full_numel(parameter: torch.Tensor) -> int:
     """Return the number of elements of a parameter on all ranks together.
 
