@@ -1,5 +1,5 @@
 # make train            set up .venv and train a small Llama
-# make check            ruff, mypy, and warnings about long files and functions
+# make check            ruff, mypy, and what tests/sizes.py says of long and dense files
 # make docs             the documentation site -> site/
 # make test             the test suite; ARGS=tests/checkpoint limits it to one folder or file
 # make test-trainers    the Trainers of transformers, TRL and sentence-transformers
