@@ -126,6 +126,15 @@ def launch(tmp_path: Path) -> Callable[..., Finished]:
     return run
 
 
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of `recipe_runs.make_workplace`, which tests copy. A module that adds files to it overrides this."""
+    import recipe_runs  # imports this module
+
+    recipe_runs.warm_up()
+    return recipe_runs.make_workplace(tmp_path_factory.mktemp("workplace"))
+
+
 @pytest.fixture(scope="session")
 def launch_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, str]]:
     """Return a function from a strategy to the variables that `accelerate launch` sets for its ranks."""

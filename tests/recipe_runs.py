@@ -8,7 +8,7 @@ from pathlib import Path
 
 from conftest import RECIPE, REPOSITORY
 from forked_ranks import run_ranks
-from transformers import LlamaConfig, MixtralConfig
+from transformers import LlamaConfig, MixtralConfig, PreTrainedTokenizerBase
 
 from hfscale.recipe import corpus
 
@@ -95,6 +95,25 @@ def warm_up() -> None:
     from hfscale import ParallelTrainer, ScalingCallback  # noqa: F401
 
 
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+"""Sizes of the models of a workplace."""
+
+
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerBase | None = None, **sizes: int) -> Path:
+    """Fill a folder with a tokenizer, by default the embedded one, and the config of a small Llama of two layers."""
+    tokenizer = tokenizer or corpus.default_tokenizer()
+    tokenizer.save_pretrained(folder)
+    config = {"vocab_size": len(tokenizer), "num_hidden_layers": 2, **SIZES, **sizes}
+    LlamaConfig(**config).save_pretrained(folder)
+    return folder
+
+
 def make_workplace(folder: Path) -> Path:
     """Fill a folder with a tokenizer, a text, the DeepSpeed configs and three model configs, and return it.
 
@@ -103,20 +122,19 @@ def make_workplace(folder: Path) -> Path:
     """
     tokenizer = corpus.default_tokenizer()
     tokenizer.save_pretrained(folder / "tokenizer")
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
+    sizes = {"vocab_size": len(tokenizer), **SIZES}
     LlamaConfig(**sizes, num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(folder / "model")
     LlamaConfig(**sizes, num_hidden_layers=2, tie_word_embeddings=False).save_pretrained(folder / "deep")
     MixtralConfig(**sizes, num_hidden_layers=2, num_local_experts=4).save_pretrained(folder / "experts")
     (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
     shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
     return folder
+
+
+def vocabulary_of(workplace: Path) -> int:
+    """Return the number of tokens of a workplace's models."""
+    config = json.loads((workplace / "deep" / "config.json").read_text())
+    return int(config["vocab_size"])
 
 
 def run_recipe(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from attacks import RunsCode
-from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
+from recipe_runs import STRATEGIES, logged, output, run_recipe
 from safetensors.torch import load_file, save_file
 from tiny import tiny_arguments, tiny_trainer
 from transformers import AutoModelForCausalLM
@@ -32,12 +32,6 @@ from hfscale.recipe.resume import keep_global_batch
 
 pytestmark = pytest.mark.world(2)
 TOLERANCE = 4e-6  # of losses in fp32, between orders of summation
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    warm_up()
-    return make_workplace(tmp_path_factory.mktemp("workplace"))
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, agent_launch
-from transformers import LlamaConfig
-
-from hfscale.recipe import corpus
+from recipe_runs import make_workplace
 
 pytestmark = pytest.mark.faults
 ENDS_WITHIN_S = 60.0
@@ -23,18 +21,7 @@ ENDS_WITHIN_S = 60.0
 
 def start(folder, *flags):
     """Start the recipe on four processes, with a log in `folder`, in a process group of its own."""
-    tokenizer = corpus.default_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    ).save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
+    make_workplace(folder)
     config = REPOSITORY / "accelerate_configs" / "tp_pp.yaml"
     command = [
         sys.executable,
@@ -46,7 +33,7 @@ def start(folder, *flags):
         "4",
     ]
     command += [str(REPOSITORY / "recipes" / "tp_pp" / "train.py"), "--tp_size", "2", "--pp_size", "2"]
-    command += ["--config_name", str(folder / "model"), "--tokenizer_name", str(folder / "tokenizer")]
+    command += ["--config_name", str(folder / "deep"), "--tokenizer_name", str(folder / "tokenizer")]
     command += ["--train_file", str(folder / "text.txt"), "--block_size", "32", "--output_dir", str(folder / "run")]
     command += ["--gradient_accumulation_steps", "4", "--max_steps", "100000", "--logging_steps", "5", *flags]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}

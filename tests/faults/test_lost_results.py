@@ -4,16 +4,10 @@ import json
 import shutil
 
 import pytest
-from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
+from recipe_runs import STRATEGIES, logged, output, run_recipe
 
 pytestmark = [pytest.mark.faults, pytest.mark.world(2), pytest.mark.timeout(1800)]
 EVALUATED = ("--validation_split_percentage", "10", "--max_eval_samples", "8")
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    warm_up()
-    return make_workplace(tmp_path_factory.mktemp("workplace"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -8,7 +8,7 @@ import re
 import shutil
 
 import pytest
-from recipe_runs import STRATEGIES, logged, make_workplace, output, run_recipe, warm_up
+from recipe_runs import STRATEGIES, logged, output, run_recipe
 
 pytestmark = [pytest.mark.faults, pytest.mark.world(4), pytest.mark.timeout(3600)]
 RANKS = (1, 2, 3, 4)
@@ -28,12 +28,6 @@ def targets(source, shift):
 def test_four_shifts_cover_the_matrix():
     for source in SOURCES:
         assert sorted(target for shift in range(4) for target in targets(source, shift)) == sorted(SOURCES)
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    warm_up()
-    return make_workplace(tmp_path_factory.mktemp("workplace"))
 
 
 @pytest.fixture(scope="module")

@@ -30,14 +30,12 @@ def conversation(number):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    recipe_runs.warm_up()
-    folder = recipe_runs.make_workplace(tmp_path_factory.mktemp("workplace"))
-    LlamaConfig.from_pretrained(folder / "deep", max_position_embeddings=128).save_pretrained(folder / "deep64")
+def workplace(workplace):
+    LlamaConfig.from_pretrained(workplace / "deep", max_position_embeddings=128).save_pretrained(workplace / "deep64")
     records = [conversation(number) for number in range(600)]
     records[7] = {"messages": [{"role": "narrator", "content": "x"}]}
-    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    return folder
+    (workplace / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return workplace
 
 
 def run(workplace, folder, strategy, ranks=2, **layout):

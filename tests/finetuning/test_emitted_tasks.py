@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, accelerate_launch
-from transformers import LlamaConfig
+from recipe_runs import save_model
 
 from hfscale import estimate, plan
 from hfscale.planner.emit import emit
@@ -40,17 +40,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("task", OPTIONS)
 def test_the_emitted_command_trains(tmp_path, task):
-    model = tmp_path / "model"
-    tokenizer = corpus.default_tokenizer()
-    tokenizer.save_pretrained(model)
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    ).save_pretrained(model)
+    model = save_model(tmp_path / "model", max_position_embeddings=2048)
     options = {"gpu": "H100-80GB", "seq_len": 128, "task": task}
     length = {"max_completion_length": 8} if task == "grpo" else {}
     found = plan(str(model), gpus=1, **options, **length)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import RECIPE
 from forked_ranks import run_ranks
-from recipe_runs import FLAGS, SHARDED, TP_PP, _recipe, environment_of, make_workplace, output, warm_up
+from recipe_runs import FLAGS, SHARDED, TP_PP, _recipe, environment_of, output
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -26,15 +26,13 @@ SPLIT = ["--pp_size", "2", "--gradient_accumulation_steps", "2", "--per_device_t
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """Return a folder with a text, prompts, and a base model with dropout, whose weights are on disk."""
-    warm_up()
-    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
-    config = LlamaConfig.from_pretrained(folder / "deep", attention_dropout=0.1)
-    build_model(config, seed=0, dtype=torch.float32).save_pretrained(folder / "base")
+def workplace(workplace):
+    """The folder, with prompts and a base model with dropout, whose weights are on disk."""
+    config = LlamaConfig.from_pretrained(workplace / "deep", attention_dropout=0.1)
+    build_model(config, seed=0, dtype=torch.float32).save_pretrained(workplace / "base")
     prompts = [{"prompt": "line 7 is"}, {"messages": [{"role": "user", "content": "line 8?"}]}, {"prompt": "line"}]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    return folder
+    (workplace / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    return workplace
 
 
 @pytest.fixture(scope="module")

@@ -60,15 +60,13 @@ def words(completions, answer, **columns):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    recipe_runs.warm_up()
+def workplace(workplace):
     import hfscale.recipe.trl  # noqa: F401
 
-    folder = recipe_runs.make_workplace(tmp_path_factory.mktemp("workplace"))
-    LlamaConfig.from_pretrained(folder / "deep", max_position_embeddings=256).save_pretrained(folder / "model")
-    (folder / "rewards.py").write_text(REWARDS)
-    (folder / "prompts.txt").write_text("What does os.getcwd do?\nline 7 is\n")
-    return folder
+    LlamaConfig.from_pretrained(workplace / "deep", max_position_embeddings=256).save_pretrained(workplace / "model")
+    (workplace / "rewards.py").write_text(REWARDS)
+    (workplace / "prompts.txt").write_text("What does os.getcwd do?\nline 7 is\n")
+    return workplace
 
 
 def run(folder, recipe, strategy, *, ranks=2, stop=None, **flags):

@@ -11,6 +11,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import REPOSITORY, accelerate_launch
+from recipe_runs import save_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hfscale import ParallelArguments, estimate, plan
@@ -36,7 +37,6 @@ from hfscale.planner.memory import GIB, state_bytes
 from hfscale.planner.peak import rank_parameters
 from hfscale.planner.plan import Choice
 from hfscale.planner.request import PlanRequest
-from hfscale.recipe import corpus
 from hfscale.recipe.parsing import parse_arguments
 
 BLOCK = 32
@@ -63,19 +63,7 @@ SYNCED = ("fsdp2", "fsdp2_grad_op", "fsdp2_hsdp", "fsdp2_tp", "fsdp2_cp", "fp8")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A folder with a config.json and a tokenizer, but no weights."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer = corpus.default_tokenizer()
-    tokenizer.save_pretrained(folder)
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    ).save_pretrained(folder)
-    return folder
+    return save_model(tmp_path_factory.mktemp("models") / "tiny", num_hidden_layers=4)
 
 
 def planned(model, **options):

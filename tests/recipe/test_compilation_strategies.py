@@ -5,18 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from recipe_runs import logged, make_workplace, output, run_recipe, warm_up
+from recipe_runs import logged, output, run_recipe
 
 EVALUATED = ("--validation_split_percentage", "50", "--eval_strategy", "steps", "--eval_steps", "2")
 COMPILED = ("--torch_compile_regional", "true", "--torch_compile_backend", "aot_eager")
 LORA = ("--use_peft", "true", "--lora_r", "4")
 RECOMPUTED = ("--activation_checkpointing", "true")
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    warm_up()
-    return make_workplace(tmp_path_factory.mktemp("workplace"))
 
 
 @pytest.mark.recipes

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from recipe_runs import logged, make_workplace, output, run_recipe, warm_up
+from recipe_runs import logged, output, run_recipe
 
 LORA = ("--use_peft", "true", "--lora_r", "4")
 ACCUMULATED = ("--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "3")
@@ -15,12 +15,10 @@ DOCUMENTS = ("--train_file", "documents.jsonl", "--packing", "bestfit", "--docum
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    warm_up()
-    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
+def workplace(workplace: Path) -> Path:
     documents = (" ".join(f"{n} is not {n * k}" for k in range(1 + n % 4)) for n in range(400))
-    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return folder
+    (workplace / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return workplace
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from recipe_runs import logged, make_workplace, output, run_recipe, warm_up
+from recipe_runs import logged, output, run_recipe
 
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import RecipeTrainingArguments
@@ -13,12 +13,6 @@ pytestmark = pytest.mark.recipes
 STEPS = 20
 MUON = ["--optim", "muon", "--optim_args", "dtype=float32", "--max_steps", str(STEPS), "--num_train_epochs", "9"]
 SMALL = [*MUON, "--config_name", "deep", "--save_steps", "10"]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    warm_up()
-    return make_workplace(tmp_path_factory.mktemp("workplace"))
 
 
 def copy_of(workplace, folder):

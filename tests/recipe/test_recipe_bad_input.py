@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import RECIPE, REPOSITORY, Finished, fake_nvidia_smi
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from recipe_runs import save_model
+from tiny import byte_level_tokenizer
 
 from hfscale import latest_checkpoint
 
@@ -36,23 +36,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a config of a hundred thousand parameters and its tokenizer."""
     folder = tmp_path_factory.mktemp("model")
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([TEXT], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.save_pretrained(folder)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=POSITIONS,
-    )
-    config.save_pretrained(folder)
-    return folder
+    tokenizer = byte_level_tokenizer([TEXT])
+    return save_model(folder, tokenizer, hidden_size=64, intermediate_size=128, max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture

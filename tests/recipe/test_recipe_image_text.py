@@ -5,7 +5,7 @@ import shutil
 from itertools import islice
 
 import pytest
-from recipe_runs import GEMMA_4_EXPERTS, logged, make_workplace, output, run_recipe
+from recipe_runs import GEMMA_4_EXPERTS, SIZES, logged, output, run_recipe, vocabulary_of
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -54,16 +54,13 @@ def gemma_4(text):
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """Return a folder of `make_workplace` with the checkpoints of both families."""
-    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
-    sizes = json.loads((folder / "deep" / "config.json").read_text())
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    text = {name: sizes[name] for name in (*names, "max_position_embeddings")}
+def workplace(workplace):
+    """The folder, with the checkpoints of both families."""
+    text = {"vocab_size": vocabulary_of(workplace), **SIZES}
     for name, build in (("qwen3_5", qwen3_5), ("gemma_4", gemma_4)):
         set_seed(0)
-        build({**text, "num_hidden_layers": 2, "head_dim": 8}).save_pretrained(folder / name)
-    return folder
+        build({**text, "num_hidden_layers": 2, "head_dim": 8}).save_pretrained(workplace / name)
+    return workplace
 
 
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 import torch
-from recipe_runs import GEMMA_4_EXPERTS, GLOBAL_BATCH, logged, make_workplace, output, run_recipe
+from recipe_runs import GEMMA_4_EXPERTS, GLOBAL_BATCH, SIZES, logged, output, run_recipe, vocabulary_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GptOssConfig, Qwen3MoeConfig, set_seed
 
@@ -19,20 +19,18 @@ FULL_BATCH = ("--per_device_train_batch_size", str(GLOBAL_BATCH))
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """Return a folder of `make_workplace` with the config of a small mixture of experts, `qwen3_moe`."""
-    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
-    sizes = json.loads((folder / "deep" / "config.json").read_text())
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+def workplace(workplace):
+    """The folder, with the config of a small mixture of experts, `qwen3_moe`."""
     Qwen3MoeConfig(
-        **{name: sizes[name] for name in (*names, "max_position_embeddings")},
+        **SIZES,
+        vocab_size=vocabulary_of(workplace),
         num_hidden_layers=2,
         head_dim=8,
         num_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
-    ).save_pretrained(folder / "qwen3_moe")
-    return folder
+    ).save_pretrained(workplace / "qwen3_moe")
+    return workplace
 
 
 @pytest.fixture(scope="module")

@@ -7,21 +7,19 @@ import shutil
 import pytest
 import torch
 from conftest import REPOSITORY, accelerate_launch, agent_launch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch.distributed.checkpoint import FileSystemReader
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig
 
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.parallel.weights import build_model
 
 pytestmark = pytest.mark.recipes
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
-TEXT = "the quick brown fox jumps over the lazy dog\n" * 200
 FLAGS = [
     "--config_name",
-    "model",
+    "deep",
     "--tokenizer_name",
-    "model",
+    "tokenizer",
     "--train_file",
     "text.txt",
     "--block_size",
@@ -52,30 +50,6 @@ versions.installed = lambda package: None if package == "deepspeed" else install
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """Return a folder with a model's config, a tokenizer, a text and the DeepSpeed configs."""
-    folder = tmp_path_factory.mktemp("workplace")
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator([TEXT], trainers.BpeTrainer(initial_alphabet=alphabet, show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    tokenizer.save_pretrained(folder / "model")
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    ).save_pretrained(folder / "model")
-    (folder / "text.txt").write_text(TEXT)
-    shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
-    return folder
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from forked_ranks import run_ranks
-from recipe_runs import environment_of, logged, make_workplace, output, run_recipe
+from recipe_runs import environment_of, logged, output, run_recipe, vocabulary_of
 from safetensors.torch import load_file
 from tiny import EXPERT_SIZES, EXPERTS, VOCAB, tiny_trainer
 from tiny import logged as logged_by
@@ -245,12 +245,10 @@ NATIVE = ("--ep_size", "2")
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """Return a folder of `make_workplace` with the config of a small DeepSeek-V3."""
-    folder = make_workplace(tmp_path_factory.mktemp("workplace"))
-    vocabulary = json.loads((folder / "deep" / "config.json").read_text())["vocab_size"]
-    config_of(vocab_size=vocabulary).save_pretrained(folder / "deepseek_v3")
-    return folder
+def workplace(workplace):
+    """The folder, with the config of a small DeepSeek-V3."""
+    config_of(vocab_size=vocabulary_of(workplace)).save_pretrained(workplace / "deepseek_v3")
+    return workplace
 
 
 @pytest.fixture(scope="module")

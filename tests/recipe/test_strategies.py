@@ -15,10 +15,9 @@ import pytest
 import torch
 from conftest import REPOSITORY, accelerate_launch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from hfscale.checkpoint.store import verify
-from hfscale.recipe import corpus
 
 pytestmark = pytest.mark.recipes
 SHARDED = REPOSITORY / "recipes" / "sharded" / "train.py"
@@ -26,7 +25,7 @@ CONFIGS = REPOSITORY / "accelerate_configs"
 STEPS = 4
 FLAGS = [
     "--config_name",
-    "model",
+    "deep",
     "--tokenizer_name",
     "tokenizer",
     "--train_file",
@@ -136,26 +135,6 @@ NVME = Case(
 )  # in the fault suite
 RESUMED = ("fsdp2",)  # the fault suite resumes the others
 VARIANTS = ("fsdp2_grad_op", "zero2_offload", "zero3_offload", "zero3_hpz")  # launched in the fault suite
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """Return a folder with a model config, a tokenizer, a text and the DeepSpeed configs."""
-    folder = tmp_path_factory.mktemp("strategies")
-    tokenizer = corpus.default_tokenizer()
-    tokenizer.save_pretrained(folder / "tokenizer")
-    LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    ).save_pretrained(folder / "model")
-    (folder / "text.txt").write_text("".join(f"line {n} is not line {n * n % 89}\n" for n in range(800)))
-    shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
-    return folder
 
 
 @pytest.fixture(scope="module")

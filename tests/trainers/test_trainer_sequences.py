@@ -9,7 +9,7 @@ from kinds_transformers import Rows, builder, llama, text
 from kinds_trl import KINDS as TRL_KINDS
 from tiny import logged
 from trainer_contract import LEARNING_RATE, make, training_arguments
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from hfscale import LRScalingCallback, ScalingCallback
 
@@ -179,7 +179,7 @@ def test_auto_find_batch_size(tmp_path, plain):
     for name, callbacks, options in (("plain_found", [], {}), ("found", [doubling()], half)):
         torch.manual_seed(0)
         trainers[name] = Trainer(
-            model=LlamaThatNeedsMemory(LlamaConfig(**llama().config.to_dict())),
+            model=LlamaThatNeedsMemory(llama().config),
             args=TrainingArguments(**training_arguments(tmp_path / name, **big, **options)),
             train_dataset=Rows(text),
             eval_dataset=Rows(text, 8),
