@@ -50,14 +50,19 @@ def regime_of(job: Job) -> Regime:
     Args:
         job (`Job`): the run.
     """
+    is_plain = job.layout.tp == 1 and job.layout.pp == 1 and not job.runs_parallel_trainer
+    # Accelerate casts to bf16 where torch holds the fp32 weights; who shards them casts them too.
+    if job.method != "full" and job.zero == 0 and not job.pure_bf16:
+        return "lora"
     if job.method != "full":
-        return "lora" if job.zero == 0 and not job.pure_bf16 else "lora_bf16"
+        return "lora_bf16"
     if job.precision == "fp32":
         return "fp32"
     if job.pure_bf16 or job.zero in (1, 2) or job.offload != "none":
         return "bf16"
-    is_plain = job.layout.tp == 1 and not job.runs_parallel_trainer and job.layout.pp == 1
-    return "autocast" if job.zero == 0 and is_plain else "mixed"
+    if job.zero == 0 and is_plain:
+        return "autocast"
+    return "mixed"
 
 
 def layer_bytes(job: Job, framework: Framework) -> float:
@@ -74,27 +79,27 @@ def layer_bytes(job: Job, framework: Framework) -> float:
         job (`Job`): the run.
         framework (`Framework`): constants of the training framework.
     """
+    # What frameworks keep differs by kernels, which the constants of each were measured or read for.
     compiled = framework.compiled_kept if job.compile else 1.0
     if framework.kept is None:
         return compiled * _hugging_face_bytes(job, "none")
     shape = job.shape
     attention = shape.attention
-    tp = job.layout.tp
     kept = framework.kept
     if framework.name == "megatron" and job.precision == "fp8":
         kept = {width: size - FP8_SAVED.get(width, 0.0) for width, size in kept.items()}
     if job.norm_kernel:
         kept = {**kept, "hidden": NORM_KERNEL_BYTES}
-    mlp = kept["mlp"] if shape.gated else kept["plain_mlp"]
+    mlp = kept["mlp" if shape.gated else "plain_mlp"]
     if job.method != "full":
         mlp -= 2.0
-    split = tp if job.sequence_parallel else 1
     inside = (
         kept["query"] * attention.query_width
         + kept["kv"] * attention.kv_width
         + mlp * shape.mlp_width
     )
-    widths = kept["hidden"] * shape.hidden / split + inside / tp
+    split = job.sequence_split
+    widths = kept["hidden"] * shape.hidden / split + inside / job.layout.tp
     widths += kept["routed"] * shape.moe_share * shape.top_k * shape.hidden / split
     return job.tokens * compiled * widths
 
@@ -103,7 +108,7 @@ def _hugging_face_bytes(job: Job, recompute: str) -> float:
     """Bytes of one layer and micro-batch in Hugging Face's models."""
     kept = _per_token(job, recompute)
     tp = job.layout.tp
-    split = tp if job.sequence_parallel else 1
+    split = job.sequence_split
     if not job.spreads_experts:
         return job.tokens * (kept.unsplit / split + kept.split / tp)
     more = (imbalance_of(job, shared_constants()) - 1) * kept.dispatched
@@ -113,8 +118,7 @@ def _hugging_face_bytes(job: Job, recompute: str) -> float:
 
 
 def _per_token(job: Job, recompute: str) -> KeptBytes:
-    rank = job.lora_rank if job.method != "full" else 0
-    return kept_bytes(job.shape, regime_of(job), recompute, job.seq_len, rank)
+    return kept_bytes(job.shape, regime_of(job), recompute, job.seq_len, job.adapter_rank)
 
 
 def dispatched_bytes(job: Job) -> float:
@@ -143,10 +147,11 @@ def exchange_bytes(job: Job) -> float:
     if not job.spreads_experts or not job.shape.moe_share:
         return 0.0
     received = 2 * imbalance_of(job, shared_constants())
-    is_weighted = job.activation_checkpointing == "none" or (
-        job.shape.moe is not None and job.shape.moe.shared_ffn > 0
-    )
-    sent = 3 if is_weighted else 2
+    moe = job.shape.moe
+    has_shared_expert = moe is not None and moe.shared_ffn > 0
+    sent = 2
+    if job.activation_checkpointing == "none" or has_shared_expert:
+        sent += 1  # the weighted outputs
     return job.tokens * routed_bytes(job.shape, regime_of(job)) * (received + sent) / job.layout.tp
 
 
@@ -161,16 +166,16 @@ def transient_bytes(job: Job) -> float:
     Args:
         job (`Job`): the run, which has a pipeline.
     """
-    width = 4.0 if job.precision == "fp32" else 2.0
-    split = job.layout.tp if job.sequence_parallel else 1
     shape = job.shape
-    received = 2 * job.tokens * shape.hidden / split
-    new = unit_parameters(job) if job.method == "full" else 0.0
+    received = 2 * job.tokens * shape.hidden / job.sequence_split
+    new = 0.0
+    if job.method == "full":
+        new = unit_parameters(job)
     inside = 0.0
     if job.schedule_name in SPLIT_BACKWARD:
         routed = shape.moe_share * shape.top_k * shape.hidden
         inside = job.tokens * (3 * shape.mlp_width + routed) / job.layout.tp
-    return width * (received + inside + new)
+    return job.value_bytes * (received + inside + new)
 
 
 def new_gradient_bytes(job: Job, parameters: float, *, at_loss: bool = False) -> float:
@@ -186,8 +191,10 @@ def new_gradient_bytes(job: Job, parameters: float, *, at_loss: bool = False) ->
     """
     if job.schedule_name not in SPLIT_BACKWARD or job.method != "full":
         return 0.0
-    width = 4.0 if job.precision == "fp32" else 2.0
-    return width * parameters * (1.0 if at_loss else 1 - 1 / job.virtual_stages)
+    stages = job.value_bytes * parameters
+    if at_loss:
+        return stages
+    return stages * (1 - 1 / job.virtual_stages)
 
 
 def waiting_bytes(job: Job) -> float:
@@ -201,11 +208,10 @@ def waiting_bytes(job: Job) -> float:
         job (`Job`): the run, which has a pipeline.
     """
     shape = job.shape
-    tp = job.layout.tp
-    width = 4.0 if job.precision == "fp32" else 2.0
-    split = tp if job.sequence_parallel else 1
     returned = 2 * shape.hidden
-    norms = shape.norms_per_layer * shape.hidden if job.method == "full" else 0
+    norms = 0
+    if job.method == "full":
+        norms = shape.norms_per_layer * shape.hidden
     normed = layer_widths(shape, job.seq_len)["normed"]
     more = 0.0
     if job.spreads_experts and shape.moe is not None:
@@ -213,11 +219,9 @@ def waiting_bytes(job: Job) -> float:
             linear.used * linear.outputs for linear in shape.moe.linears if linear.copies > 1
         )
         more = (imbalance_of(job, shared_constants()) - 1) * shape.moe_share * routed
-    return (
-        width
-        * job.tokens
-        * (returned + norms / split + (shape.output_width - returned + normed + more) / tp)
-    )
+    inside = (shape.output_width - returned + normed + more) / job.layout.tp
+    widths = returned + norms / job.sequence_split + inside
+    return job.value_bytes * job.tokens * widths
 
 
 def end_activations(job: Job, framework: Framework) -> float:
@@ -229,8 +233,8 @@ def end_activations(job: Job, framework: Framework) -> float:
     """
     if framework.kept is not None:
         return 0.0
-    split = job.layout.tp if job.sequence_parallel else 1
-    return job.tokens * _per_token(job, job.activation_checkpointing).ends / split
+    kept = _per_token(job, job.activation_checkpointing)
+    return job.tokens * kept.ends / job.sequence_split
 
 
 def selective_bytes(job: Job, framework: Framework) -> float:
@@ -247,13 +251,17 @@ def selective_bytes(job: Job, framework: Framework) -> float:
     """
     shape = job.shape
     attention = shape.attention
-    tp = job.layout.tp
     if framework.kept is None:
-        unread = 2.0 * job.tokens * shape.hidden if job.compile and shape.gated else 0.0
-        return _hugging_face_bytes(job, "selective") - unread
-    boundary = shape.hidden / (tp if job.sequence_parallel else 1)
-    last = shape.hidden if shape.gated and not job.compile else 0.0
-    inside = (2 * attention.query_width + attention.kv_width / 2 + shape.mlp_width) / tp
+        kept = _hugging_face_bytes(job, "selective")
+        if job.compile and shape.gated:
+            kept -= 2.0 * job.tokens * shape.hidden
+        return kept
+    boundary = shape.hidden / job.sequence_split
+    last = 0.0
+    if shape.gated and not job.compile:
+        last = shape.hidden
+    inside = 2 * attention.query_width + attention.kv_width / 2 + shape.mlp_width
+    inside /= job.layout.tp
     return 2.0 * job.tokens * (boundary + inside + last)
 
 
@@ -268,9 +276,9 @@ def _megatron_dropped(job: Job, framework: Framework) -> float:
     attention = shape.attention
     if shape.moe is None or framework.kept is None:
         return 0.0
-    tp = job.layout.tp
     width = 1.0 if job.precision == "fp8" else 2.0
-    norms = 2 * width * shape.hidden / (tp if job.sequence_parallel else 1)
+    tp = job.layout.tp
+    norms = 2 * width * shape.hidden / job.sequence_split
     inner = width * shape.moe_share * shape.mlp_width / tp
     latent = 0.0
     if attention.latent_width:
@@ -292,30 +300,34 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     """
     shape = job.shape
     all_activations = layer_bytes(job, framework) + _gathered_inputs(job, framework)
-    tp = job.layout.tp
     scores = _score_bytes(job, framework)
-    residual = 4.0 if framework.kept is None and regime_of(job) in ("fp32", "autocast") else 2.0
-    boundary = residual * job.tokens * shape.hidden / (tp if job.sequence_parallel else 1)
     if job.activation_checkpointing == "none":
         return all_activations + scores, 0.0
+    # What is kept sums over layers, so it is that of the mean layer; what is working is that of the fullest one.
     if framework.kept is None and shape.other_layers:
         fullest = replace(job, shape=_fullest(job))
         all_activations = layer_bytes(fullest, framework) + _gathered_inputs(fullest, framework)
         if job.activation_checkpointing == "selective":
-            return selective_bytes(job, framework), all_activations + scores - selective_bytes(
-                fullest, framework
-            )
+            of_fullest = selective_bytes(fullest, framework)
+            return selective_bytes(job, framework), all_activations + scores - of_fullest
     if job.activation_checkpointing == "full":
-        return boundary, all_activations + scores
+        return _boundary_bytes(job, framework), all_activations + scores
     if framework.name == "megatron":
         return all_activations - _megatron_dropped(job, framework), scores
     kept = min(all_activations, selective_bytes(job, framework))
     return kept, all_activations + scores - kept
 
 
+def _boundary_bytes(job: Job, framework: Framework) -> float:
+    """Bytes of the input of one layer and micro-batch, the residual stream, which autocast leaves in fp32."""
+    residual = 2.0
+    if framework.kept is None and regime_of(job) in ("fp32", "autocast"):
+        residual = 4.0
+    return residual * job.tokens * job.shape.hidden / job.sequence_split
+
+
 def _fullest(job: Job) -> ModelShape:
-    rank = job.lora_rank if job.method != "full" else 0
-    return of_fullest_layer(job.shape, regime_of(job), job.seq_len, rank)
+    return of_fullest_layer(job.shape, regime_of(job), job.seq_len, job.adapter_rank)
 
 
 def _score_bytes(job: Job, framework: Framework) -> float:
@@ -336,9 +348,12 @@ def _gathered_inputs(job: Job, framework: Framework) -> float:
     if framework.name != "hf":
         return 0.0
     tp = job.layout.tp
-    cp = job.layout.cp
-    inputs = 2 * 2.0 * shape.hidden * (1 - 1 / tp) if job.sequence_parallel else 0.0
-    others = 2.0 * shape.attention.kv_width / tp * (cp - 1) if job.runs_parallel_trainer else 0.0
+    inputs = 0.0
+    if job.sequence_parallel:
+        inputs = 2 * 2.0 * shape.hidden * (1 - 1 / tp)
+    others = 0.0
+    if job.runs_parallel_trainer:
+        others = 2.0 * shape.attention.kv_width / tp * (job.layout.cp - 1)
     return job.tokens * (inputs + others)
 
 
@@ -354,11 +369,11 @@ def micro_batches_in_flight(job: Job, *, last: bool = False) -> float:
     v = job.virtual_stages
     if job.overlapped_experts:
         # The forward pass of one more chunk runs at the same time as each backward pass.
-        return min(
-            micro_batches_in_flight(replace(job, overlapped_experts=False), last=last) + 1 / v,
-            float(m),
-        )
-    rank = pp - 1 if last and not job.is_v_shaped else 0
+        without = micro_batches_in_flight(replace(job, overlapped_experts=False), last=last)
+        return min(without + 1 / v, float(m))
+    rank = 0
+    if last and not job.is_v_shaped:
+        rank = pp - 1
     return in_flight(job.schedule_name, pp=pp, stages_per_rank=v, micro_batches=m, rank=rank)
 
 
@@ -396,7 +411,9 @@ def kept_and_waiting(job: Job, framework: Framework) -> tuple[float, float]:
             inputs and of the weights.
     """
     kept, _ = kept_and_working(job, framework)
-    return kept, waiting_bytes(job) if job.schedule_name in SPLIT_BACKWARD else 0.0
+    if job.schedule_name in SPLIT_BACKWARD:
+        return kept, waiting_bytes(job)
+    return kept, 0.0
 
 
 def held_bytes(
@@ -423,10 +440,10 @@ def held_bytes(
     )
     if at_loss:
         moments = tuple(held._replace(waiting=max(0, held.waiting - 1)) for held in moments)
+    rank_of_head = 0 if job.is_v_shaped else job.layout.pp - 1
     logits = 0.0
-    if rank == (0 if job.is_v_shaped else job.layout.pp - 1) and not job.liger:
-        width = 4.0 if job.precision == "fp32" else 2.0
-        logits = width * job.tokens * job.shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    if rank == rank_of_head and not job.liger:
+        logits = job.value_bytes * job.tokens * job.shape.vocab / job.logits_split
     kept, waiting = (layers / stages * of_one for of_one in of_a_layer)
     return max(held.bytes(kept, waiting + logits) for held in moments)
 
@@ -444,29 +461,36 @@ def loss_bytes(job: Job, framework: Framework) -> float:
     """
     shape = job.shape
     if job.task != "text":
-        head = shape.vocab * shape.embedding_width if job.method == "full" else 0
-        width = 4.0 if job.precision == "fp32" else 2.0
+        head = 0
+        if job.method == "full":
+            head = shape.vocab * shape.embedding_width
+        width = job.value_bytes
         tile = width * min(job.tokens, LOSS_TILE[0]) * min(shape.vocab, LOSS_TILE[1])
         return tile + (4.0 + width) * (job.tokens * shape.hidden + head)
-    logits = job.tokens * shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    # A fused loss never has all logits; of those that have, each kernel keeps other copies of them.
+    logits = job.tokens * shape.vocab / job.logits_split
+    if job.liger and job.chunked_loss:
+        return _chunked_loss_bytes(job)
     if job.liger:
-        return _chunked_loss_bytes(job) if job.chunked_loss else _fused_loss_bytes(job)
+        return _fused_loss_bytes(job)
     if job.loss_kernel:
         return LOSS_KERNEL_BYTES * logits
     if job.loss_parallel and job.layout.tp > 1:
         return framework.split_loss_kept * logits
-    return (
-        framework.compiled_loss_kept if job.compile and job.compiled_loss else framework.loss_kept
-    ) * logits
+    if job.compile and job.compiled_loss:
+        return framework.compiled_loss_kept * logits
+    return framework.loss_kept * logits
 
 
 def _chunked_loss_bytes(job: Job) -> float:
     """Bytes of the recipes' loss in chunks (`hfscale.recipe.fused_loss`): the logits of a chunk and their
     log-probabilities in fp32, and the gradients of the hidden states and, unless it is frozen, of the head."""
     shape = job.shape
-    width = 4.0 if job.precision == "fp32" else 2.0
+    width = job.value_bytes
     chunk = min(job.tokens, RECIPE_CHUNK_TOKENS) * shape.vocab
-    head = shape.embedding_width * shape.vocab if job.method == "full" else 0.0
+    head = 0.0
+    if job.method == "full":
+        head = shape.embedding_width * shape.vocab
     return (width + 4.0) * chunk + width * (job.tokens * shape.hidden + head)
 
 
@@ -478,10 +502,11 @@ def _fused_loss_bytes(job: Job) -> float:
     ops/fused_linear_cross_entropy.py, `fused_linear_cross_entropy_forward`).
     """
     shape = job.shape
-    vocab = shape.vocab / (job.layout.tp if job.loss_parallel else 1)
+    vocab = shape.vocab / job.logits_split
     parts = math.ceil(shape.vocab / shape.hidden)
     chunk = min(job.tokens, 1 << (math.ceil(job.tokens / parts) - 1).bit_length())
-    width = 4.0 if job.precision == "fp32" else 2.0
-    head = shape.embedding_width * vocab if job.method == "full" else 0.0
+    head = 0.0
+    if job.method == "full":
+        head = shape.embedding_width * vocab
     head_width = 4.0 if regime_of(job) in ("fp32", "autocast") else 2.0
-    return width * (chunk * vocab + job.tokens * shape.hidden) + head_width * head
+    return job.value_bytes * (chunk * vocab + job.tokens * shape.hidden) + head_width * head

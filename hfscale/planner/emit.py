@@ -92,7 +92,9 @@ def _chosen(plan: Plan, number: int) -> Choice:
     if other is None:
         fix = f"none of the {len(plan.choices)} choices can: raise --top"
     else:
-        fix = f"--choice {other[0]} can ({strategy_of(other[1].estimate.job)}, {other[1].estimate.job.layout_summary})"
+        other_number, other_choice = other
+        job = other_choice.estimate.job
+        fix = f"--choice {other_number} can ({strategy_of(job)}, {job.layout_summary})"
     raise UsageError(
         f"--emit: choice {number}, {choice.estimate.job.layout_summary}, cannot be launched ({reason}); {fix}"
     )
@@ -153,47 +155,22 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         folder (`Path`): the folder that the file is for; the launch command in its first line contains it.
     """
     job = choice.estimate.job
-    layout = choice.estimate.job.layout
+    layout = job.layout
     nodes = math.ceil(layout.world_size / job.gpus_per_node)
-    strategy = strategy_of(job)
     lines = [
         f"# {_shell(launch_command(job, folder))}",
-        f"# {plan.model} on {layout.world_size} {job.gpu.name}: {strategy}, {job.layout_summary}.",
+        f"# {plan.model} on {layout.world_size} {job.gpu.name}: {strategy_of(job)}, {job.layout_summary}.",
         f"# Estimated: {choice.estimate.memory.total:.0f} GiB per GPU, {choice.estimate.time.total:.2f} s per step.",
         "compute_environment: LOCAL_MACHINE",
-    ]
-    if uses_deepspeed(job):
-        lines += [
-            "distributed_type: DEEPSPEED",
-            "deepspeed_config:",
-            f"  deepspeed_config_file: {_scalar(str(folder / 'deepspeed.json'))}",
-            f"  zero3_init_flag: {'true' if job.zero == 3 else 'false'}",
-        ]
-        # launch.sh runs on each machine; by default accelerate would start the other machines over ssh
-        if nodes > 1:
-            lines.append("  deepspeed_multinode_launcher: standard")
-    elif strategy == "fsdp2":
-        lines += _fsdp_lines(job)
-    elif layout.world_size == 1:
-        lines.append('distributed_type: "NO"')
-    elif job.runs_parallel_trainer:
-        lines.append(
-            "distributed_type: MULTI_GPU # ParallelTrainer shards the model, accelerate must not wrap it again"
-        )
-    elif strategy in ("parallel", "native"):
-        lines.append(
-            "distributed_type: MULTI_GPU # transformers shards the model, accelerate must not wrap it again"
-        )
-    else:
-        lines.append("distributed_type: MULTI_GPU")
-    lines += _axis_lines(job)
-    lines += [
+        *_strategy_lines(job, folder, nodes),
+        *_axis_lines(job),
         f"num_machines: {nodes}",
         "machine_rank: 0",
         f"num_processes: {layout.world_size}",
         "use_cpu: false",
-        *(["main_process_port: 0"] if nodes == 1 else []),
     ]
+    if nodes == 1:
+        lines.append("main_process_port: 0")
     if job.precision == "fp8":
         lines += ["mixed_precision: fp8", "fp8_config:", "  backend: AO # needs torchao"]
     elif not uses_deepspeed(job):  # with a deepspeed_config_file the key is not allowed
@@ -201,6 +178,36 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
             "mixed_precision: bf16 # for your own script; the recipes decide it themselves (--bf16)"
         )
     return "\n".join(lines) + "\n"
+
+
+def _strategy_lines(job: Job, folder: Path, nodes: int) -> list[str]:
+    """Lines that choose the strategy."""
+    strategy = strategy_of(job)
+    if uses_deepspeed(job):
+        return _deepspeed_lines(job, folder, nodes)
+    if strategy == "fsdp2":
+        return _fsdp_lines(job)
+    if job.layout.world_size == 1:
+        return ['distributed_type: "NO"']
+    line = "distributed_type: MULTI_GPU"
+    if job.runs_parallel_trainer:
+        line += " # ParallelTrainer shards the model, accelerate must not wrap it again"
+    elif strategy in ("parallel", "native"):
+        line += " # transformers shards the model, accelerate must not wrap it again"
+    return [line]
+
+
+def _deepspeed_lines(job: Job, folder: Path, nodes: int) -> list[str]:
+    lines = [
+        "distributed_type: DEEPSPEED",
+        "deepspeed_config:",
+        f"  deepspeed_config_file: {_scalar(str(folder / 'deepspeed.json'))}",
+        f"  zero3_init_flag: {_scalar(job.zero == 3)}",
+    ]
+    # launch.sh runs on each machine; by default accelerate would start the other machines over ssh
+    if nodes > 1:
+        lines.append("  deepspeed_multinode_launcher: standard")
+    return lines
 
 
 def _fsdp_lines(job: Job) -> list[str]:
@@ -211,9 +218,9 @@ def _fsdp_lines(job: Job) -> list[str]:
         "fsdp_config:",
         "  fsdp_version: 2",
         "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP # one unit per decoder layer",
-        f"  fsdp_reshard_after_forward: {'true' if job.reshard else 'false'}",
+        f"  fsdp_reshard_after_forward: {_scalar(job.reshard)}",
         "  fsdp_state_dict_type: SHARDED_STATE_DICT",
-        f"  fsdp_cpu_ram_efficient_loading: {'false' if job.precision == 'fp8' else 'true'}",
+        f"  fsdp_cpu_ram_efficient_loading: {_scalar(job.precision != 'fp8')}",
         "  fsdp_activation_checkpointing: false # recipe.yaml decides",
     ]
 
@@ -259,17 +266,23 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         folder (`Path`): the folder that the file is for; the launch command in its first line contains it.
     """
     job = choice.estimate.job
-    length = {"block_size": job.seq_len} if job.task == "text" else task_flags(job)
-    values: dict[str, Any] = {**_model_flags(plan.model), **length}
+    values = _model_flags(plan.model)
+    if job.task == "text":
+        values["block_size"] = job.seq_len
+    else:
+        values |= task_flags(job)
     values |= layout_flags(job)
+    # In the order in which a reader of the file looks for them: model, layout, precision, method, optimizer.
     values |= PRECISION_FLAGS.get(job.precision, {})
     if job.precision == "fp32" and job.gpu.tf32_tflops:
         values["tf32"] = True
     if job.compile or compiles_by_default(job):
         # FSDP2 shards layers, between which a full graph breaks
         values["torch_compile_regional"] = job.compile
-    if job.liger:
-        values |= {"fused_loss": "chunked"} if job.chunked_loss else {"use_liger_kernel": True}
+    if job.liger and job.chunked_loss:
+        values["fused_loss"] = "chunked"
+    elif job.liger:
+        values["use_liger_kernel"] = True
     if job.method != "full":
         values |= {"use_peft": True, "lora_r": job.lora_rank}
     if job.method == "qlora":
@@ -286,16 +299,19 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         "#",
         "# Set your data (dataset_name or train_file) and your learning rate; the one below is a low one to start "
         "with.",
-        *(["# Name your reward_functions: rewards.py:is_correct."] if job.task == "grpo" else []),
-        "",
-        *(f"{name}: {_scalar(value)}" for name, value in values.items()),
     ]
+    if job.task == "grpo":
+        lines.append("# Name your reward_functions: rewards.py:is_correct.")
+    lines += ["", *(f"{name}: {_scalar(value)}" for name, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
 def layout_flags(job: Job) -> dict[str, Any]:
     """Build the recipe flags that follow from the layout: pipeline stages, the split of the batch, recomputation."""
-    flags = stage_flags(job) if job.runs_parallel_trainer else native_flags(job)
+    if job.runs_parallel_trainer:
+        flags = stage_flags(job)
+    else:
+        flags = native_flags(job)
     flags["per_device_train_batch_size"] = job.micro_batch
     flags["gradient_accumulation_steps"] = job.micro_batches
     # transformers' own replicas reduce gradients over the ranks of a replica with each micro-batch, and over the
@@ -314,9 +330,11 @@ def layout_flags(job: Job) -> dict[str, Any]:
 
 def learning_rate(job: Job) -> float:
     """Return a learning rate to start with: a low one, or with a task that of TRL."""
+    is_full = job.method == "full"
     if job.task == "text":
-        return LEARNING_RATE if job.method == "full" else LORA_LEARNING_RATE
-    return TASK_LEARNING_RATES[job.task] * (1.0 if job.method == "full" else LORA_FACTOR)
+        return LEARNING_RATE if is_full else LORA_LEARNING_RATE
+    rate = TASK_LEARNING_RATES[job.task]
+    return rate if is_full else rate * LORA_FACTOR
 
 
 def task_flags(job: Job) -> dict[str, Any]:
@@ -324,9 +342,11 @@ def task_flags(job: Job) -> dict[str, Any]:
     if job.task == "sft":
         return {"max_length": job.seq_len, "packing": True}
     if job.task == "dpo":
-        precompute = {"precompute_ref_log_probs": True} if job.precompute_ref_log_probs else {}
-        return {"max_length": job.seq_len, **precompute}
-    flags: dict[str, Any] = {
+        flags: dict[str, Any] = {"max_length": job.seq_len}
+        if job.precompute_ref_log_probs:
+            flags["precompute_ref_log_probs"] = True
+        return flags
+    flags = {
         "num_generations": job.num_generations,
         "max_completion_length": job.max_completion_length,
         "beta": job.beta,
@@ -340,22 +360,23 @@ def native_flags(job: Job) -> dict[str, Any]:
     """Build the recipe flags by which transformers shards the model itself; none where it does not."""
     if not job.is_native:
         return {}
-    replicas = {"dp_replicate_size": job.layout.dp_replicate} if job.layout.dp_replicate > 1 else {}
-    return {"fsdp_size": job.layout.dp_shard, **replicas, "ep_size": job.expert_parallel}
+    flags = {"fsdp_size": job.layout.dp_shard}
+    if job.layout.dp_replicate > 1:
+        flags["dp_replicate_size"] = job.layout.dp_replicate
+    return flags | {"ep_size": job.expert_parallel}
 
 
 def stage_flags(job: Job) -> dict[str, Any]:
     """Build the recipe flags of `ParallelTrainer`'s mesh and schedule."""
     layout = job.layout
-    flags: dict[str, Any] = {
-        "tp_size": layout.tp,
-        "pp_size": layout.pp,
-        **({"cp_size": layout.cp} if layout.cp > 1 else {}),
-        **({"ep_size": job.expert_parallel} if job.expert_parallel > 1 else {}),
-        "dp_replicate_size": layout.dp_replicate,
-        "dp_shard_size": layout.dp_shard,
-        "pipeline_schedule": job.schedule_name,
-    }
+    flags: dict[str, Any] = {"tp_size": layout.tp, "pp_size": layout.pp}
+    if layout.cp > 1:
+        flags["cp_size"] = layout.cp
+    if job.expert_parallel > 1:
+        flags["ep_size"] = job.expert_parallel
+    flags["dp_replicate_size"] = layout.dp_replicate
+    flags["dp_shard_size"] = layout.dp_shard
+    flags["pipeline_schedule"] = job.schedule_name
     if job.virtual_stages > 1:
         flags["virtual_stages"] = job.virtual_stages
     if job.sequence_parallel:
@@ -369,15 +390,21 @@ def _model_flags(model: str) -> dict[str, Any]:
     folder = path.parent if path.is_file() else path
     if not folder.is_dir() or (model.casefold() in catalogue() and not path.exists()):
         built_in = catalogue().get(model.casefold())
-        return {"model_name_or_path": built_in["hub"][0] if built_in else model}
+        if built_in:
+            return {"model_name_or_path": built_in["hub"][0]}
+        return {"model_name_or_path": model}
     has_weights = any(True for kind in WEIGHTS for _ in folder.glob(kind))
-    return {"model_name_or_path" if has_weights else "config_name": str(folder)}
+    if has_weights:
+        return {"model_name_or_path": str(folder)}
+    return {"config_name": str(folder)}
 
 
 def _name(model: str) -> str:
     """A short name of the model for a folder."""
     path = Path(model)
-    return (path.resolve().parent if path.is_file() else path).name or "plan"
+    if path.is_file():
+        path = path.resolve().parent
+    return path.name or "plan"
 
 
 def _scalar(value: object) -> str:

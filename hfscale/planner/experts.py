@@ -44,10 +44,11 @@ def layer_parameters(job: Job) -> tuple[float, float]:
     """
     experts = job.shape.mean_expert_parameters
     tp = job.layout.tp
+    dense = (job.shape.mean_layer_parameters - experts) / tp
     own = experts / job.expert_parallel
-    return (
-        job.shape.mean_layer_parameters - experts
-    ) / tp, own if job.spreads_experts else own / tp
+    if not job.spreads_experts:
+        own /= tp
+    return dense, own
 
 
 def owners(job: Job, ranks: float) -> float:
@@ -58,8 +59,9 @@ def owners(job: Job, ranks: float) -> float:
         ranks (`float`): data- and context-parallel ranks that shard the states. In Hugging Face's stack the
             tensor-parallel ranks of each of them have other experts.
     """
-    with_experts = ranks * job.layout.tp if job.spreads_experts else ranks
-    return max(1.0, with_experts / job.expert_parallel)
+    if job.spreads_experts:
+        ranks *= job.layout.tp
+    return max(1.0, ranks / job.expert_parallel)
 
 
 def kept_share(job: Job, ranks: float) -> float:
@@ -155,14 +157,15 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
         return 0.0
     tp = job.layout.tp
     # transformers' groups are neighbours, tensor- and context-parallel ranks included.
-    group = Group(size=size, stride=1 if job.spreads_experts else tp * job.layout.cp)
-    width = 4.0 if job.precision == "fp32" else 2.0
-    element = width * job.tokens * imbalance_of(job, network.shared) * shape.hidden / tp
+    stride = 1 if job.spreads_experts else tp * job.layout.cp
+    group = Group(size=size, stride=stride)
+    element = job.value_bytes * job.tokens * imbalance_of(job, network.shared) * shape.hidden / tp
     if not job.overlapped_experts:
-        is_repeated = job.activation_checkpointing == "full" or (
-            job.spreads_experts and job.layout.pp == 1 and job.activation_checkpointing != "none"
-        )
-        passes = 3 if is_repeated else 2  # a recomputed forward pass communicates again
+        is_repeated = job.activation_checkpointing == "full"
+        if job.spreads_experts and job.layout.pp == 1:
+            is_repeated = job.activation_checkpointing != "none"
+        # A recomputed forward pass communicates again
+        passes = 3 if is_repeated else 2
         exchange = shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
         pairs = 0.0
         if job.stack == "hf":

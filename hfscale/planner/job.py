@@ -79,6 +79,26 @@ class Job(LayoutOptions):
         return self.micro_batch * self.sequences_per_example * self.seq_len // self.layout.cp
 
     @property
+    def value_bytes(self) -> float:
+        """Bytes of a value in the format of the matrix products; those in fp8 are kept in bf16."""
+        return 4.0 if self.precision == "fp32" else 2.0
+
+    @property
+    def sequence_split(self) -> int:
+        """Ranks that split the activations between the matrix products: those of sequence parallelism."""
+        return self.layout.tp if self.sequence_parallel else 1
+
+    @property
+    def logits_split(self) -> int:
+        """Ranks that split the logits over the vocabulary."""
+        return self.layout.tp if self.loss_parallel else 1
+
+    @property
+    def adapter_rank(self) -> int:
+        """Rank of the adapters; 0 where all parameters train."""
+        return 0 if self.method == "full" else self.lora_rank
+
+    @property
     def writes_scores(self) -> bool:
         """Whether attention scores are written to memory: without flash attention, and in Hugging Face's families that
         support neither it nor SDPA."""

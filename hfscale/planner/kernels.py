@@ -126,7 +126,9 @@ def _bf16_like_peak(job: Work) -> float:
     if job.precision == "fp32":
         peak = gpu.tf32_tflops or gpu.fp32_tflops
     else:
-        peak = peak_tflops(gpu, "fp16" if job.precision == "fp16" else "bf16")
+        # Products that are not in fp8 are in bf16
+        format_of_products: Dtype = "fp16" if job.precision == "fp16" else "bf16"
+        peak = peak_tflops(gpu, format_of_products)
     if peak is None:
         formats: tuple[Dtype, ...] = ("bf16", "fp16", "fp8")
         has = [name for name in formats if peak_tflops(gpu, name)]
@@ -154,7 +156,9 @@ def _matmul_rate(
     if measured:
         return measured * 1e12
     best = gpu.achieved_bf16_tflops
-    share = best / gpu.bf16_tflops if best and gpu.bf16_tflops else DEFAULT_ACHIEVED
+    share = DEFAULT_ACHIEVED
+    if best and gpu.bf16_tflops:
+        share = best / gpu.bf16_tflops
     return peak * 1e12 * share * _power_factor(gpu, shared)
 
 
@@ -193,20 +197,15 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
         rows = float(tokens)
         copies = 1.0
         rate = rates.matmul
-        if linear.copies > 1:
+        is_expert = linear.copies > 1
+        if is_expert:
             copies = linear.copies / job.expert_parallel
-            rows = (
-                tokens
-                * job.expert_parallel
-                * linear.used
-                / linear.copies
-                * imbalance_of(job, shared)
-            )
-        if linear.copies > 1 and job.spreads_experts:
+            received = tokens * job.expert_parallel * linear.used / linear.copies
+            rows = received * imbalance_of(job, shared)
+        # Of a pair of matrices, tensor-parallel ranks split the outputs of the first and the inputs of the second.
+        if is_expert and job.spreads_experts:
             rows /= tp
-        elif (
-            linear.outputs == job.shape.hidden
-        ):  # the second matrix of a pair, of which tp ranks split the inputs
+        elif linear.outputs == job.shape.hidden:
             k = k // tp
         else:
             n = n // tp
@@ -230,27 +229,28 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     """
     attention = kind.mixer
     tokens = job.tokens
+    if attention is None:
+        return 0.0
     if not isinstance(attention, AttentionShape):
-        return (
-            attention.flops_per_token * tokens / rates.attention if attention is not None else 0.0
-        )
+        return attention.flops_per_token * tokens / rates.attention
     heads = attention.heads / job.layout.tp
     seq_len = job.seq_len
     reach = seq_len if kind.window is None else min(seq_len, kind.window)
     widths = heads * (attention.head_dim + attention.value_head_dim)
     if not job.writes_scores:
         keys = reach * (1 - reach / (2 * seq_len))
-        rate = rates.attention * (shared.ring_attention if job.layout.cp > 1 else 1.0)
+        rate = rates.attention
+        if job.layout.cp > 1:
+            rate *= shared.ring_attention
         return 2 * widths * keys * tokens / rate
     scores = heads * tokens * seq_len
-    is_odd = attention.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops is not None
-    rate = job.gpu.fp32_tflops * 1e12 if is_odd and job.gpu.fp32_tflops else rates.bf16_matmul
-    is_eager = job.stack == "hf"
-    moved = (
-        EAGER_SCORE_BYTES + SOFTCAP_BYTES.get(job.shape.model_type, 0.0)
-        if is_eager
-        else SCORE_BYTES
-    )
+    rate = rates.bf16_matmul
+    # Heads of an odd width do not run on tensor cores
+    if attention.head_dim % TENSOR_CORE_WIDTH != 0 and job.gpu.fp32_tflops:
+        rate = job.gpu.fp32_tflops * 1e12
+    moved = SCORE_BYTES
+    if job.stack == "hf":
+        moved = EAGER_SCORE_BYTES + SOFTCAP_BYTES.get(job.shape.model_type, 0.0)
     return 2 * widths * seq_len * tokens / rate + moved * scores / rates.memory
 
 
@@ -259,7 +259,7 @@ def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> float:
     tp = job.layout.tp
     left = framework.compiled_passes if job.compile else 1.0
     # Norms and residuals are split only with sequence parallelism, activations inside attention and MLP always.
-    outside = NORM_PART / (tp if job.sequence_parallel else 1)
+    outside = NORM_PART / job.sequence_split
     hidden = framework.passes_h * shape.hidden * (outside + (1 - NORM_PART) / tp)
     gate = 1.0 if shape.gated else 0.5
     widths = hidden + framework.passes_f * gate * shape.mlp_width / tp
@@ -269,7 +269,7 @@ def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> float:
 def _routing_s(job: Job, framework: Framework, rates: Rates) -> float:
     shape = job.shape
     left = framework.compiled_passes if job.compile else 1.0
-    split = job.layout.tp if job.sequence_parallel or job.spreads_experts else 1
+    split = job.layout.tp if job.spreads_experts else job.sequence_split
     width = shape.moe_share * MOE_PASSES * shape.top_k * shape.hidden / split
     return 2 * job.tokens * width * left / rates.memory
 
@@ -286,7 +286,9 @@ def head_s(job: Job, framework: Framework, rates: Rates) -> float:
     """
     shape = job.shape
     vocab = shape.vocab / job.layout.tp
-    passes = (3.0 if job.method == "full" else 2.0) + (1.0 if job.task != "text" else 0.0)
+    passes = 3.0 if job.method == "full" else 2.0
+    if job.task != "text":
+        passes += 1.0
     products = passes * 2 * job.tokens * shape.hidden * vocab / rates.bf16_matmul
     logits = vocab if job.loss_parallel else shape.vocab
     return products + framework.loss_bytes * job.tokens * logits / rates.memory

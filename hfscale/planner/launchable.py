@@ -144,7 +144,7 @@ def why_not(job: Job, *about: str) -> str | None:
 def _why_sequence_does_not_divide(job: Job) -> str | None:
     if not job.runs_parallel_trainer or job.layout.cp == 1:
         return None
-    parts = job.layout.cp * math.lcm(2, job.layout.tp if job.sequence_parallel else 1)
+    parts = job.layout.cp * math.lcm(2, job.sequence_split)
     if job.seq_len % parts:
         return f"sequences of {job.seq_len} tokens do not divide into the {parts} parts of context parallelism"
     return None

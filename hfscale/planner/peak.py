@@ -85,54 +85,74 @@ def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
     if job.runs_parallel_trainer and job.layout.pp > 1:
         return max(_pipeline_moments(job, framework), key=lambda moment: moment.total)
     if job.spreads_experts:
-        if job.runs_parallel_trainer and job.micro_batches > 1:
-            gradients = _unreduced_bytes(job, framework)
-        layers = [replace(job, shape=kind) for kind in layer_kinds(job.shape)]
-        moments = [
-            moment
-            for layer in layers
-            for moment in _native_moments(job, framework, gradients, layer)
-        ]
+        moments = _moments_of_spread_experts(job, framework, gradients)
         return max(moments, key=lambda moment: moment.total)
+    if job.layout.pp > 1:
+        return _pipeline_moment(job, framework, gradients)
+    return max(_moments(job, framework, gradients), key=lambda moment: moment.total)
+
+
+def _moments_of_spread_experts(
+    job: Job, framework: Framework, gradients: float
+) -> Iterator[Moment]:
+    """The moments of a step with spread experts, for each kind of layers that the model has."""
+    if job.runs_parallel_trainer and job.micro_batches > 1:
+        gradients = _unreduced_bytes(job, framework)
+    for kind in layer_kinds(job.shape):
+        yield from _native_moments(job, framework, gradients, replace(job, shape=kind))
+
+
+def _pipeline_moment(job: Job, framework: Framework, gradients: float) -> Moment:
+    """The highest moment of another framework's pipeline."""
     kept, working = kept_and_working(job, framework)
     ends = end_activations(job, framework)
     loss = loss_bytes(job, framework)
-    first, last = job.layer_split
+    _, last = job.layer_split
+    _, buffers = _buffer_bytes(job, framework)
+    opening = layers_in_flight(job) * kept + working
+    closing = micro_batches_in_flight(job, last=True) * (last * kept + ends)
+    if opening >= closing + max(loss, working):
+        return Moment(
+            opening, 0.0, gradients, buffers, at="backward pass", rank="first pipeline rank"
+        )
+    rank_of_head = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
+    return Moment(closing + max(0.0, working - loss), loss, gradients, buffers, rank=rank_of_head)
+
+
+def _moments(job: Job, framework: Framework, gradients: float) -> list[Moment]:
+    """The moments of a step without a pipeline and without spread experts."""
+    kept, working = kept_and_working(job, framework)
+    ends = end_activations(job, framework)
+    loss = loss_bytes(job, framework)
+    layers, _ = job.layer_split
     at_loss, at_layer = _buffer_bytes(job, framework)
-    if job.layout.pp > 1:
-        opening = layers_in_flight(job) * kept + working
-        closing = micro_batches_in_flight(job, last=True) * (last * kept + ends)
-        if opening >= closing + max(loss, working):
-            return Moment(
-                opening, 0.0, gradients, at_layer, at="backward pass", rank="first pipeline rank"
-            )
-        last_rank = "first pipeline rank" if job.is_v_shaped else "last pipeline rank"
-        return Moment(closing + max(0.0, working - loss), loss, gradients, at_layer, rank=last_rank)
+    buckets = gradients if _has_buckets(job, framework) else 0.0
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
-    is_ddp = (
-        framework.name == "hf"
-        and job.zero == 0
-        and job.layout.world_size > 1
-        and job.layout.tp == 1
-    )
-    buckets = gradients if is_ddp or (framework.name == "hf" and job.zero == 1) else 0.0
     before = buckets if is_allocated_late else gradients
+    of_all = layers * kept + ends
     moments = [
-        Moment(first * kept + ends, loss, before, at_loss),
-        Moment(
-            first * kept + ends + working, 0.0, before, at_layer, at="last layer's backward pass"
-        ),
+        Moment(of_all, loss, before, at_loss),
+        Moment(of_all + working, 0.0, before, at_layer, at="last layer's backward pass"),
         Moment(kept + working, 0.0, gradients, at_layer, at="first layer's backward pass"),
     ]
     if job.task == "dpo" and job.has_reference_pass:
-        moments.append(_of_the_reference(job, first * kept, before, at_loss))
+        moments.append(_of_the_reference(job, layers * kept, before, at_loss))
     if job.task == "grpo":
+        # Generation comes before the step's gradients, unless those of an earlier round are still there.
         earlier = gradients if job.generation_rounds > 1 else buckets
         moments += _of_generation(job, earlier)
         if job.has_reference_pass:
             moments.append(_of_the_reference(job, 0.0, earlier, 0.0))
-    return max(moments, key=lambda moment: moment.total)
+    return moments
+
+
+def _has_buckets(job: Job, framework: Framework) -> bool:
+    """Whether gradients have memory of their own between steps: DDP's buckets, and what ZeRO-1 accumulates in."""
+    if framework.name != "hf":
+        return False
+    is_ddp = job.zero == 0 and job.layout.world_size > 1 and job.layout.tp == 1
+    return is_ddp or job.zero == 1
 
 
 def _unreduced_bytes(job: Job, framework: Framework) -> float:
@@ -140,9 +160,12 @@ def _unreduced_bytes(job: Job, framework: Framework) -> float:
     dense, experts = layer_parameters(job)
     ends = job.shape.embedding_parameters + job.shape.head_parameters
     layers = job.layer_split[0] * (dense + experts * gathered_share(job))
-    return (
-        framework.gradient_bytes * (layers + ends / job.layout.tp) if job.method == "full" else 0.0
-    )
+    return _reduced_bytes(job, framework) * (layers + ends / job.layout.tp)
+
+
+def _reduced_bytes(job: Job, framework: Framework) -> float:
+    """Bytes of the gradient of a parameter of the model as it is reduced; adapters train none of these."""
+    return framework.gradient_bytes if job.method == "full" else 0.0
 
 
 def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
@@ -155,7 +178,7 @@ def _pipeline_moments(job: Job, framework: Framework) -> Iterator[Moment]:
     assert job.rank_layers is not None
     _, working = kept_and_working(job, framework)
     working += exchange_bytes(job) + transient_bytes(job)
-    copied = framework.gradient_bytes * unit_parameters(job) if job.method == "full" else 0.0
+    copied = _reduced_bytes(job, framework) * unit_parameters(job)
     last = 0 if job.is_v_shaped else job.layout.pp - 1
     ends = micro_batches_in_flight(job, last=True) * end_activations(job, framework)
     of_a_layer = kept_and_waiting(job, framework)
@@ -208,16 +231,12 @@ def _pipeline_buffers(job: Job, framework: Framework, parameters: float) -> floa
     """Bytes of the gathered parameters, where they are a copy, of the sums of gradients, and of gathered activations,
     which a pipeline rank of `ParallelTrainer` holds from its first to its last micro-batch."""
     layout = job.layout
-    width = 4.0 if job.precision == "fp32" else 2.0
-    is_split = layout.tp > 1 and job.sequence_parallel
-    gathered_inputs = (
-        GATHERED_ACTIVATIONS * 2.0 * job.tokens * job.shape.hidden if is_split else 0.0
-    )
+    gathered_inputs = 0.0
+    if layout.tp > 1 and job.sequence_parallel:
+        gathered_inputs = GATHERED_ACTIVATIONS * 2.0 * job.tokens * job.shape.hidden
     is_copied = job.precision != "fp32" or layout.dp_replicate * layout.dp_shard * layout.cp > 1
-    per_parameter = (width if is_copied else 0.0) + (
-        framework.gradient_bytes if job.method == "full" else 0.0
-    )
-    return gathered_inputs + per_parameter * parameters
+    copied = job.value_bytes if is_copied else 0.0
+    return gathered_inputs + (copied + _reduced_bytes(job, framework)) * parameters
 
 
 def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job) -> list[Moment]:
@@ -247,8 +266,9 @@ def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job
     dense, experts = layer_parameters(layer)
     experts /= layer.shape.moe_share or 1.0  # of a layer that has any
     head = job.shape.vocab * job.shape.embedding_width / job.layout.tp
-    width = 4.0 if job.precision == "fp32" else 2.0
-    reduced = framework.gradient_bytes if job.method == "full" else 0.0
+    width = job.value_bytes
+    reduced = _reduced_bytes(job, framework)
+    recomputes = job.activation_checkpointing != "none"
     gathered = width * (dense + experts * gathered_share(job))
     in_layer = working + exchange_bytes(layer)
     shards = job.layout.dp_shard * job.layout.cp
@@ -280,14 +300,16 @@ def _native_moments(job: Job, framework: Framework, gradients: float, layer: Job
     ]
     attention = job.tokens * attention_bytes(job.shape, regime_of(job), job.seq_len) / job.layout.tp
     if attention > 0:
-        others = kept_of_all - kept if job.activation_checkpointing == "none" else kept_of_all
+        others = kept_of_all
+        if not recomputes:
+            others -= kept
         held = width * dense + reduced * experts * gathered_share(job)
-        if job.activation_checkpointing != "none" and not is_alone:
+        if recomputes and not is_alone:
             held += width * experts * gathered_share(job)
         moments.append(
             Moment(others + ends + attention, 0.0, gradients, held, at="last layer's attention")
         )
-    if job.activation_checkpointing == "none":
+    if not recomputes:
         moments.append(
             Moment(
                 kept_of_all + ends + in_layer,
@@ -341,7 +363,7 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
     if job.zero == 3 and layout.dp_shard * layout.cp > 1:
         per_layer = dense + experts * copied_share(job)
         trained = 1.0 if job.method == "full" else 0.0
-        width = 4.0 if job.precision == "fp32" else 2.0
+        width = job.value_bytes
         scattered = trained * (width + framework.gradient_bytes) * per_layer
         if layout.pp > 1:
             # With a pipeline, layers stay gathered and gradients stay unreduced until the last micro-batch.

@@ -210,21 +210,14 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         raise UsageError(
             f"hours and costs need the number of tokens to train on: give {spelled('tokens')}, such as 1T or 500M"
         )
+    # It depends on the method alone, so it is refused before the model is looked up.
     saved = Combination(
         planned=True,
         method=options.method,
         precompute_ref_log_probs=options.precompute_ref_log_probs,
     )
     check_support(saved, "precompute_ref_log_probs")
-    gpu = options.gpu
-    request = PlanRequest(
-        **{name: getattr(options, name) for name in options_of(RunOptions)},
-        shape=find_model(model) if isinstance(model, str) else model,
-        gpu=find_accelerator(gpu, options.hardware) if isinstance(gpu, str) else gpu,
-        gpus=options.gpus,
-    )
-    find_framework(request.stack)
-    _check_request(request)
+    request = _request_of(model, options)
     offers, warnings = _offers(request, all_prices(options.prices), options)
     pricing = _Pricing(options=options, offers=offers, egress=all_egress(options.prices))
     objective = options.objective
@@ -243,7 +236,14 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
             fewest = options.gpus
     error = find_framework(request.stack).time_error
     choices = _ranked(choices, objective, error)[: options.top]
-    best = choices[0].estimate if choices else None
+    best = None
+    advised = []
+    if choices:
+        best = choices[0].estimate
+        advised = advice(best, [choice.estimate for choice in choices])
+    # Where all that fits is over the limits, a change that makes a layout smaller does not help.
+    changes = improvements(request, best) if best or not estimates else []
+    uses_prices = options.tokens is not None and options.usd_per_gpu_hour is None
     return Plan(
         model=model if isinstance(model, str) else model.model_type,
         request=request,
@@ -252,13 +252,24 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         order=_order(choices, objective, error),
         rejected=tuple(rejected),
         min_gpus=fewest,
-        improvements=tuple(improvements(request, best) if best or not estimates else ()),
-        advice=tuple(advice(best, [choice.estimate for choice in choices])) if best else (),
+        improvements=tuple(changes),
+        advice=tuple(advised),
         assumptions=tuple(assumptions(request, best.job if best else None, options.tokens)),
-        warnings=tuple(
-            warnings if options.tokens is not None and options.usd_per_gpu_hour is None else ()
-        ),
+        warnings=tuple(warnings) if uses_prices else (),
     )
+
+
+def _request_of(model: str | ModelShape, options: PlanOptions) -> PlanRequest:
+    """Find the model and the GPU of the options, and check the sizes that every layout shares."""
+    shape = find_model(model) if isinstance(model, str) else model
+    gpu = options.gpu
+    if isinstance(gpu, str):
+        gpu = find_accelerator(gpu, options.hardware)
+    shared = {name: getattr(options, name) for name in options_of(RunOptions)}
+    request = PlanRequest(**shared, shape=shape, gpu=gpu, gpus=options.gpus)
+    find_framework(request.stack)
+    _check_request(request)
+    return request
 
 
 def plan_gpu_types(
@@ -295,9 +306,11 @@ def plan_gpu_types(
         if not found.choices:
             return math.inf, math.inf
         first = found.choices[0]
-        usd = first.usd if first.usd is not None else math.inf
+        usd = _usd(first)
         seconds = _time_per_token(first)
-        return (usd, seconds) if options.objective == "cost" else (seconds, usd)
+        if options.objective == "cost":
+            return usd, seconds
+        return seconds, usd
 
     return sorted(plans, key=order), failed
 
@@ -310,8 +323,9 @@ def _check_request(request: PlanRequest) -> None:
             f"{spelled('seq_len')} is {request.seq_len}, and the model's config has {positions} positions, which the "
             "recipes keep to: lower it"
         )
-    smallest = request.num_generations if request.task == "grpo" else 1
-    batch = smallest if request.global_batch is None else request.global_batch
+    batch = request.global_batch
+    if batch is None:
+        batch = request.num_generations if request.task == "grpo" else 1
     request.job(ParallelLayout(), global_batch=batch).check()
 
 
@@ -331,14 +345,15 @@ class _Pricing:
         return [choice for choice in map(self._choice, estimates) if self._keeps_limits(choice)]
 
     def _choice(self, item: Estimate) -> Choice:
-        if self.options.tokens is None:
+        tokens = self.options.tokens
+        if tokens is None:
             return Choice(estimate=item)
         job = item.job
         rate = item.tokens_per_s_per_gpu * job.layout.world_size
         if self.options.usd_per_gpu_hour is not None:
             own = cost(
                 job,
-                tokens=self.options.tokens,
+                tokens=tokens,
                 tokens_per_s=rate,
                 usd_per_gpu_hour=self.options.usd_per_gpu_hour,
                 provider="your price",
@@ -347,38 +362,34 @@ class _Pricing:
         costs = compare(
             job,
             self.offers,
-            tokens=self.options.tokens,
+            tokens=tokens,
             tokens_per_s=rate,
             interruptions_per_node_hour=self.options.spot_interruptions,
             egress=self.egress,
             only_spot=self.options.spot,
         )
-        hours = (
-            costs[0].hours
-            if costs
-            else self.options.tokens / rate / 3600 / reliability(job, spot=False).goodput
-        )
+        if costs:
+            hours = costs[0].hours
+        else:
+            hours = tokens / rate / 3600 / reliability(job, spot=False).goodput
         return Choice(estimate=item, hours=hours, costs=tuple(costs))
 
     def _keeps_limits(self, choice: Choice) -> bool:
-        if self.options.deadline is not None and (choice.hours or 0.0) > self.options.deadline:
+        deadline = self.options.deadline
+        budget = self.options.budget
+        if deadline is not None and (choice.hours or 0.0) > deadline:
             return False
-        return self.options.budget is None or (
-            choice.usd is not None and choice.usd <= self.options.budget
-        )
+        if budget is None:
+            return True
+        return choice.usd is not None and choice.usd <= budget
 
     def over_the_limits(self, estimates: Sequence[Estimate]) -> Rejected:
         """Explain why none of the layouts that fit is a choice."""
-        limits = (
-            [f"the deadline of {self.options.deadline:g} hours"]
-            if self.options.deadline is not None
-            else []
-        )
-        limits += (
-            [f"the budget of {self.options.budget:,.0f} USD"]
-            if self.options.budget is not None
-            else []
-        )
+        limits = []
+        if self.options.deadline is not None:
+            limits.append(f"the deadline of {self.options.deadline:g} hours")
+        if self.options.budget is not None:
+            limits.append(f"the budget of {self.options.budget:,.0f} USD")
         best = estimates[0].job
         reason = f"fits in memory, but exceeds {' or '.join(limits)}, as do all {len(estimates)} layouts that fit"
         return Rejected(layout=best.layout, strategy=strategy_of(best), reason=reason)
@@ -426,18 +437,18 @@ def _ranked(choices: Sequence[Choice], objective: Objective, error: float) -> li
         )
     measure = _time_per_token if objective == "time" else _usd
     ranked = sorted(choices, key=lambda choice: (measure(choice), _time_per_token(choice)))
-    if ranked:
-        close = [choice for choice in ranked if measure(choice) <= measure(ranked[0]) * (1 + error)]
-        sure = [
-            choice
-            for choice in close
-            if not (_is_uncertain(choice) or choice.estimate.job.offload != "none")
-        ]
-        first = min(
-            sure or close, key=lambda choice: (simplicity(choice.estimate), measure(choice))
-        )
-        ranked = [first, *(choice for choice in ranked if choice is not first)]
-    return ranked
+    if not ranked:
+        return []
+    # Within its error the estimate says nothing about which is faster, but which is simpler is known.
+    as_good = measure(ranked[0]) * (1 + error)
+    close = [choice for choice in ranked if measure(choice) <= as_good]
+    sure = [choice for choice in close if not _is_uncertain(choice) and not _offloads(choice)]
+    first = min(sure or close, key=lambda choice: (simplicity(choice.estimate), measure(choice)))
+    return [first, *(choice for choice in ranked if choice is not first)]
+
+
+def _offloads(choice: Choice) -> bool:
+    return choice.estimate.job.offload != "none"
 
 
 def _is_uncertain(choice: Choice) -> bool:
@@ -450,14 +461,16 @@ def _time_per_token(choice: Choice) -> float:
 
 
 def _usd(choice: Choice) -> float:
-    return choice.usd if choice.usd is not None else float("inf")
+    return math.inf if choice.usd is None else choice.usd
 
 
 def _order(choices: Sequence[Choice], objective: Objective, error: float) -> str | None:
     """Why `_ranked` puts the first choice before one that is faster or costs less; None where it does not."""
     if objective == "gpus" or len(choices) < 2:
         return None
-    measure, better = (_time_per_token, "faster") if objective == "time" else (_usd, "cheaper")
+    measure, better = _time_per_token, "faster"
+    if objective == "cost":
+        measure, better = _usd, "cheaper"
     gain = 1 - measure(choices[1]) / measure(choices[0])
     if not gain > 0:
         return None
@@ -475,11 +488,12 @@ def _offers(
 ) -> tuple[tuple[Price, ...], list[str]]:
     """Prices of the GPU for a run of this size, of the provider and kind asked for, and warnings about them."""
     rows = _of_provider(prices_of(request.gpu, prices), prices, options.provider)
+    what = "price"
     if options.spot:
         rows = tuple(row for row in rows if row.spot_usd is not None)
-    what = "spot price" if options.spot else "price"
-    where = f" at {options.provider}" if options.provider else ""
+        what = "spot price"
     warnings = []
+    # A node of a cluster costs more than the same node alone, because of its network.
     if request.gpus > request.gpus_per_node:
         of_clusters = tuple(row for row in rows if not row.one_node)
         if rows and not of_clusters:
@@ -489,6 +503,7 @@ def _offers(
             )
         rows = of_clusters or rows
     if not rows:
+        where = f" at {options.provider}" if options.provider else ""
         warnings.append(
             f"no {what} of {request.gpu.name}{where} is known: give {spelled('usd_per_gpu_hour')}"
         )

@@ -54,15 +54,7 @@ def show(
     else:
         console.print("Nothing fits.")
     _print_alternatives(console, plan, islands)
-    if plan.improvements:
-        has_changes = any(item.changes_results for item in plan.improvements[:IMPROVEMENTS_SHOWN])
-        note = " (*: changes the training's results)" if has_changes else ""
-        lines = [_improvement(item) for item in plan.improvements[:IMPROVEMENTS_SHOWN]]
-        _list(
-            console,
-            ("Changes of choice 1" if plan.choices else "What would make it fit") + note,
-            lines,
-        )
+    _print_improvements(console, plan)
     if not plan.choices:
         _list(console, "Rejected", _reasons(plan))
     _list(console, "Warnings", plan.warnings)
@@ -72,6 +64,17 @@ def show(
     )
 
 
+def _print_improvements(console: Console, plan: Plan) -> None:
+    """Print a line for each change that would make the first choice faster or smaller, or something fit."""
+    shown = plan.improvements[:IMPROVEMENTS_SHOWN]
+    title = "Changes of choice 1"
+    if not plan.choices:
+        title = "What would make it fit"
+    if any(item.changes_results for item in shown):
+        title += " (*: changes the training's results)"
+    _list(console, title, [_improvement(item) for item in shown])
+
+
 def _print_alternatives(console: Console, plan: Plan, islands: IslandsVerdict | None) -> None:
     """Print what else there is than the choices: fewer GPUs, layouts without a recipe, islands."""
     if plan.min_gpus is not None:
@@ -79,22 +82,23 @@ def _print_alternatives(console: Console, plan: Plan, islands: IslandsVerdict | 
     _list(console, "Estimated, but no recipe of hfscale can launch", plan.unlaunchable)
     if islands is not None:
         console.print(_islands(islands))
-        console.print(f"It {'pays' if islands.pays else 'does not pay'}: {islands.reason}.")
+        verdict = "It pays" if islands.pays else "It does not pay"
+        console.print(f"{verdict}: {islands.reason}.")
 
 
 def _heading(plan: Plan) -> str:
     request = plan.request
-    more = [f"framework {request.stack}"] if request.stack != "hf" else []
-    more += [f"task {request.task}"] if request.task != "text" else []
-    return ", ".join(
-        [
-            f"{plan.model}: {request.shape.total_parameters / 1e9:.2f}B parameters",
-            f"{request.gpus} x {request.gpu.name}",
-            f"sequences of {request.seq_len}",
-            request.method,
-            *more,
-        ]
-    )
+    parts = [
+        f"{plan.model}: {request.shape.total_parameters / 1e9:.2f}B parameters",
+        f"{request.gpus} x {request.gpu.name}",
+        f"sequences of {request.seq_len}",
+        request.method,
+    ]
+    if request.stack != "hf":
+        parts.append(f"framework {request.stack}")
+    if request.task != "text":
+        parts.append(f"task {request.task}")
+    return ", ".join(parts)
 
 
 def _answer(plan: Plan) -> str:
@@ -104,15 +108,10 @@ def _answer(plan: Plan) -> str:
     job = estimate.job
     rate = estimate.tokens_per_s_per_gpu * job.layout.world_size
     batch = f"micro-batch {job.micro_batch} x {job.micro_batches}"
-    recomputed = (
-        ""
-        if job.activation_checkpointing == "none"
-        else f", recomputation {job.activation_checkpointing}"
-    )
+    recomputed = _recomputed(job, "recomputation")
     parts = [f"{rate:,.0f} tokens/s"]
     if choice.hours is not None:
-        days = _range([hours / 24 for hours in choice.hours_range], ",.1f")
-        parts.append(f"{choice.hours / 24:,.1f} days ({days})")
+        parts.append(f"{_days(choice)} days ({_range_of_days(choice)})")
     if choice.usd is not None:
         cheapest = choice.costs[0]
         usd = _range(choice.scaled(choice.usd), ",.0f")
@@ -136,17 +135,16 @@ def _starting(plan: Plan, written: Sequence[Path], command: Sequence[str]) -> li
         return []
     launch = next((path for path in written if path.name == "launch.sh"), None)
     lines = ["Start it:"]
+    number, choice = launchable
     if launch is None:
         folder = Path("runs/plan")
-        words = [
-            *command,
-            *(["--choice", str(launchable[0])] if launchable[0] > 1 else []),
-            "--emit",
-            str(folder),
-        ]
+        words = list(command)
+        if number > 1:
+            words += ["--choice", str(number)]
+        words += ["--emit", str(folder)]
         lines += _wrapped(words)
         launch = folder / "launch.sh"
-    job = launchable[1].estimate.job
+    job = choice.estimate.job
     nodes = -(-job.layout.world_size // job.gpus_per_node)
     if nodes > 1:
         lines.append(f"  # on each of the {nodes} nodes, with its MACHINE_RANK and with MAIN_IP:")
@@ -171,16 +169,8 @@ def _wrapped(words: Sequence[str]) -> list[str]:
 
 def _short_choices(plan: Plan) -> Table:
     """Return the choices as a table that fits 80 columns."""
-    has_hours = plan.tokens is not None
-    has_usd = any(choice.usd is not None for choice in plan.choices)
-    numbers = [
-        "batch",
-        "GiB",
-        "fits",
-        "tokens/s",
-        *(["days"] if has_hours else []),
-        *(["USD"] if has_usd else []),
-    ]
+    time_and_cost = _columns_of_time_and_cost(plan)
+    numbers = ["batch", "GiB", "fits", "tokens/s", *time_and_cost]
     table = make_table("#", "strategy", "layout", *numbers, right=numbers)
     for column in table.columns:
         column.overflow = "fold"
@@ -188,32 +178,76 @@ def _short_choices(plan: Plan) -> Table:
     for number, choice in enumerate(plan.choices, 1):
         estimate = choice.estimate
         job = estimate.job
-        recompute = (
-            ""
-            if job.activation_checkpointing == "none"
-            else f", recompute {job.activation_checkpointing}"
-        )
-        row = [
+        table.add_row(
             str(number),
-            _strategy(job, plan.request) + recompute,
+            _strategy(job, plan.request) + _recomputed(job, "recompute"),
             _layout(choice),
             f"{job.micro_batch} x {job.micro_batches}",
             f"{estimate.memory.total:.0f}",
             estimate.fits_word,
             f"{estimate.tokens_per_s_per_gpu * job.layout.world_size:,.0f}",
-        ]
-        if has_hours:
-            row.append("" if choice.hours is None else f"{choice.hours / 24:,.1f}")
-        if has_usd:
-            row.append("" if choice.usd is None else f"{choice.usd:,.0f}")
-        table.add_row(*row)
+            *(_DAYS_AND_USD[name](choice) for name in time_and_cost),
+        )
     return table
 
 
+def _columns_of_time_and_cost(plan: Plan) -> list[str]:
+    """Return `days` and `USD`, as far as they are known: of the tokens, and of a price for one choice at least."""
+    names = []
+    if plan.tokens is not None:
+        names.append("days")
+    if any(choice.usd is not None for choice in plan.choices):
+        names.append("USD")
+    return names
+
+
+def _days(choice: Choice) -> str:
+    return "" if choice.hours is None else f"{choice.hours / 24:,.1f}"
+
+
+def _usd(choice: Choice) -> str:
+    return "" if choice.usd is None else f"{choice.usd:,.0f}"
+
+
+def _range_of_days(choice: Choice) -> str:
+    if choice.hours is None:
+        return ""
+    return _range([hours / 24 for hours in choice.hours_range], ",.1f")
+
+
+def _range_of_usd(choice: Choice) -> str:
+    if choice.usd is None:
+        return ""
+    return _range(choice.scaled(choice.usd), ",.0f")
+
+
+_DAYS_AND_USD = {"days": _days, "USD": _usd}
+_RANGES = {"days": _range_of_days, "USD": _range_of_usd}
+"""What stands in the columns of time and cost, of which there may be none."""
+
+
+def _recomputed(job: Job, word: str) -> str:
+    """Return what is added to the name of a strategy that recomputes activations."""
+    if job.activation_checkpointing == "none":
+        return ""
+    return f", {word} {job.activation_checkpointing}"
+
+
 def _improvement(item: Improvement) -> str:
-    speed = "" if item.speedup is None else f", {item.speedup - 1:+.0%} per GPU"
-    mark = "*" if item.changes_results else ""
-    return f"{item.change}{mark}: {item.memory_gib:.0f} GiB, fits: {fits_word(item.fits_probability)}{speed}"
+    speed = ""
+    if item.speedup is not None:
+        speed = f", {_change_of_speed(item)} per GPU"
+    fits = fits_word(item.fits_probability)
+    return f"{_marked(item)}: {item.memory_gib:.0f} GiB, fits: {fits}{speed}"
+
+
+def _marked(item: Improvement) -> str:
+    """Return the change, with a star if it changes the training's results."""
+    return f"{item.change}*" if item.changes_results else item.change
+
+
+def _change_of_speed(item: Improvement) -> str:
+    return "" if item.speedup is None else f"{item.speedup - 1:+.0%}"
 
 
 def show_details(
@@ -245,6 +279,7 @@ def show_details(
         if plan.choices[0].costs and plan.choices[0].usd is not None:
             console.print(_costs(plan.choices[0]))
     else:
+        # Then the reasons and the changes below are the answer, so they are printed in both cases.
         console.print("Nothing fits.")
     _print_alternatives(console, plan, islands)
     if plan.improvements:
@@ -270,14 +305,9 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
         f"{first.seq_len}, {first.method}, framework {first.stack}"
     )
     has_hours = plans[0].tokens is not None
-    numbers = [
-        "batch",
-        "recompute",
-        "GiB",
-        "fits",
-        "tokens/s/GPU",
-        *(["days", "USD"] if has_hours else []),
-    ]
+    numbers = ["batch", "recompute", "GiB", "fits", "tokens/s/GPU"]
+    if has_hours:
+        numbers += ["days", "USD"]
     table = make_table("GPU", "GPUs", "strategy", "layout", *numbers, right=numbers)
     for plan in plans:
         if not plan.choices:
@@ -294,14 +324,7 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
             f"{estimate.tokens_per_s_per_gpu:,.0f}",
         ]
         if has_hours:
-            row.append(
-                ""
-                if choice.hours is None
-                else _range([hours / 24 for hours in choice.hours_range], ",.1f")
-            )
-            row.append(
-                "no price" if choice.usd is None else _range(choice.scaled(choice.usd), ",.0f")
-            )
+            row += [_range_of_days(choice), _range_of_usd(choice) or "no price"]
         gpus = str(job.layout.world_size)
         table.add_row(job.gpu.name, gpus, _strategy(job, plan.request), _layout(choice), *row)
     console.print(table)
@@ -320,57 +343,71 @@ def _list(console: Console, title: str, lines: Sequence[str]) -> None:
 
 def _layout(choice: Choice) -> str:
     job = choice.estimate.job
-    return f"{job.layout_summary} overlapped" if job.overlapped_experts else job.layout_summary
+    if job.overlapped_experts:
+        return f"{job.layout_summary} overlapped"
+    return job.layout_summary
 
 
 def _strategy(job: Job, request: PlanRequest) -> str:
     """The strategy, and what the run uses in addition to what was asked for."""
-    more = [f"{job.offload} offload"] if job.offload != "none" else []
-    more += ["fused loss"] if job.liger and not job.chunked_loss and not request.liger else []
-    more += [job.optimizer] if job.optimizer != request.optimizer else []
-    more += ["bf16 states"] if job.pure_bf16 and not request.pure_bf16 else []
-    return ", ".join([strategy_of(job), *more])
+    parts = [strategy_of(job)]
+    if job.offload != "none":
+        parts.append(f"{job.offload} offload")
+    # A chunked loss is fused too, but it is what the recipes compute by default.
+    if job.liger and not job.chunked_loss and not request.liger:
+        parts.append("fused loss")
+    if job.optimizer != request.optimizer:
+        parts.append(job.optimizer)
+    if job.pure_bf16 and not request.pure_bf16:
+        parts.append("bf16 states")
+    return ", ".join(parts)
 
 
 def _choices(plan: Plan) -> Table:
-    has_hours = plan.tokens is not None
-    has_usd = any(choice.usd is not None for choice in plan.choices)
-    numbers = ["batch", "recompute", "GiB", "fits", "step s", "tokens/s/GPU", "MFU"]
-    numbers += ["days"] * has_hours + ["USD"] * has_usd
+    time_and_cost = _columns_of_time_and_cost(plan)
+    numbers = ["batch", "recompute", "GiB", "fits", "step s", "tokens/s/GPU", "MFU", *time_and_cost]
     table = make_table("#", "strategy", "layout", "ZeRO", *numbers, right=numbers)
     for number, choice in enumerate(plan.choices, 1):
         estimate = choice.estimate
-        job = choice.estimate.job
-        stages = f" x{job.virtual_stages}" if job.virtual_stages > 1 else ""
-        stages += f" {job.schedule_name}" if job.layout.pp > 1 else ""
-        rounds = f" in {job.generation_rounds} rounds" if job.generation_rounds > 1 else ""
-        row = [
+        job = estimate.job
+        table.add_row(
             str(number),
             _strategy(job, plan.request),
-            _layout(choice) + stages,
+            _layout(choice) + _stages(job),
             str(job.zero),
-            f"{job.micro_batch} x {job.micro_batches}{rounds}",
+            _batch(job),
             job.activation_checkpointing,
             f"{estimate.memory.total:.0f}",
             estimate.fits_word,
             f"{estimate.time.total:.2f}",
             f"{estimate.tokens_per_s_per_gpu:,.0f}",
             "" if estimate.mfu is None else f"{estimate.mfu:.0%}",
-        ]
-        if has_hours:
-            row.append("" if choice.hours is None else f"{choice.hours / 24:,.1f}")
-        if has_usd:
-            row.append("" if choice.usd is None else f"{choice.usd:,.0f}")
-        table.add_row(*row)
+            *(_DAYS_AND_USD[name](choice) for name in time_and_cost),
+        )
     return table
+
+
+def _stages(job: Job) -> str:
+    """Return what is added to the layout of a pipeline."""
+    stages = ""
+    if job.virtual_stages > 1:
+        stages += f" x{job.virtual_stages}"
+    if job.layout.pp > 1:
+        stages += f" {job.schedule_name}"
+    return stages
+
+
+def _batch(job: Job) -> str:
+    batch = f"{job.micro_batch} x {job.micro_batches}"
+    if job.generation_rounds > 1:
+        batch += f" in {job.generation_rounds} rounds"
+    return batch
 
 
 def _ranges(plan: Plan) -> Table:
     """Return a table of the ranges that hold for 80% of the published runs, and of the CPU memory."""
-    numbers = ["GiB", "step s", "tokens/s/GPU"]
-    has_hours = plan.tokens is not None
-    has_usd = any(choice.usd is not None for choice in plan.choices)
-    numbers += ["days"] * has_hours + ["USD"] * has_usd + ["CPU GiB/node"]
+    time_and_cost = _columns_of_time_and_cost(plan)
+    numbers = ["GiB", "step s", "tokens/s/GPU", *time_and_cost, "CPU GiB/node"]
     table = make_table(
         "#", *numbers, right=numbers, title="Ranges that 80% of the published runs were in"
     )
@@ -380,21 +417,14 @@ def _ranges(plan: Plan) -> Table:
             estimate.job.tokens_per_step / time / estimate.job.layout.world_size
             for time in estimate.time_range[::-1]
         )
-        row = [
+        table.add_row(
+            str(number),
             _range(estimate.memory_range, ".0f"),
             _range(estimate.time_range, ".2f"),
             _range((slow, quick), ",.0f"),
-        ]
-        if has_hours:
-            row.append(
-                ""
-                if choice.hours is None
-                else _range([hours / 24 for hours in choice.hours_range], ",.1f")
-            )
-        if has_usd:
-            row.append("" if choice.usd is None else _range(choice.scaled(choice.usd), ",.0f"))
-        row.append(f"{estimate.host_gib_per_node:,.0f}")
-        table.add_row(str(number), *row)
+            *(_RANGES[name](choice) for name in time_and_cost),
+            f"{estimate.host_gib_per_node:,.0f}",
+        )
     return table
 
 
@@ -408,7 +438,9 @@ def _islands(found: IslandsVerdict) -> Table:
     title = f"\n{found.islands} islands of choice 1 each (tokens/s of all of them)"
     table = make_table("way", *numbers, right=numbers, title=title)
     sent = f"{found.bytes_per_round / 1e9:,.3g} GB in {found.round_s:,.1f} s"
-    what = "exchange" if found.fragments == 1 else f"each of {found.fragments} fragments"
+    what = "exchange"
+    if found.fragments > 1:
+        what = f"each of {found.fragments} fragments"
     table.add_row(
         f"DiLoCo, {what} every {found.steps} steps ({sent})",
         f"{found.diloco:,.0f}",
@@ -430,9 +462,9 @@ def _islands(found: IslandsVerdict) -> Table:
 
 def _improvements(plan: Plan) -> Table:
     """Return a table of the changes that would make the first choice faster or smaller, or something fit."""
-    title = (
-        "What would make choice 1 faster or smaller" if plan.choices else "What would make it fit"
-    )
+    title = "What would make choice 1 faster or smaller"
+    if not plan.choices:
+        title = "What would make it fit"
     numbers = ("GiB", "fits", "tokens/s/GPU", "speed")
     table = make_table(
         "change",
@@ -443,12 +475,12 @@ def _improvements(plan: Plan) -> Table:
     )
     for item in plan.improvements:
         table.add_row(
-            item.change + ("*" if item.changes_results else ""),
+            _marked(item),
             item.run,
             f"{item.memory_gib:.0f}",
             fits_word(item.fits_probability),
             f"{item.tokens_per_s_per_gpu:,.0f}",
-            "" if item.speedup is None else f"{item.speedup - 1:+.0%}",
+            _change_of_speed(item),
         )
     return table
 
@@ -492,7 +524,8 @@ def _reasons(plan: Plan) -> list[str]:
     """Return each reason once, in ascending order of the memory that the layout needs."""
     rows = sorted(plan.rejected, key=lambda row: row.needed_gib or 0.0)
     lines = list(dict.fromkeys(f"{row.summary}: {row.reason}" for row in rows))
-    rest = len(lines) - REJECTED_SHOWN
-    return lines[:REJECTED_SHOWN] + (
-        [f"and {rest} more (--json lists them all)"] if rest > 0 else []
-    )
+    shown = lines[:REJECTED_SHOWN]
+    rest = len(lines) - len(shown)
+    if rest > 0:
+        shown.append(f"and {rest} more (--json lists them all)")
+    return shown

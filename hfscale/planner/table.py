@@ -72,7 +72,9 @@ def number(row: Mapping[str, str], key: str) -> float | None:
         UsageError: the cell is not a number above 0.
     """
     text = text_of(row, key)
-    return _number_of(key, text) if text else None
+    if not text:
+        return None
+    return _number_of(key, text)
 
 
 def _number_of(key: str, text: str) -> float:
@@ -124,8 +126,10 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     vocab = integer(row, "vocab") or DEFAULT_VOCAB
     billions = number(row, "params_b")
     model = text_of(row, "model")
-    if layers is None and hidden is None and (known := catalogue_shape(model)) is not None:
-        return known
+    if layers is None and hidden is None:
+        known = catalogue_shape(model)
+        if known is not None:
+            return known
     if (layers is None or hidden is None) and billions is None:
         raise UsageError(
             f"model {model!r} has neither widths nor params_b: fill in layers, hidden, heads, ffn and vocab"
@@ -133,12 +137,15 @@ def row_shape(row: Mapping[str, str]) -> ModelShape:
     if hidden is None:
         layers, hidden = _usual_aspect(billions or 0.0, layers)
     elif layers is None:
-        layers = max(1, round(((billions or 0.0) * 1e9 - vocab * hidden) / (12 * hidden**2)))
+        # Published tables round the parameters, so that a layer count from them is only near.
+        of_layers = (billions or 0.0) * 1e9 - vocab * hidden
+        layers = max(1, round(of_layers / (12 * hidden**2)))
     assert layers is not None
     heads = integer(row, "heads") or _usual_heads(hidden, integer(row, "tp") or 1)
     kv_heads = integer(row, "kv_heads") or heads
     ffn = integer(row, "ffn") or 4 * hidden
-    if (mixture := _known_mixture(model, layers, hidden)) is not None:
+    mixture = _known_mixture(model, layers, hidden)
+    if mixture is not None:
         return mixture
     experts = experts_in(model, text_of(row, "note"))
     return _shape(layers, hidden, heads, kv_heads, ffn, vocab, billions, experts)
@@ -150,21 +157,20 @@ def _known_mixture(model: str, layers: int, hidden: int) -> ModelShape | None:
     columns for experts. None where there is no such name, or the widths are another model's."""
     plain = re.sub(r"[\s_]+", "-", model.casefold())
     for name, entry in catalogue().items():
-        if (
-            name in plain
-            and entry["hidden_size"] == hidden
-            and layers <= entry["num_hidden_layers"]
-        ):
-            shape = catalogue_shape(name)
-            if shape is not None and shape.moe is not None:
-                return replace(
-                    shape,
-                    layers=layers,
-                    windows=shape.windows[:layers],
-                    moe_layers=shape.moe_layers[:layers],
-                    other_layers=shape.other_layers[:layers],
-                    mlp_only=shape.mlp_only[:layers],
-                )
+        if name not in plain:
+            continue
+        if entry["hidden_size"] != hidden or layers > entry["num_hidden_layers"]:
+            continue
+        shape = catalogue_shape(name)
+        if shape is not None and shape.moe is not None:
+            return replace(
+                shape,
+                layers=layers,
+                windows=shape.windows[:layers],
+                moe_layers=shape.moe_layers[:layers],
+                other_layers=shape.other_layers[:layers],
+                mlp_only=shape.mlp_only[:layers],
+            )
     return None
 
 
@@ -200,10 +206,10 @@ def _shape(
     if billions is not None:
         attention = 2 * hidden * (hidden + kv_heads * config["head_dim"])
         totals = {
-            (kind, shared): layers * (attention + (3 if kind else 2) * hidden * ffn)
-            + (1 if shared else 2) * vocab * hidden
-            for kind in (True, False)
-            for shared in (False, True)
+            (is_gated, is_tied): layers * (attention + matrices * hidden * ffn)
+            + embeddings * vocab * hidden
+            for is_gated, matrices in ((True, 3), (False, 2))
+            for is_tied, embeddings in ((False, 2), (True, 1))
         }
         nearest = min(totals, key=lambda kind: abs(totals[kind] / 1e9 - billions))
         # If none is near, the parameter count is of another model, for example with fewer layers.
@@ -246,6 +252,7 @@ RECOMPUTE_WORDS: Mapping[str, ActivationCheckpointing] = {
 def _precision_of(row: Mapping[str, str]) -> tuple[Precision, bool, bool]:
     """Format of the matrix products, whether states are in this format too, and whether fp8 scales are per row; a
     blank cell is `bf16-mixed`."""
+    # The order decides: fp8 and fp16 runs also name bf16, as the format of what is not in theirs.
     text = text_of(row, "precision").lower().replace("bfloat16", "bf16") or "bf16-mixed"
     pure = "pure" in text or text in ("bf16-true", "bf16")
     if "fp8" in text or "float8" in text:
@@ -282,10 +289,11 @@ def method_of(row: Mapping[str, str]) -> tuple[Method, str | None]:
     """
     text = text_of(row, "method").lower()
     if text:
-        is_adapter = re.search(r"lora\b|adapter", text) is not None
         if re.search(r"qlora|nf4|4-?bit", text):
             return "qlora", None
-        return ("lora" if is_adapter else "full"), None
+        if re.search(r"lora\b|adapter", text):
+            return "lora", None
+        return "full", None
     return adapters_in(
         {column: text_of(row, column) for column in ("model", "precision", "ac", "note")}
     )
@@ -295,10 +303,9 @@ def _gpu_of(row: Mapping[str, str]) -> tuple[str, str | None]:
     """Name of the GPU without a power limit that has no number, and an assumption about it, or None."""
     text = text_of(row, "gpu_type")
     plain = without_power_limit(text)
-    return (
-        plain,
-        None if plain == text else f"{plain} at its usual power, because {text} gives no limit",
-    )
+    if plain == text:
+        return plain, None
+    return plain, f"{plain} at its usual power, because {text} gives no limit"
 
 
 def is_allocated(row: Mapping[str, str]) -> bool:
@@ -312,10 +319,14 @@ def is_allocated(row: Mapping[str, str]) -> bool:
 
 def assumed(row: Mapping[str, str]) -> list[str]:
     """List what was inferred from a row that no column of its own states, one line each."""
+    assumptions = []
     method, column = method_of(row)
-    assumptions = [f"method {method}, from the column {column}"] if column else []
-    power = _gpu_of(row)[1]
-    return [*assumptions, power] if power else assumptions
+    if column:
+        assumptions.append(f"method {method}, from the column {column}")
+    _, power = _gpu_of(row)
+    if power:
+        assumptions.append(power)
+    return assumptions
 
 
 # -- the job ----------------------------------------------------------------------------------------------------------
@@ -346,27 +357,47 @@ def job_of(row: Mapping[str, str]) -> Job:
         raise LayoutError("seq_len is blank: give the tokens per sequence")
     shape = row_shape(row)
     layout = _layout(row, gpus)
-    precision, pure, rowwise = _precision_of(row)
-    compiled = text_of(row, "compile").lower() in ("yes", "true", "1")
     framework = text_of(row, "stack") or infer_framework(row, layout)
     find_framework(framework)
+    job = _as_given(row, gpu, shape, layout, seq_len=seq_len, framework=framework)
+    job = _pipeline_batch(job)
+    job.check()
+    # The order matters: what shards and how large the micro-batch is decide whether activations are recomputed.
+    if not text_of(row, "zero") and not text_of(row, "dp_shard"):
+        job = _sharded_if_needed(job)
+    if not text_of(row, "micro_batch"):
+        job = _largest_micro_batch(job)
+    if is_fine_grained(job.shape) and can_overlap_experts(job):  # as DeepSeek-V3 in Megatron
+        job = replace(job, overlapped_experts=True)
+    if not _recompute_of(row):
+        job = with_least_checkpointing(job)
+    return job
+
+
+def _as_given(
+    row: Mapping[str, str],
+    gpu: Accelerator,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    *,
+    seq_len: int,
+    framework: str,
+) -> Job:
+    """The job with what the row's columns say, and the framework's usual values for blank cells."""
+    precision, pure, rowwise = _precision_of(row)
     # Megatron keeps fp32 master copies with every precision, unless its optimizer is set to bf16.
     pure = (pure and framework != "megatron") or text_of(row, "states").lower() == "bf16"
     zero = integer(row, "zero")
     if zero is None:
-        is_sharded = layout.dp_shard > 1 or (layout.cp > 1 and framework == "titan")
-        if is_sharded:
-            zero = 3
-        elif framework == "megatron" and layout.dp_replicate > 1:
-            zero = 1
-        else:
-            zero = 0
+        zero = _usual_zero(layout, framework)
     micro = integer(row, "micro_batch") or 1
-    old = _is_before_flash(row, gpu, framework)
-    stages = integer(row, "virtual_stages") or (
-        1 if old else _usual_virtual_stages(shape, layout, framework)
-    )
-    job = Job(
+    is_old = _is_before_flash(row, gpu, framework)
+    stages = integer(row, "virtual_stages")
+    if stages is None:
+        stages = 1 if is_old else _usual_virtual_stages(shape, layout, framework)
+    loss = text_of(row, "loss").lower()
+    splits_sequences = "sp" in text_of(row, "ac").lower().split("+")
+    return Job(
         shape=shape,
         gpu=gpu,
         layout=layout,
@@ -378,38 +409,39 @@ def job_of(row: Mapping[str, str]) -> Job:
         precision=precision,
         pure_bf16=pure,
         rowwise_fp8=rowwise,
-        compile=compiled,
-        compiled_loss=framework == "hf" or text_of(row, "loss").lower() == "compiled",
-        loss_kernel=text_of(row, "loss").lower() == "kernel",
+        compile=text_of(row, "compile").lower() in ("yes", "true", "1"),
+        compiled_loss=framework == "hf" or loss == "compiled",
+        loss_kernel=loss == "kernel",
         norm_kernel=text_of(row, "norm").lower() == "kernel",
         activation_checkpointing=_recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,
-        sequence_parallel=(not old and framework != "hf")
-        or "sp" in text_of(row, "ac").lower().split("+"),
+        sequence_parallel=splits_sequences or (not is_old and framework != "hf"),
         loss_parallel=framework != "hf",
-        flash_attention=not old,
+        flash_attention=not is_old,
         expert_parallel=_expert_parallel(shape, layout, framework),
         network_gb_s=interconnect_gb_s(text_of(row, "interconnect")),
     )
-    job = _pipeline_batch(job)
-    job.check()
-    if not text_of(row, "zero") and not text_of(row, "dp_shard"):
-        job = _sharded_if_needed(job)
-    if not text_of(row, "micro_batch"):
-        job = _largest_micro_batch(job)
-    if is_fine_grained(job.shape) and can_overlap_experts(job):  # as DeepSeek-V3 in Megatron
-        job = replace(job, overlapped_experts=True)
-    return job if _recompute_of(row) else with_least_checkpointing(job)
 
 
 # -- one column at a time ---------------------------------------------------------------------------------------------
 
 
+def _usual_zero(layout: ParallelLayout, framework: str) -> int:
+    """The ZeRO stage of a run whose table names none."""
+    if layout.dp_shard > 1 or (layout.cp > 1 and framework == "titan"):
+        return 3
+    if framework == "megatron" and layout.dp_replicate > 1:
+        return 1
+    return 0
+
+
 def _product(row: Mapping[str, str]) -> int | None:
     """Product of the axes, if the row gives a data-parallel axis; otherwise None."""
     axes = [integer(row, axis) for axis in ("dp_replicate", "dp_shard", "tp", "pp", "cp")]
-    return None if axes[0] is axes[1] is None else math.prod(size or 1 for size in axes)
+    if axes[0] is axes[1] is None:
+        return None
+    return math.prod(size or 1 for size in axes)
 
 
 def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
@@ -417,13 +449,17 @@ def _layout(row: Mapping[str, str], gpus: int) -> ParallelLayout:
     tp, pp, cp = (integer(row, axis) or 1 for axis in ("tp", "pp", "cp"))
     shard = integer(row, "dp_shard")
     replicate = integer(row, "dp_replicate")
+    # Tables name no axis where all ranks are data parallel: alone they shard, under other axes they are replicas.
     if shard is None and replicate is None:
         left, over = divmod(gpus, tp * pp * cp)
         if over or left < 1:
             raise LayoutError(
                 f"tp {tp} x pp {pp} x cp {cp} does not divide {gpus} GPUs: correct one of them"
             )
-        shard, replicate = (left, 1) if tp == pp == 1 and left > 1 else (1, left)
+        if tp == pp == 1 and left > 1:
+            shard = left
+        else:
+            replicate = left
     layout = ParallelLayout(dp_replicate=replicate or 1, dp_shard=shard or 1, cp=cp, tp=tp, pp=pp)
     layout.check_world_size(gpus)
     return layout
@@ -461,6 +497,7 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
     precision = text_of(row, "precision").lower()
     ac = text_of(row, "ac").lower()
     compiled = text_of(row, "compile").lower()
+    # Each framework spells what it does in words of its own, which a table of published runs copies.
     is_sharded_only = layout.tp == layout.pp == 1 and (
         layout.dp_shard > 1 or layout.world_size == 1
     )
@@ -474,7 +511,9 @@ def infer_framework(row: Mapping[str, str], layout: ParallelLayout) -> str:
         if compiled == "" and layout.dp_shard > 1 and layout.pp == 1:
             return "titan"
         return "megatron"
-    return "hf" if compiled in ("no", "false", "0") or layout.world_size == 1 else "titan"
+    if compiled in ("no", "false", "0") or layout.world_size == 1:
+        return "hf"
+    return "titan"
 
 
 def _is_before_flash(row: Mapping[str, str], gpu: Accelerator, framework: str) -> bool:
@@ -524,9 +563,8 @@ def _usual_virtual_stages(shape: ModelShape, layout: ParallelLayout, framework: 
         total // layout.pp for total in (shape.layers, shape.layers + 2) if total % layout.pp == 0
     )
     each = next(even, -(-shape.layers // layout.pp))
-    return max(
-        v for v in range(1, min(each, 8) + 1) if each % v == 0 and v * layout.pp <= shape.layers
-    )
+    possible = range(1, min(each, 8) + 1)
+    return max(v for v in possible if each % v == 0 and v * layout.pp <= shape.layers)
 
 
 def _expert_parallel(shape: ModelShape, layout: ParallelLayout, framework: str) -> int:

@@ -50,7 +50,7 @@ def reference_bytes(job: Job) -> float:
     if not job.has_reference_model:
         return 0.0
     parameters = float(job.shape.total_parameters)
-    low = 4.0 if job.precision == "fp32" else 2.0
+    low = job.value_bytes
     if job.zero == 3:
         return 4.0 * parameters / job.layout.dp_shard
     return (low if job.zero else 4.0) * parameters
@@ -67,7 +67,7 @@ def reference_buffer_bytes(job: Job) -> float:
     Args:
         job (`Job`): the run.
     """
-    low = 4.0 if job.precision == "fp32" else 2.0
+    low = job.value_bytes
     parameters = float(job.shape.total_parameters)
     if not job.has_reference_model:
         return 0.0
@@ -108,9 +108,7 @@ def _gather_s(job: Job, network: Network, parameters: float) -> float:
     """Seconds to gather parameters that ZeRO-3 or FSDP2 shards; 0 for other strategies."""
     if job.zero < 3:
         return 0.0
-    width = {"full": 4.0 if job.precision == "fp32" else 2.0, "lora": 2.0, "qlora": 0.56}[
-        job.method
-    ]
+    width = {"full": job.value_bytes, "lora": 2.0, "qlora": 0.56}[job.method]
     return network.gather_s(width * parameters, Group(size=job.layout.dp_shard))
 
 
@@ -177,7 +175,7 @@ def generation_weight_bytes(job: Job) -> float:
     shape = job.shape
     if job.precision == "fp32" and job.zero != 3:
         return 0.0
-    width = 4.0 if job.precision == "fp32" else 2.0
+    width = job.value_bytes
     if job.zero == 3 and job.layout.dp_shard > 1:
         ends = shape.embedding_parameters + shape.head_parameters
         return width * (ends + 2 * shape.mean_layer_parameters)

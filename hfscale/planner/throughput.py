@@ -137,7 +137,8 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
 
 def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
     """Forward and backward pass of a layer, recomputation included, and at least the time to launch its kernels."""
-    products = 2.0 if job.method == "full" else 1.0  # frozen weights need no gradient
+    # Frozen weights need no gradient, and a flash kernel computes the scores again.
+    products = 2.0 if job.method == "full" else 1.0
     attention = 2.0 if job.writes_scores else BACKWARD_ATTENTION
     recomputed = {
         "none": 0.0,
@@ -151,11 +152,18 @@ def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[fl
         + 2 * (layer.elementwise + layer.routing)
         + again
     )
-    launch = framework.launch_s * (0.5 if job.compile else 1.0)
+    launch = framework.launch_s
+    if job.compile:
+        launch *= 0.5
     forward = max(layer.total, launch)
-    backward = max(backward, 1.5 * launch + (launch if again else 0.0))
+    launch_of_backward = 1.5 * launch
+    if again:
+        launch_of_backward += launch
+    backward = max(backward, launch_of_backward)
     # A recomputed layer runs forward twice, and backward, which counts as two passes.
-    fixed = framework.pass_s if again and job.is_megatron_deepspeed else 0.0
+    fixed = 0.0
+    if again and job.is_megatron_deepspeed:
+        fixed = framework.pass_s
     return forward + fixed, backward + 3 * fixed
 
 
@@ -184,13 +192,14 @@ def _layer_traffic(job: Job, framework: Framework, network: Network, layer: Laye
     if tp > 1:
         # Attention and MLP each gather and scatter the activation, forward and backward (Korthikanti et al., fig. 5).
         buffer = 2.0 * job.tokens * shape.hidden
-        # Only the gathers and scatters of sequence parallelism can overlap, piece by piece, with the matrix products.
-        regather, overlap = (2, framework.overlap_tp) if job.sequence_parallel else (0, 0.0)
-        # `ParallelTrainer` keeps what it has gathered
-        regather = 0 if framework.name == "hf" else regather
-        seconds += (
-            (4 * passes + regather) * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
-        )
+        exchanges = 4 * passes
+        overlap = 0.0
+        if job.sequence_parallel:
+            # Only these gathers and scatters can overlap, piece by piece, with the matrix products.
+            overlap = framework.overlap_tp
+            if framework.name != "hf":  # `ParallelTrainer` keeps what it has gathered
+                exchanges += 2
+        seconds += exchanges * network.gather_s(buffer, Group(size=tp)) * (1 - overlap)
     if cp > 1:
         ring = network.gather_s(
             2.0 * job.tokens * cp * shape.attention.kv_width / tp, Group(size=cp, stride=tp)
@@ -198,12 +207,13 @@ def _layer_traffic(job: Job, framework: Framework, network: Network, layer: Laye
         if job.runs_parallel_trainer:
             # `ParallelTrainer` gathers keys and values before attention (Llama Team, arXiv 2407.21783, section 3.3.2),
             # gathers them again where a layer is recomputed, and reduces their gradients.
-            return seconds + (2 if job.activation_checkpointing == "none" else 3) * ring
+            rings = 2 if job.activation_checkpointing == "none" else 3
+            return seconds + rings * ring
         # Keys and values are sent around the ring during attention (Liu et al., arXiv 2310.01889), and their gradients
         # are sent back.
-        seconds += max(0.0, ring - layer.attention) + max(
-            0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention
-        )
+        exposed = max(0.0, ring - layer.attention)
+        exposed_backward = max(0.0, 2 * ring - BACKWARD_ATTENTION * layer.attention)
+        seconds += exposed + exposed_backward
     return seconds
 
 
@@ -289,18 +299,20 @@ def _layer_gather_s(job: Job, network: Network, shard: Group, bytes_per_paramete
     experts *= gathered_share(job)
     if job.expert_parallel == 1:
         return network.gather_s(bytes_per_parameter * (dense + experts), shard)
-    stride = job.expert_parallel * (1 if job.spreads_experts else shard.stride)
+    stride = job.expert_parallel
+    if not job.spreads_experts:
+        stride *= shard.stride
     same = Group(size=int(owners(job, shard.size)), stride=stride)
-    return network.gather_s(bytes_per_parameter * dense, shard) + network.gather_s(
-        bytes_per_parameter * experts, same
-    )
+    of_dense = network.gather_s(bytes_per_parameter * dense, shard)
+    of_experts = network.gather_s(bytes_per_parameter * experts, same)
+    return of_dense + of_experts
 
 
 def _weight_bytes(job: Job) -> float:
     """Bytes per gathered parameter."""
     if job.method == "qlora":
         return 0.56
-    return 4.0 if job.precision == "fp32" else 2.0
+    return job.value_bytes
 
 
 def _gradient_bytes(job: Job, framework: Framework) -> float:
@@ -315,10 +327,8 @@ def _pipeline_sends(job: Job, network: Network) -> float:
     if layout.pp == 1:
         return 0.0
     stride = layout.tp * layout.cp * layout.dp_shard * layout.dp_replicate
-    split = layout.tp if job.sequence_parallel else 1
-    return (
-        2 * job.virtual_stages * network.send_s(2.0 * job.tokens * job.shape.hidden / split, stride)
-    )
+    sent = 2.0 * job.tokens * job.shape.hidden / job.sequence_split
+    return 2 * job.virtual_stages * network.send_s(sent, stride)
 
 
 def _bubble(job: Job, slowest: float, all_layers: float) -> float:
