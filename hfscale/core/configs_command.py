@@ -80,11 +80,12 @@ def copy(
     copies = {target: config.path.read_text(encoding="utf-8")}
     if config.kind == "accelerate":
         copies |= _with_deepspeed_files(copies[target], target)
+    # Several configs share a DeepSpeed file: one that is there already, unchanged, is no obstacle.
     for copied, text in copies.items():
-        is_same = (
-            copied.is_file() and copied != target and copied.read_text(encoding="utf-8") == text
-        )
-        if copied.exists() and not force and not is_same:
+        is_shared = copied != target and copied.is_file()
+        if is_shared:
+            is_shared = copied.read_text(encoding="utf-8") == text
+        if copied.exists() and not force and not is_shared:
             raise UsageError(f"{copied} exists: give another DEST, or --force to overwrite it")
     for copied, text in copies.items():
         try:

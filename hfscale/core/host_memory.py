@@ -2,8 +2,21 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
+
+
+class _Names(NamedTuple):
+    """Names of the files of a control group, and of its statistic of unused page cache, in one of the two versions."""
+
+    limit: str
+    used: str
+    cache: str
+
+
+_VERSION_1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file")
 
 
 def available_bytes(root: Path = Path("/")) -> int:
@@ -18,14 +31,14 @@ def available_bytes(root: Path = Path("/")) -> int:
     """
     available = int(psutil.virtual_memory().available)
     for group in _memory_groups(root):
-        is_v2 = (group / "memory.current").is_file()
-        limit = _number(group / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
-        used = _number(group / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
+        names = _VERSION_1
+        if (group / _VERSION_2.used).is_file():
+            names = _VERSION_2
+        limit = _number(group / names.limit)
+        used = _number(group / names.used)
         if limit is None or used is None:
             continue
-        cache = _statistic(
-            group / "memory.stat", "inactive_file" if is_v2 else "total_inactive_file"
-        )
+        cache = _statistic(group / "memory.stat", names.cache)
         available = min(available, max(limit - used + cache, 0))
     return available
 
@@ -34,27 +47,35 @@ def _memory_groups(root: Path) -> Iterator[Path]:
     """Yield the folder of this process's memory control group and those above it, of both versions."""
     mounts = {}  # hierarchy -> folder where it is mounted, and the group that is visible there
     for line in _lines(root / "proc/self/mountinfo"):
-        fields, _, rest = line.partition(" - ")
+        mount, _, rest = line.partition(" - ")
         kind, _, options = rest.split(" ")
-        if kind == "cgroup2" or (kind == "cgroup" and "memory" in options.split(",")):
-            mounts["" if kind == "cgroup2" else "memory"] = (
-                fields.split(" ")[4],
-                fields.split(" ")[3],
-            )
+        fields = mount.split(" ")
+        mounted_at = fields[4]
+        visible = fields[3]
+        if kind == "cgroup2":
+            mounts[""] = mounted_at, visible
+        elif kind == "cgroup" and "memory" in options.split(","):
+            mounts["memory"] = mounted_at, visible
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        hierarchy = "memory" if "memory" in controllers.split(",") else controllers
+        hierarchy = controllers
+        if "memory" in controllers.split(","):
+            hierarchy = "memory"
         if hierarchy not in mounts:
             continue
         mounted_at, visible = mounts[hierarchy]
-        below = Path(path.removeprefix(visible).lstrip("/") if path.startswith(visible) else "")
+        # In a container the group may be named by its path on the machine, which is not visible.
+        below = Path()
+        if path.startswith(visible):
+            below = Path(path.removeprefix(visible).lstrip("/"))
         for group in (below, *below.parents):
             yield root / mounted_at.lstrip("/") / group
 
 
 def _lines(path: Path) -> list[str]:
-    # Not Linux: no such file
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not path.is_file():  # not Linux
+        return []
+    return path.read_text(encoding="utf-8").splitlines()
 
 
 def _number(path: Path) -> int | None:

@@ -53,10 +53,12 @@ class ShippedConfig:
     def summary(self) -> str:
         """The first sentence of its comment after the launch command, or of its docstring."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
+        # Each kind says what it is for in another place; JSON, which has no comments, in the config that reads it.
         if self.kind == "deepspeed":
             reader = Path(self.name).with_suffix(".yaml").name
-            is_read = (shipped_root() / "accelerate_configs" / reader).is_file()
-            return f"read by accelerate_configs/{reader}" if is_read else ""
+            if (shipped_root() / "accelerate_configs" / reader).is_file():
+                return f"read by accelerate_configs/{reader}"
+            return ""
         if self.kind == "script":
             return lines[0].removeprefix("r").strip('"')
         if self.kind == "launch":
@@ -130,11 +132,12 @@ def find_config(name: str) -> ShippedConfig:
         raise UsageError(
             f"no shipped config is named '{name}'{hint or '; see hfscale configs list'}"
         )
+    # A short name may be that of an Accelerate config and of the DeepSpeed file that it reads; within a kind it names
+    # one file.
     first_kind = [config for config in matches if config.kind == matches[0].kind]
     if len(first_kind) > 1:
-        raise UsageError(
-            f"'{name}' is more than one config: give {' or '.join(config.name for config in first_kind)}"
-        )
+        named = " or ".join(config.name for config in first_kind)
+        raise UsageError(f"'{name}' is more than one config: give {named}")
     return matches[0]
 
 
@@ -164,6 +167,7 @@ def find_launch_files(name: str) -> list[ShippedConfig]:
     files = [config for config in list_configs() if config.kind == "launch"]
     wanted = {config.path.parent.name for config in files if name in config.names}
     found: set[str] = set()
+    # Folders refer to files of folders that refer to others: without one of them nothing starts.
     while wanted - found:
         found |= wanted
         texts = [

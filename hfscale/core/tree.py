@@ -53,11 +53,12 @@ class Level:
                 all members.
         """
         padded = torch.nn.functional.pad(rows, (0, 0, 0, self.rows - len(rows)))
-        table = rows.new_empty(len(self.ranks), *padded.shape) if self.is_leader else None
-        dist.gather(
-            padded, None if table is None else list(table.unbind()), group=self.group, group_dst=0
-        )
-        return None if table is None else table.flatten(0, 1)
+        if not self.is_leader:
+            dist.gather(padded, None, group=self.group, group_dst=0)
+            return None
+        table = rows.new_empty(len(self.ranks), *padded.shape)
+        dist.gather(padded, list(table.unbind()), group=self.group, group_dst=0)
+        return table.flatten(0, 1)
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Return the data of all members on the leader, and None elsewhere; their lengths may differ."""
@@ -65,12 +66,11 @@ class Level:
         dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.group)
         framed = _framed([data]) + bytes(int(longest) - len(data))
         mine = torch.frombuffer(bytearray(framed), dtype=torch.uint8)
-        rows = mine.new_empty(len(self.ranks), len(mine)) if self.is_leader else None
-        dist.gather(
-            mine, None if rows is None else list(rows.unbind()), group=self.group, group_dst=0
-        )
-        if rows is None:
+        if not self.is_leader:
+            dist.gather(mine, None, group=self.group, group_dst=0)
             return None
+        rows = mine.new_empty(len(self.ranks), len(mine))
+        dist.gather(mine, list(rows.unbind()), group=self.group, group_dst=0)
         return [next(_parts(row.numpy().tobytes())) for row in rows]
 
     def gather_objects(self, value: Any) -> list[Any] | None:
@@ -139,7 +139,9 @@ class Tree:
         for level in self._levels:
             assert rows is not None
             rows = level.gather_rows(rows)
-        return None if rows is None else rows[: self._world_size]
+        if rows is None:
+            return None
+        return rows[: self._world_size]
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Return the data of each rank on rank 0, in rank order, and None elsewhere; their lengths may differ."""
@@ -154,7 +156,10 @@ class Tree:
     def gather_bytes_everywhere(self, data: bytes) -> list[bytes]:
         """Return the data of each rank on all ranks, in rank order."""
         parts = self.gather_bytes(data)
-        return list(_parts(self.broadcast_bytes(None if parts is None else _framed(parts))))
+        framed = None
+        if parts is not None:
+            framed = _framed(parts)
+        return list(_parts(self.broadcast_bytes(framed)))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite a tensor of the same shape and type on all ranks by that of rank 0."""
@@ -163,11 +168,11 @@ class Tree:
 
     def broadcast_bytes(self, data: bytes | None) -> bytes:
         """Return the data of rank 0 on all ranks; elsewhere `data` is None."""
-        length = torch.tensor([0 if data is None else len(data)])
+        length = torch.tensor([len(data or b"")])
         self.broadcast(length)
         sent = torch.empty(int(length), dtype=torch.uint8)
-        if data is not None:
-            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else sent
+        if data:
+            sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if len(sent):
             self.broadcast(sent)
         return sent.numpy().tobytes()

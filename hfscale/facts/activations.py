@@ -42,7 +42,6 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
         rank (`int`): rank of the LoRA adapters; 0 without adapters.
     """
     attention = shape.attention
-    moe = shape.moe
     share = shape.moe_share
     widths = {
         "hidden": shape.hidden,
@@ -50,24 +49,44 @@ def layer_widths(shape: ModelShape, seq_len: int, *, rank: int = 0) -> dict[str,
         "value": attention.query_width if attention.latent_width else 0,
         "mlp": shape.dense_share * shape.mlp.ffn if shape.mlp else 0,
         "latent": attention.latent_width,
-        "moe_hidden": share * shape.hidden if moe else 0,
-        "routed": share * moe.top_k * shape.hidden if moe else 0,
-        "experts": share * moe.top_k * moe.expert_ffn if moe else 0,
-        "shared": share * moe.shared_ffn if moe else 0,
-        "router": share * moe.experts if moe else 0,
-        "choices": share * moe.top_k if moe else 0,
+        **_expert_widths(shape),
         "rank": rank,
         "constant": 1,
         "moe_constant": share,
-        "parallel": shape.hidden if shape.parallel_residual else 0,
+        "parallel": shape.hidden * shape.parallel_residual,
         "norms": shape.hidden * shape.norms_per_layer,
-        "mlp_hidden": shape.dense_share * shape.hidden if shape.mlp_only else 0,
-        "mlp_constant": shape.dense_share if shape.mlp_only else 0,
-        "mlp_rank": shape.dense_share * rank if shape.mlp_only else 0,
+        **_widths_of_mlp_layers(shape, rank),
         "moe_rank": share * rank if shape.other_layers else 0,
         **_recurrent_widths(shape, seq_len, rank),
     }
     return {name: float(width) for name, width in widths.items()}
+
+
+def _expert_widths(shape: ModelShape) -> dict[str, float]:
+    """The widths of the experts in an average layer, each 0 for a dense model."""
+    moe = shape.moe
+    share = shape.moe_share
+    if moe is None:
+        names = ("moe_hidden", "routed", "experts", "shared", "router", "choices")
+        return dict.fromkeys(names, 0)
+    return {
+        "moe_hidden": share * shape.hidden,
+        "routed": share * moe.top_k * shape.hidden,
+        "experts": share * moe.top_k * moe.expert_ffn,
+        "shared": share * moe.shared_ffn,
+        "router": share * moe.experts,
+        "choices": share * moe.top_k,
+    }
+
+
+def _widths_of_mlp_layers(shape: ModelShape, rank: int) -> dict[str, float]:
+    """The widths of the layers that are an MLP only, of the models that have such layers."""
+    share = shape.dense_share if shape.mlp_only else 0
+    return {
+        "mlp_hidden": share * shape.hidden,
+        "mlp_constant": share,
+        "mlp_rank": share * rank,
+    }
 
 
 DELTA_CHUNK = 64
@@ -125,9 +144,11 @@ def _recurrent_widths(shape: ModelShape, seq_len: int, rank: int) -> dict[str, f
     if not shape.mlp_only:
         # Which matrix products of an MLP selective recomputation keeps depends on how many are before them.
         with_experts = sum(map(and_, shape.other_layers, shape.moe_layers)) / shape.layers
-        widths["recurrent_mlp"] = (share - with_experts) * (shape.mlp.ffn if shape.mlp else 0)
-        widths["recurrent_shared"] = with_experts * (shape.moe.shared_ffn if shape.moe else 0)
-        widths["recurrent_router"] = with_experts * (shape.moe.experts if shape.moe else 0)
+        if shape.mlp:
+            widths["recurrent_mlp"] = (share - with_experts) * shape.mlp.ffn
+        if shape.moe:
+            widths["recurrent_shared"] = with_experts * shape.moe.shared_ffn
+            widths["recurrent_router"] = with_experts * shape.moe.experts
     return widths
 
 
@@ -169,12 +190,11 @@ def _attention_widths(shape: ModelShape, seq_len: int, rank: int) -> dict[str, f
             "mask": is_masked * seq_len,
             "normed": (queries + keys) * attention.qk_norm,
             "normed_heads": (attention.heads + attention.kv_heads) * attention.qk_norm,
-            "joined_keys": keys if attention.values_are_keys else 0,
-            "joined": shape.hidden if attention.values_are_keys else 0,
-            "joined_rank": rank if attention.values_are_keys else 0,
-            "joined_router": shape.moe.experts if attention.values_are_keys and shape.moe else 0,
-            "joined_moe_rank": rank if attention.values_are_keys and shape.moe else 0,
         }
+        if attention.values_are_keys:
+            own |= {"joined_keys": keys, "joined": shape.hidden, "joined_rank": rank}
+        if attention.values_are_keys and shape.moe:
+            own |= {"joined_router": shape.moe.experts, "joined_moe_rank": rank}
         for name, width in own.items():
             widths[name] += kind.share * width
     return widths
@@ -188,15 +208,16 @@ def end_widths(shape: ModelShape, seq_len: int) -> dict[str, float]:
         seq_len (`int`): tokens per sequence.
     """
     other = shape.other_attention
+    # A window longer than the sequence needs no mask, and an embedding of the hidden width no projection.
+    is_masked = any(window is not None and window <= seq_len for window in shape.windows)
+    is_projected = shape.embedding_width != shape.hidden
     widths = {
         "hidden": shape.hidden,
         "head_dim": shape.attention.head_dim,
         "other_head_dim": other.head_dim if isinstance(other, AttentionShape) else 0,
-        "embedding": shape.embedding_width if shape.embedding_width != shape.hidden else 0,
+        "embedding": is_projected * shape.embedding_width,
         "seq": seq_len,
-        "mask": seq_len
-        if any(window is not None and window <= seq_len for window in shape.windows)
-        else 0,
+        "mask": is_masked * seq_len,
         "constant": 1,
     }
     return {name: float(width) for name, width in widths.items()}
@@ -324,8 +345,14 @@ def routed_bytes(shape: ModelShape, regime: Regime) -> float:
         shape (`ModelShape`): the model.
         regime (`Regime`): the formats in which the model computes.
     """
-    width = 4.0 if regime == "fp32" else 2.0
-    return width * shape.top_k * shape.hidden if shape.moe else 0.0
+    if not shape.moe:
+        return 0.0
+    return _value_bytes(regime) * shape.top_k * shape.hidden
+
+
+def _value_bytes(regime: Regime) -> float:
+    """Bytes of a value in the format of the matrix products."""
+    return 4.0 if regime == "fp32" else 2.0
 
 
 def attention_bytes(shape: ModelShape, regime: Regime, seq_len: int) -> float:
@@ -348,7 +375,7 @@ def attention_bytes(shape: ModelShape, regime: Regime, seq_len: int) -> float:
     factors = factors_of(shape.model_type, regime, "none").layer
     kept = sum(factor * widths[name] for name, factor in factors.items() if name not in _OF_THE_MLP)
     kept -= factors["hidden"] * widths["hidden"] / 2
-    return kept + copies * (4.0 if regime == "fp32" else 2.0) * widths["scores"]
+    return kept + copies * _value_bytes(regime) * widths["scores"]
 
 
 def has_scores(model_type: str) -> bool:
@@ -365,16 +392,16 @@ def factors_of(model_type: str, regime: Regime, recompute: str) -> Factors:
     Raises:
         UnsupportedModelError: they have not been measured.
     """
-    measured = _table().get((model_type, regime, "selective" if recompute == "full" else recompute))
+    is_full = recompute == "full"
+    measured = _table().get((model_type, regime, "selective" if is_full else recompute))
     if measured is None:
         raise UnsupportedModelError(
             f"the memory of {model_type} is not known, only its parameters and FLOPs are: plan for a model of another "
             "family of about its size"
         )
-    if recompute == "full":
-        return Factors(
-            layer={"hidden": 4.0 if regime in ("fp32", "autocast") else 2.0}, ends=measured.ends
-        )
+    if is_full:
+        residual = 4.0 if regime in ("fp32", "autocast") else 2.0
+        return Factors(layer={"hidden": residual}, ends=measured.ends)
     return measured
 
 

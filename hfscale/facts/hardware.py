@@ -249,6 +249,7 @@ def _row(row: dict[str, Any], where: str) -> Accelerator:
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     row = dict.fromkeys(_LISTS, ()) | values
     check_keys(row, Accelerator, where, fix=f"add it, or {_CALIBRATE}")
+    # A file of the user, or one that a calibration has written: wrong values must not become a plan.
     for key, value in row.items():
         if key in _TEXTS:
             is_valid = isinstance(value, str) and bool(value.strip())

@@ -314,8 +314,11 @@ def attention_shape(
         head_dim, kv_heads, has_values = _global_heads(config, kv_heads)
     queries = heads * head_dim
     keys = kv_heads * head_dim
-    gate = queries if family.gated_attention else 0
-    widths = (queries + gate, keys, keys) if len(family.qkv) == 3 else (queries + gate + 2 * keys,)
+    gate = family.gated_attention * queries
+    # One matrix may compute queries, keys and values: then it has the outputs of all three.
+    widths: tuple[int, ...] = (queries + gate, keys, keys)
+    if len(family.qkv) != 3:
+        widths = (sum(widths),)
     bias = decide(family.qkv_bias, config)
     out_bias = decide(family.attention_out_bias, config)
     projections = [
@@ -328,8 +331,13 @@ def attention_shape(
     )
 
     qk_norm = family.qk_norm is not None and decide(family.qk_norm_when, config)
-    norm_width = 2 * head_dim if family.qk_norm == "shared" else queries + keys
-    norm_vectors = 2 if family.qk_norm_bias else 1
+    other_parameters = 0
+    if qk_norm:
+        norm_width = 2 * head_dim if family.qk_norm == "shared" else queries + keys
+        norm_vectors = 2 if family.qk_norm_bias else 1
+        other_parameters = norm_width * norm_vectors
+    if family.sinks:
+        other_parameters += heads
     return AttentionShape(
         heads=heads,
         kv_heads=kv_heads,
@@ -337,8 +345,7 @@ def attention_shape(
         value_head_dim=head_dim,
         linears=tuple(projections),
         qk_norm=qk_norm,
-        other_parameters=(norm_width * norm_vectors if qk_norm else 0)
-        + (heads if family.sinks else 0),
+        other_parameters=other_parameters,
     )
 
 

@@ -137,16 +137,19 @@ class ExpertLayout(ParallelLayout):
             fitting += [
                 ranks * n for n in range(2, self.dp_replicate + 1) if self.dp_replicate % n == 0
             ]
-        if self.ep > 1 and self.ep not in fitting:
-            multiple = f" and be a multiple of tp_size {self.tp}" if self.tp > 1 else ""
-            stage = " in a stage" if self.pp > 1 else ""
-            several = (
-                ", or be those of several" if self.spans_replicas and self.dp_replicate > 1 else ""
-            )
-            raise LayoutError(
-                f"ep_size {self.ep} must divide the {ranks} ranks of one replica{stage}{multiple}{several}: choose "
-                f"one of {', '.join(map(str, fitting))}"
-            )
+        if self.ep == 1 or self.ep in fitting:
+            return
+        # The rule has a part for each axis, and only those of the axes in use help.
+        rule = f"divide the {ranks} ranks of one replica"
+        if self.pp > 1:
+            rule += " in a stage"
+        if self.tp > 1:
+            rule += f" and be a multiple of tp_size {self.tp}"
+        if self.spans_replicas and self.dp_replicate > 1:
+            rule += ", or be those of several"
+        raise LayoutError(
+            f"ep_size {self.ep} must {rule}: choose one of {', '.join(map(str, fitting))}"
+        )
 
     @property
     def summary(self) -> str:

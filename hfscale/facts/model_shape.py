@@ -133,12 +133,20 @@ class ModelShape:
         config = ModelConfig(values, defaults={**COMMON_DEFAULTS, **family.defaults})
         layers = config.count("num_hidden_layers")
         hidden = config.count("hidden_size")
-        moe_layers = family.experts.layers(config) if family.experts else (False,) * layers
+        moe = None
+        moe_layers = (False,) * layers
+        if family.experts:
+            moe_layers = family.experts.layers(config)
+        if family.experts and any(moe_layers):
+            moe = moe_shape(config, family.experts)
         windows = family.windows(config)
         other_attention, other_layers = _other_attention(config, family, windows)
         blocks = block_types(config) if family.is_either else []
         has_dense = "mlp" in blocks if blocks else not all(moe_layers)
-        positions = family.extra_positions
+        # Families differ in which keys they have: what a config does not say is decided by its family's rules.
+        positions = 0
+        if family.extra_positions is not None:
+            positions = config.count("max_position_embeddings") + family.extra_positions
         return cls(
             model_type=config.model_type,
             layers=layers,
@@ -147,7 +155,7 @@ class ModelShape:
             tied=config.flag("tie_word_embeddings"),
             attention=attention_shape(config, family),
             mlp=mlp_shape(config, family) if has_dense else None,
-            moe=moe_shape(config, family.experts) if family.experts and any(moe_layers) else None,
+            moe=moe,
             moe_layers=moe_layers,
             windows=windows,
             parallel_residual=decide(family.parallel_residual, config),
@@ -156,9 +164,7 @@ class ModelShape:
             embedding_norm=family.embedding_norm,
             final_norm=decide(family.final_norm, config),
             embedding_width=config.optional_count(family.embedding_width) or hidden,
-            learned_positions=0
-            if positions is None
-            else config.count("max_position_embeddings") + positions,
+            learned_positions=positions,
             max_positions=config.optional_count("max_position_embeddings"),
             head_bias=decide(family.head_bias, config),
             other_attention=other_attention,
@@ -171,10 +177,15 @@ class ModelShape:
         """For each layer, its attention, what it has instead, or None if it has an MLP only."""
         others = self.other_layers or (False,) * self.layers
         without = self.mlp_only or (False,) * self.layers
-        return tuple(
-            None if is_mlp else self.other_attention if is_other else self.attention
-            for is_other, is_mlp in zip(others, without, strict=True)
-        )
+        found: list[Mixer | None] = []
+        for is_other, is_mlp in zip(others, without, strict=True):
+            if is_mlp:
+                found.append(None)
+            elif is_other:
+                found.append(self.other_attention)
+            else:
+                found.append(self.attention)
+        return tuple(found)
 
     @property
     def recurrent(self) -> Recurrent | None:
@@ -185,7 +196,9 @@ class ModelShape:
     @cached_property
     def recurrent_share(self) -> float:
         """Fraction of the layers that carry a state along the sequence."""
-        return sum(self.other_layers) / self.layers if self.recurrent is not None else 0.0
+        if self.recurrent is None:
+            return 0.0
+        return sum(self.other_layers) / self.layers
 
     @cached_property
     def dense_share(self) -> float:
@@ -204,14 +217,20 @@ class ModelShape:
         Raises:
             IndexError: there is no such layer.
         """
-        has_mlp = not self.mlp_only or self.mlp_only[layer]
-        moe = self.moe if self.moe_layers[layer] else None
-        dense = self.mlp if has_mlp and not self.moe_layers[layer] else None
+        mlp = router = 0
+        # Where layers have attention or an MLP, a mixture of experts is such an MLP too.
+        if self.moe_layers[layer] and self.moe:
+            mlp = self.moe.parameters
+            router = self.moe.router_parameters
+        elif (
+            self.mlp and not self.moe_layers[layer] and (not self.mlp_only or self.mlp_only[layer])
+        ):
+            mlp = self.mlp.parameters
         mixer = self.mixers[layer]
         return LayerParameters(
             attention=mixer.parameters if mixer is not None else 0,
-            mlp=(moe.parameters if moe else 0) + (dense.parameters if dense else 0),
-            router=moe.router_parameters if moe else 0,
+            mlp=mlp,
+            router=router,
             norms=self.norms_per_layer * self.norm_parameters,
         )
 
@@ -225,20 +244,19 @@ class ModelShape:
         """Parameters before the first layer: token embedding, learned positions, norm and projection after them."""
         tokens = self.vocab * self.embedding_width
         positions = self.learned_positions * self.hidden
-        norm = self.norm_parameters if self.embedding_norm else 0
-        return (
-            tokens + positions + norm + sum(linear.parameters for linear in self._embedding_linears)
-        )
+        norm = self.embedding_norm * self.norm_parameters
+        projections = sum(linear.parameters for linear in self._embedding_linears)
+        return tokens + positions + norm + projections
 
     @property
     def final_norm_parameters(self) -> int:
         """Parameters of the norm after the last layer."""
-        return self.norm_parameters if self.final_norm else 0
+        return self.final_norm * self.norm_parameters
 
     @property
     def lm_head_parameters(self) -> int:
         """Parameters of the head that are not shared with the embedding: of a tied head only its bias, if any."""
-        shared = self.vocab * self.embedding_width if self.tied else 0
+        shared = self.tied * self.vocab * self.embedding_width
         return sum(linear.parameters for linear in self._head_linears) - shared
 
     @property
@@ -265,9 +283,10 @@ class ModelShape:
         kinds = []
         layers = zip(self.moe_layers, self.windows, self.mixers, strict=True)
         for (is_moe, window, mixer), number in Counter(layers).items():
-            moe = self.moe if is_moe else None
-            width = moe.top_k * moe.expert_ffn + moe.shared_ffn if moe else 0
-            if not is_moe and self.mlp and (mixer is None or not self.mlp_only):
+            width = 0
+            if is_moe and self.moe:
+                width = self.moe.top_k * self.moe.expert_ffn + self.moe.shared_ffn
+            elif not is_moe and self.mlp and (mixer is None or not self.mlp_only):
                 width = self.mlp.ffn
             linears = self._linears_of(mixer, is_moe)
             share = number / self.layers
@@ -435,11 +454,14 @@ class ModelShape:
             raise UsageError(f"attention is {attention!r}: use full or causal")
         flops = 0.0
         for window, mixer in zip(self.windows, self.mixers, strict=True):
-            if not isinstance(mixer, AttentionShape):
-                flops += mixer.flops_per_token if mixer is not None else 0
+            if mixer is None:
                 continue
-            reach = seq_len if window is None else min(seq_len, window)
-            keys = reach if attention == "full" else reach * (1 - reach / (2 * seq_len))
+            if not isinstance(mixer, AttentionShape):
+                flops += mixer.flops_per_token
+                continue
+            keys = seq_len if window is None else min(seq_len, window)
+            if attention == "causal":
+                keys *= 1 - keys / (2 * seq_len)
             flops += 2 * mixer.heads * (mixer.head_dim + mixer.value_head_dim) * keys
         return flops
 
@@ -471,12 +493,10 @@ class ModelShape:
             raise UsageError(f"LoRA rank is {r}: it must be at least 1, such as 16")
         inside = (*self._layer_linears, *self._embedding_linears, *self._head_linears)
         if target_modules == "all-linear":
-            chosen = {linear.path for linear in inside} - {"lm_head"} - self._paths_without_adapter
-            return sum(
-                self._adapter(linear, r, active=active)
-                for linear in inside
-                if linear.path in chosen
-            )
+            # For PEFT, all linear layers are those but the head.
+            left_out = {"lm_head"} | self._paths_without_adapter
+            adapted = [linear for linear in inside if linear.path not in left_out]
+            return sum(self._adapter(linear, r, active=active) for linear in adapted)
         if isinstance(target_modules, str):
             raise UsageError(
                 f"target_modules is {target_modules!r}: give a list of names, or all-linear"
@@ -496,24 +516,28 @@ class ModelShape:
     def _paths_without_adapter(self) -> set[str]:
         """Paths that LoRA on all linear layers leaves out: dense MLPs and shared experts where PEFT adapts the routed
         ones, otherwise routed experts and their router; the output of Mamba-2 layers, which PEFT refuses."""
-        refused = {"mixer.out_proj"} if isinstance(self.recurrent, MambaShape) else set()
+        refused: set[str] = set()
+        if isinstance(self.recurrent, MambaShape):
+            refused.add("mixer.out_proj")
         if self.moe is None:
             return refused
-        dense = self.mlp.linears if self.mlp else ()
-        shared = tuple(linear for linear in self.moe.linears if linear.copies == 1)
-        routed = tuple(linear for linear in self.moe.linears if linear.copies > 1)
-        router = () if self.moe.router_adapted else self.moe.router[:1]
-        left_out = (*dense, *shared) if self.moe.adapted else (*routed, *router)
+        # PEFT adapts either the experts of such a model or what every token passes, by its family.
+        if self.moe.adapted:
+            left_out = [linear for linear in self.moe.linears if linear.copies == 1]
+            left_out += self.mlp.linears if self.mlp else ()
+        else:
+            left_out = [linear for linear in self.moe.linears if linear.copies > 1]
+            left_out += () if self.moe.router_adapted else self.moe.router[:1]
         return refused | {linear.path for linear in left_out}
 
     def _adapter(self, linear: Linear, r: int, *, active: bool) -> int:
         """Parameters of the adapters of all copies of a matrix, or of those that a token passes. Experts' gate and up,
         which are one matrix, have twice the rank (PEFT 0.21, `_MOE_FUSED_TARGETS`)."""
-        is_fused = (
-            linear.copies > 1 and self.moe is not None and linear.outputs == 2 * self.moe.expert_ffn
-        )
-        rank = 2 * r if is_fused else r
-        return (linear.used if active else linear.copies) * rank * (linear.inputs + linear.outputs)
+        is_expert = linear.copies > 1
+        if is_expert and self.moe is not None and linear.outputs == 2 * self.moe.expert_ffn:
+            r *= 2
+        copies = linear.used if active else linear.copies
+        return copies * r * (linear.inputs + linear.outputs)
 
     @property
     def attention_modules(self) -> tuple[str, ...]:
@@ -553,9 +577,11 @@ class ModelShape:
         return mixer.linears if self.mlp_only else mixer.linears + self._mlp_linears(is_moe)
 
     def _mlp_linears(self, is_moe: bool) -> tuple[Linear, ...]:
-        if is_moe:
-            return (*self.moe.router, *self.moe.linears) if self.moe else ()
-        return self.mlp.linears if self.mlp else ()
+        if is_moe and self.moe:
+            return (*self.moe.router, *self.moe.linears)
+        if not is_moe and self.mlp:
+            return self.mlp.linears
+        return ()
 
     @cached_property
     def _layer_matmul_parameters(self) -> int:

@@ -304,6 +304,19 @@ class Slot:
     """Time at which it ends."""
 
 
+def _pass_before(
+    is_forward: bool, rank: int, micro_batch: int, *, last: int
+) -> tuple[bool, int, int] | None:
+    """The pass whose result a pass of a rank needs; None for the forward passes of the first rank."""
+    if not is_forward and rank == last:
+        return True, rank, micro_batch
+    if not is_forward:
+        return False, rank + 1, micro_batch
+    if rank == 0:
+        return None
+    return True, rank - 1, micro_batch
+
+
 def one_f_one_b(
     pp: int, micro_batches: int, *, forward: float = 1.0, backward: float = 2.0
 ) -> list[Slot]:
@@ -328,18 +341,14 @@ def one_f_one_b(
         for rank, queue in enumerate(queues):
             while queue:
                 is_forward, micro_batch = queue[0]
-                if is_forward:
-                    needs = None if rank == 0 else (True, rank - 1, micro_batch)
-                else:
-                    needs = (
-                        (True, rank, micro_batch)
-                        if rank == pp - 1
-                        else (False, rank + 1, micro_batch)
-                    )
+                needs = _pass_before(is_forward, rank, micro_batch, last=pp - 1)
+                # A rank runs its passes in a fixed order: it waits even if a later one could run already.
                 if needs is not None and needs not in ended:
                     break
                 queue.pop(0)
-                start = max(rank_is_free_at[rank], ended[needs] if needs is not None else 0.0)
+                start = rank_is_free_at[rank]
+                if needs is not None:
+                    start = max(start, ended[needs])
                 end = start + (forward if is_forward else backward)
                 ended[is_forward, rank, micro_batch] = end
                 rank_is_free_at[rank] = end

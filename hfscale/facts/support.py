@@ -278,10 +278,13 @@ class Rule:
 def _holds(condition: Any, name: str, combination: Combination) -> bool:
     """Whether a condition holds for a property: a value, a list of values, or one of the forms of `support.toml`."""
     value = getattr(combination, name)
+    # What the caller does not know is no reason to refuse.
     if value is None:
         return False
+    if isinstance(condition, list):
+        return value in condition
     if not isinstance(condition, dict):
-        return bool(value in condition if isinstance(condition, list) else value == condition)
+        return bool(value == condition)
     [(form, wanted)] = condition.items()
     if form == "above":
         return bool(value > wanted)

@@ -61,17 +61,18 @@ def expert_parallel_plan(model: PreTrainedModel) -> dict[str, str]:
     generic = expert_rules(model.ep_plan)
     names = [name for name, _ in model.named_parameters()]
     names += [name for name, module in model.named_modules() if not is_lora_layer(module)]
-    plan = {
-        name: style
-        for name in names
-        if (style := generic.get(_LAYER_NUMBER.sub(".*", _plain(name)))) is not None
-    }
+    plan = {}
+    for name in names:
+        style = generic.get(_LAYER_NUMBER.sub(".*", _plain(name)))
+        if style is not None:
+            plan[name] = style
     modules = [name for name, style in plan.items() if style == DISPATCH_STYLE]
     if not modules:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no layer whose experts could be spread over ranks: leave "
             f"{spelled('ep_size')} out"
         )
+    # A parameter of the experts that is not split would get the gradients of this rank's tokens only.
     for name in modules:
         for own, _ in model.get_submodule(name).named_parameters(prefix=name):
             if plan.get(own) != _SHARDED_STYLE:

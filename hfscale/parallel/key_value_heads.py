@@ -55,6 +55,7 @@ def plan_shared_heads(
                 for part in tensor_plan
                 if part == full_name or part.startswith(f"{full_name}.")
             ]
+            # Only a projection that the plan splits into heads can leave a rank without a whole one.
             is_split = any(tensor_plan[part] == "colwise" for part in parts)
             if not is_split or _heads_of(projection, attention) % tp_size == 0:
                 continue

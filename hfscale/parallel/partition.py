@@ -66,18 +66,14 @@ class ModelStructure:
         embedding = model.get_input_embeddings()
         head = model.get_output_embeddings()
         depth = model.config.get_text_config().num_hidden_layers
+        # Nothing in transformers names these parts, and the cut is right only if they are what they seem to be.
         stacks = [
             name
             for name, module in model.named_modules()
             if isinstance(module, nn.ModuleList) and len(module) == depth and name.count(".") <= 2
         ]
-        if (
-            embedding is None
-            or head is None
-            or id(head) not in names
-            or len(stacks) != 1
-            or "." not in stacks[0]
-        ):
+        has_ends = embedding is not None and head is not None and id(head) in names
+        if not has_ends or len(stacks) != 1 or "." not in stacks[0]:
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not a stack of {depth} layers between token embeddings and a head: it "
                 f"cannot be split into pipeline stages; set {spelled('pp_size', 1)}"
@@ -303,6 +299,7 @@ def remove_other_stages(
     if not any(stage.is_last for stage in stages):
         _replace_head(model, structure)
     elif structure.tied and stages[0].stages > 1:
+        # Another rank may hold the embedding: the head then needs a weight of its own, and the ranks sum both gradients.
         tied = model.get_parameter(f"{structure.head}.weight")
         own = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
         model.get_submodule(structure.head).weight = own

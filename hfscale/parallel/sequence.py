@@ -15,7 +15,7 @@ their gradient on each rank: it is summed once per step (`hfscale.parallel.gradi
 Shapes: B = batch, S = tokens of a sequence, hidden = the model's width, features = the width inside a block.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -159,24 +159,26 @@ def apply_sequence_parallel(
         for name, module in model.named_modules()
         if not isinstance(module, IdentityStage)
     }
-    for name in plan.sharded:
-        if name in modules:
-            modules[name].register_forward_pre_hook(
-                partial(_gather_input, mesh, Partial()), with_kwargs=True
-            )
-    for name in plan.replicated:
-        if name in modules:
-            modules[name].register_forward_pre_hook(
-                partial(_gather_input, mesh, Replicate()), with_kwargs=True
-            )
-            if name != structure.head:
-                modules[name].register_forward_hook(partial(_slice_output, mesh))
-    for name in plan.colwise:
-        if name in modules:
-            modules[name].forward = partial(_colwise_forward, modules[name])
-    for name in plan.rowwise:
-        if name in modules:
-            modules[name].forward = partial(_rowwise_forward, modules[name], mesh)
+
+    def here(names: Iterable[str]) -> list[str]:
+        """The blocks that this rank's stages hold."""
+        return [name for name in names if name in modules]
+
+    for name in here(plan.sharded):
+        modules[name].register_forward_pre_hook(
+            partial(_gather_input, mesh, Partial()), with_kwargs=True
+        )
+    for name in here(plan.replicated):
+        modules[name].register_forward_pre_hook(
+            partial(_gather_input, mesh, Replicate()), with_kwargs=True
+        )
+        # The loss reads all tokens
+        if name != structure.head:
+            modules[name].register_forward_hook(partial(_slice_output, mesh))
+    for name in here(plan.colwise):
+        modules[name].forward = partial(_colwise_forward, modules[name])
+    for name in here(plan.rowwise):
+        modules[name].forward = partial(_rowwise_forward, modules[name], mesh)
     return {name for name, _ in model.named_parameters() if name in set(plan.local_tokens)}
 
 

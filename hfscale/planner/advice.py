@@ -211,6 +211,46 @@ def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
     )
 
 
+def _of_the_choice(job: Job, request: PlanRequest) -> list[str]:
+    """What the numbers of the first choice are based on."""
+    origin = "given" if request.global_batch else "assumed"
+    unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
+    found = [
+        f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})",
+        *_of_the_task(job),
+    ]
+    # What was assumed without being asked for is named with the flag that plans without it.
+    if job.liger and job.stack == "hf" and not job.chunked_loss:
+        found.append(
+            "the fused loss needs Liger Kernel (pip install liger-kernel); --no-liger plans without it"
+        )
+    if job.liger and job.chunked_loss:
+        found.append(
+            "the loss is computed in chunks, as the recipes do on NVIDIA GPUs; --no-liger plans without it"
+        )
+    if job.compile and job.stack == "hf" and request.compile is None:
+        found.append(
+            "layers are compiled, as the recipes do for plain text on NVIDIA GPUs; for packed conversations, whose "
+            "attention is cut, plan with --no-compile"
+        )
+    bits = []
+    if job.optimizer != request.optimizer:
+        bits.append(f"optimizer {job.optimizer}")
+    if job.pure_bf16 != request.pure_bf16:
+        bits.append("parameters and states in bf16")
+    if bits:
+        found.append(
+            f"nothing fits otherwise: {', '.join(bits)}, which change the training's results"
+        )
+    found += _of_experts(job)
+    if job.layout.pp > 1 and job.shape.layers % job.layout.pp:
+        found.append(
+            f"{job.shape.layers} layers do not divide evenly by {job.layout.pp} pipeline ranks: the fullest has "
+            f"{max(job.layer_split)} and sets the pace"
+        )
+    return found
+
+
 def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> list[str]:
     """List what the numbers of a plan are based on, one line each.
 
@@ -230,9 +270,11 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         ),
     )
     network, origin = next((rate, source) for rate, source in known if rate)
-    link = f"{gpu.link_gb_s:g} GB/s of NVLink or xGMI" if gpu.link_gb_s else "PCIe only"
+    link = "PCIe only"
     if gpu.achieved_link_gb_s:
         link = f"{gpu.achieved_link_gb_s:g} GB/s measured"
+    elif gpu.link_gb_s:
+        link = f"{gpu.link_gb_s:g} GB/s of NVLink or xGMI"
     found = [
         f"framework {request.stack}: {find_framework(request.stack).about}",
         f"nodes of {request.gpus_per_node} GPUs: {link} inside a node, {network:g} GB/s per GPU and direction between "
@@ -241,38 +283,7 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
         f"a plan uses at most {USABLE_MEMORY_FRACTION:.0%} of {gpu.memory_gib:g} GiB",
     ]
     if job is not None:
-        origin = "given" if request.global_batch else "assumed"
-        unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
-        found.append(
-            f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})"
-        )
-        found += _of_the_task(job)
-    if job is not None and job.liger and job.stack == "hf" and not job.chunked_loss:
-        found.append(
-            "the fused loss needs Liger Kernel (pip install liger-kernel); --no-liger plans without it"
-        )
-    if job is not None and job.liger and job.chunked_loss:
-        found.append(
-            "the loss is computed in chunks, as the recipes do on NVIDIA GPUs; --no-liger plans without it"
-        )
-    if job is not None and job.compile and job.stack == "hf" and request.compile is None:
-        found.append(
-            "layers are compiled, as the recipes do for plain text on NVIDIA GPUs; for packed conversations, whose "
-            "attention is cut, plan with --no-compile"
-        )
-    if job is not None and (job.optimizer, job.pure_bf16) != (request.optimizer, request.pure_bf16):
-        bits = [f"optimizer {job.optimizer}"] if job.optimizer != request.optimizer else []
-        bits += ["parameters and states in bf16"] if job.pure_bf16 != request.pure_bf16 else []
-        found.append(
-            f"nothing fits otherwise: {', '.join(bits)}, which change the training's results"
-        )
-    if job is not None:
-        found += _of_experts(job)
-    if job is not None and job.layout.pp > 1 and job.shape.layers % job.layout.pp:
-        found.append(
-            f"{job.shape.layers} layers do not divide evenly by {job.layout.pp} pipeline ranks: the fullest has "
-            f"{max(job.layer_split)} and sets the pace"
-        )
+        found += _of_the_choice(job, request)
     if tokens is not None:
         found += [
             f"goodput: one interruption per {MTBF_GPU_HOURS:,.0f} GPU-hours, for spot nodes also "

@@ -102,13 +102,13 @@ def _faster(best: Estimate) -> list[Improvement]:
         (f"twice the batch: --global-batch {2 * job.global_batch}", _with_batch(job, 2), True)
     )
     found = []
+    least = best.tokens_per_s_per_gpu * (1 + MIN_GAIN)
     for change, trial, changes_results in tried:
+        # A change is of no use if the recipes run the choice, but not what it becomes.
         if why_not(trial) is not None and why_not(job) is None and not trial.pure_bf16:
             continue
-        estimate = best_of_layout(trial, fused=False)[0]
-        if estimate is not None and estimate.tokens_per_s_per_gpu > best.tokens_per_s_per_gpu * (
-            1 + MIN_GAIN
-        ):
+        estimate, _ = best_of_layout(trial, fused=False)
+        if estimate is not None and estimate.tokens_per_s_per_gpu > least:
             found.append(_described(change, estimate, best, changes_results=changes_results))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))
 
@@ -152,31 +152,20 @@ def _smaller(best: Estimate) -> list[Improvement]:
     if not job.liger and can_fuse_loss(job):
         tried.append(("fused loss: --liger", replace(job, liger=True)))
     if job.micro_batch > 1:
-        tried.append(
-            (
-                f"fewer sequences at once: {job.micro_batch // 2}",
-                replace(job, micro_batch=job.micro_batch // 2),
-            )
-        )
+        half = job.micro_batch // 2
+        tried.append((f"fewer sequences at once: {half}", replace(job, micro_batch=half)))
     order = get_args(ActivationCheckpointing)
     for more in order[order.index(job.activation_checkpointing) + 1 :]:
         recomputed = replace(job, activation_checkpointing=more, overlapped_experts=False)
         tried.append((f"recomputation {more}", recomputed))
-    if (
-        job.stack == "hf"
-        and job.offload == "none"
-        and job.layout.ranks_per_replica == 1
-        and job.task == "text"
-    ):
+    runs_in_deepspeed = job.stack == "hf" and job.layout.ranks_per_replica == 1
+    if runs_in_deepspeed and job.offload == "none" and job.task == "text":
         offload: Offload = "full" if job.zero == 3 else "optimizer"
-        tried.append(
-            (
-                f"offload of {_offloaded(offload)}",
-                replace(job, offload=offload, zero=job.zero or 2, expert_parallel=1),
-            )
-        )
+        trial = replace(job, offload=offload, zero=job.zero or 2, expert_parallel=1)
+        tried.append((f"offload of {_offloaded(offload)}", trial))
     found = []
     for change, trial in tried:
+        # A change is of no use if the recipes run the choice, but not what it becomes.
         if why_not(trial) is not None and why_not(job) is None:
             continue
         estimate = estimate_job(trial)

@@ -262,6 +262,7 @@ class Job(LayoutOptions):
         cp = self.layout.cp
         shape = self.shape
         check_memory_is_known(shape, self.stack)
+        # Each would otherwise be a fraction of a head, a layer or an expert in the formulas, without an error.
         heads = shape.attention.heads
         kv_heads = shape.attention.kv_heads
         if heads % kv_heads:
@@ -295,7 +296,7 @@ class Job(LayoutOptions):
                 "has 2 stages "
                 "per rank: use 2"
             )
-        if self.seq_len % (2 * cp if cp > 1 else 1):
+        if cp > 1 and self.seq_len % (2 * cp):
             raise LayoutError(
                 f"{spelled('cp')} is {cp}, which splits sequences into {2 * cp} parts, and {spelled('seq_len')} "
                 f"{self.seq_len} "

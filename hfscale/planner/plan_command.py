@@ -53,6 +53,7 @@ def run(
             "give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8"
         )
     check_pure(given["pure_bf16"], given["precision"])
+    # The command that is printed at the end has the values as they were typed.
     typed = given
     if given["tokens"] is not None:
         given = given | {"tokens": _parse_tokens(given["tokens"])}
@@ -86,16 +87,12 @@ def run(
     if places is not None and result.choices:
         verdict = judge_islands(result.choices[0].estimate, places, result.tokens)
     if output.as_json:
-        more = {"files": [str(path) for path in written]} if written else {}
-        print(
-            json.dumps(
-                {
-                    **result.to_dict(),
-                    **({} if verdict is None else {"islands": verdict.to_dict()}),
-                    **more,
-                }
-            )
-        )
+        values = result.to_dict()
+        if verdict is not None:
+            values["islands"] = verdict.to_dict()
+        if written:
+            values["files"] = [str(path) for path in written]
+        print(json.dumps(values))
     else:
         from hfscale.planner.plan_view import show, show_details
 

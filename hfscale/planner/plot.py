@@ -124,10 +124,11 @@ def _draw_pipeline(axes: Any, choice: Choice) -> None:
 def _draw_cost(axes: Any, plan: Plan) -> None:
     """Draw duration and cost of every choice at its cheapest offers; where no cost is known, tokens/s/GPU."""
     points = []
+    # Costs are in ascending order, so that the first of a kind is the cheapest.
     for number, choice in enumerate(plan.choices, 1):
         for kind in ("on-demand", "spot"):
-            cheapest = next((cost for cost in choice.costs if cost.kind == kind), None)
-            points += [(number, cost) for cost in (cheapest,) if cost is not None]
+            offers = [cost for cost in choice.costs if cost.kind == kind]
+            points += [(number, cost) for cost in offers[:1]]
     if not points or plan.choices[0].usd is None:
         speeds = [choice.estimate.tokens_per_s_per_gpu for choice in plan.choices]
         axes.barh([str(number + 1) for number in range(len(speeds))], speeds)

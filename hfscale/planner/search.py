@@ -504,11 +504,15 @@ def _expert_groups(job: Job) -> list[int]:
             return [1]
         if why_not(replace(job, expert_parallel=groups[-1]), "expert_parallel") is not None:
             return [1]
-        without = {1} if job.layout.pp > 1 else set()
         layout = job.layout
+        ranks_of_replica = layout.dp_shard * layout.cp * layout.tp
+        # The largest group holds the fewest experts; smaller ones exchange over faster links, or within a replica.
         in_a_node = [size for size in groups if size <= job.gpus_per_node]
-        in_a_replica = [size for size in groups if size <= layout.dp_shard * layout.cp * layout.tp]
-        return sorted({*without, groups[-1], *in_a_node[-1:], *in_a_replica[-1:]})
+        in_a_replica = [size for size in groups if size <= ranks_of_replica]
+        tried = {groups[-1], *in_a_node[-1:], *in_a_replica[-1:]}
+        if layout.pp > 1:
+            tried.add(1)
+        return sorted(tried)
     if job.shape.moe is None:
         return [1]
     ranks = job.data_parallel * job.layout.cp

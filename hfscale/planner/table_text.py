@@ -121,8 +121,13 @@ def interconnect_gb_s(text: str) -> float | None:
                 f"interconnect is {text!r}, which has no bandwidth: write 50 GB/s or 400 Gb/s"
             ) from None
     cards, value, scale, unit = found.groups()
-    gigabytes = (
-        int(cards or 1) * float(value) * (1000 if scale == "T" else 1) / (1 if unit == "B" else 8)
-    )
+    gigabytes = int(cards or 1) * float(value)
+    if scale == "T":
+        gigabytes *= 1000
+    if unit == "b":
+        gigabytes /= 8
+    # Papers give the bandwidth of a node or of a GPU without saying of which.
     is_of_node = cards or scale == "T" or "node" in text.lower() or gigabytes > LARGEST_SHARE_GB_S
-    return gigabytes / GPUS_PER_NODE if is_of_node and "per gpu" not in text.lower() else gigabytes
+    if is_of_node and "per gpu" not in text.lower():
+        return gigabytes / GPUS_PER_NODE
+    return gigabytes

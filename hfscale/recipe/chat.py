@@ -274,7 +274,10 @@ def _check_format(
     record: dict[str, Any], record_format: str | None, kind: str, *, where: str
 ) -> None:
     """Raise a _RowError if a record is empty or does not have the format of the first one."""
-    columns = ("prompt", "completion") if record_format == "completion" else (str(record_format),)
+    columns: tuple[str, ...] = (str(record_format),)
+    if record_format == "completion":
+        columns = ("prompt", "completion")
+    # The first row decides for all: what is in another format would be rendered in another way, without an error.
     for column in columns:
         value = record.get(column)
         if value is None:
@@ -291,7 +294,9 @@ def _check_format(
             )
         if value == [] and column != "prompt":
             raise _RowError(f"{where} is an empty conversation: remove the row")
-        found = kind if value == [] else _kind(record | {"prompt": value}, "completion")
+        found = kind
+        if value != []:
+            found = _kind(record | {"prompt": value}, "completion")
         if record_format != "completion" and found == "text":
             raise _RowError(f"{where}: '{column}' is text, not a list of messages: convert it")
         if found != kind:
@@ -392,6 +397,7 @@ class _Encoder:
         render = functools.partial(self._render, tools=tools)
         text = render(messages)
         _check_rendered(text, messages)
+        # A template that marks what the assistant says is exact; of others the marks are found in the text.
         if self.loss_on == "assistant" and _GENERATION.search(template):
             rendered = render(
                 messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True

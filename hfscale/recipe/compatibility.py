@@ -66,12 +66,21 @@ def _describe(
     layout = layout or ParallelLayout()
     family = requested_family(args)
     zero = config.get("zero_optimization", {})
-    strategy = family if family == "zero" else requested_strategy(args)
+    # A layout with axes of its own decides over the launcher's strategy, which is then that of plain processes.
     if family in ("single", "ddp") and layout.tp > 1:
         strategy = "parallel"
     elif is_native(layout):
         strategy = "native"
-    method = "lora" if model_args.use_peft else "full"
+    elif family == "zero":
+        strategy = family
+    else:
+        strategy = requested_strategy(args)
+    if model_args.load_in_4bit:
+        method = "qlora"
+    elif model_args.use_peft:
+        method = "lora"
+    else:
+        method = "full"
     return Combination(
         engine="trainer",
         strategy=strategy,
@@ -80,7 +89,7 @@ def _describe(
         cp=layout.cp,
         expert_parallel=layout.ep if isinstance(layout, NativeParallelLayout) else None,
         liger=bool(args.use_liger_kernel) or getattr(args, "fused_loss", "none") == "liger",
-        method="qlora" if model_args.load_in_4bit else method,
+        method=method,
         task=_TASKS.get(args.records or "", "text"),
         compile=bool(args.torch_compile),
         compile_full=compiles_full_model(args),

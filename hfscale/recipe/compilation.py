@@ -75,6 +75,7 @@ def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> s
         ranks_per_replica=1,
         precision=trainer.accelerator.mixed_precision,
     )
+    # What the rules do not know: each was tried and failed, or compiles again in every step.
     reasons = {
         "parameters are offloaded": trainer.is_fsdp_enabled
         and isinstance(trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy),

@@ -20,13 +20,11 @@ def parts_beside_text(model: PreTrainedModel) -> list[str]:
     read = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
     used = {id(weight) for module in read if module is not None for weight in module.parameters()}
     parts: list[str] = []
+    # Modules come before those that they contain, so that the largest part is found first.
     for name, module in model.named_modules():
         weights = [id(weight) for weight in module.parameters()]
-        if (
-            weights
-            and used.isdisjoint(weights)
-            and not any(name.startswith(f"{part}.") for part in parts)
-        ):
+        is_inside = any(name.startswith(f"{part}.") for part in parts)
+        if weights and used.isdisjoint(weights) and not is_inside:
             parts.append(name)
     return parts
 

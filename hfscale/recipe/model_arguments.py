@@ -91,14 +91,22 @@ class ModelArguments:
         modules: list[str] | str = self.lora_target_modules or "all-linear"
         if model is not None and attention_only and not self.lora_target_modules:
             modules = _attention_matrices(model)
-        left_out = [] if modules != "all-linear" or model is None else _without_adapter(model)
-        beside_text = [] if model is None else parts_beside_text(model)
+        left_out: list[str] = []
+        beside_text: list[str] = []
+        if model is not None:
+            beside_text = parts_beside_text(model)
+        if model is not None and modules == "all-linear":
+            left_out = _without_adapter(model)
+        # PEFT takes names or one pattern: a vision tower has modules of the same names as the decoder.
+        excluded: list[str] | str | None = left_out or None
+        if beside_text:
+            excluded = _pattern(left_out, beside_text)
         return LoraConfig(
             r=self.lora_r,
             lora_alpha=self.lora_alpha,
             lora_dropout=self.lora_dropout,
             target_modules=modules,
-            exclude_modules=_pattern(left_out, beside_text) if beside_text else left_out or None,
+            exclude_modules=excluded,
             task_type="CAUSAL_LM",
         )
 

@@ -300,23 +300,26 @@ def pack_rows(
         else:
             found = best_fit([len(tokens) for tokens, _ in pieces], block_size)
             rows = [[pieces[number] for number in row] for row in found]
+    has_mask = not cut and packing != "concat"
     length = block_size if packing == "bestfit" else 0
     columns: Rows = {"input_ids": [], "labels": []}
     if cut:
         columns["position_ids"] = []
-    elif packing != "concat":
+    if has_mask:
         columns["attention_mask"] = []
     for row in rows:
         used = sum(len(tokens) for tokens, _ in row)
         padding = max(length - used, 0)
-        labels = [[IGNORED, *labels[1:]] if cut else labels for _, labels in row]
+        labels = [labels for _, labels in row]
+        # Across a cut nothing predicts the first token of a document.
+        if cut:
+            labels = [[IGNORED, *of_document[1:]] for of_document in labels]
         columns["input_ids"].append([*chain(*(tokens for tokens, _ in row)), *[pad] * padding])
         columns["labels"].append([*chain(*labels), *[IGNORED] * padding])
         if cut:
-            columns["position_ids"].append(
-                [*chain(*(range(len(tokens)) for tokens, _ in row)), *[0] * padding]
-            )
-        elif packing != "concat":
+            positions = chain(*(range(len(tokens)) for tokens, _ in row))
+            columns["position_ids"].append([*positions, *[0] * padding])
+        if has_mask:
             columns["attention_mask"].append([1] * used + [0] * padding)
     return columns
 
@@ -441,12 +444,15 @@ def _text_column(dataset: AnyDataset, sample: list[dict[str, Any]], *, source: s
         raise DataError(f"{source} has no records")
     columns = dataset.column_names or list(sample[0])
     features = dataset.features or {}
-    strings: list[str] = [
-        name
-        for name in columns
-        if getattr(features.get(name), "dtype", None) in _STRINGS
-        or (name not in features and all(isinstance(record[name], str | None) for record in sample))
-    ]
+
+    def is_text(name: str) -> bool:
+        """A stream may not say what is in its columns: then a few records do."""
+        if name not in features:
+            return all(isinstance(record[name], str | None) for record in sample)
+        return getattr(features[name], "dtype", None) in _STRINGS
+
+    # A table without `text` is taken only where there is no choice: a wrong column would be trained on silently.
+    strings: list[str] = [name for name in columns if is_text(name)]
     if "text" in columns and "text" not in strings:
         raise DataError(
             f"{source}: not every 'text' is a string: convert the others or leave them out"

@@ -230,6 +230,7 @@ def help_text(*, task: str = "text", also: Sequence[type] = ()) -> str:
     sections = [_USAGE.format(script=sys.argv[0], embedded=textwrap.fill(defaults, _HELP_WIDTH))]
     for group in (model, data, scaling, *rewards, *also):
         sections += _section(_TITLES.get(group, group.__name__), group, fields(group))
+    # Transformers has over a hundred flags, so what a recipe adds and changes comes first.
     of_recipes = {
         name
         for base in training.__mro__
@@ -273,10 +274,15 @@ def _section(title: str, group: type, flags: Iterable[Field[Any]]) -> list[str]:
 def _value_name(kind: Any, flag: Field[Any]) -> str:
     """Return what `--help` writes for the value of a flag of this type: its choices, or the kind of value."""
     kinds = [part for part in get_args(kind) or (kind,) if part is not type(None)]
+    # transformers declares choices as enumerations, hfscale in the metadata of the field.
     if any(isinstance(part, type) and issubclass(part, Enum) for part in kinds):
         return "{" + ",".join(str(choice.value) for choice in kinds[0]) + "}"
     if flag.metadata.get("choices"):
         return "{" + ",".join(flag.metadata["choices"]) + "}"
     names = {bool: "true|false", int: "N", float: "X"}
-    name = names.get(kinds[0], "VALUE") if len(kinds) == 1 else "VALUE"
-    return f"{name} ..." if "list" in str(kind) and str not in kinds else name
+    name = "VALUE"
+    if len(kinds) == 1:
+        name = names.get(kinds[0], name)
+    if "list" in str(kind) and str not in kinds:
+        return f"{name} ..."
+    return name

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -185,10 +185,11 @@ class _Ranks:
         first = store.rank - local_rank
         store.write("place", describe_process() | {"first": local_rank == 0, "probe": probe.name})
         node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        places = {
-            rank: self._note(rank)
-            for rank in (range(store.world_size) if self.rank == 0 else {0, *node})
-        }
+        needed: Iterable[int] = {0, *node}
+        if self.rank == 0:
+            needed = range(store.world_size)
+        places = {rank: self._note(rank) for rank in needed}
+        # A neighbour is watched as a process; of other nodes the first rank is, by its beats.
         for rank, other in places.items():
             if rank == self.rank:
                 continue

@@ -138,12 +138,10 @@ def keep_global_batch(
     }
     trained_by = origin["world_size"]
     ranks = data_parallel_size or world_size
+    # The numbers of processes tell the numbers of data-parallel ranks only where no ranks share a batch.
+    shared_batches = origin["strategy"] in ("parallel", "native")
     shares_batches = ranks < world_size and requested_family(args) in ("single", "ddp", "parallel")
-    if (
-        world_size == trained_by
-        and origin["strategy"] not in ("parallel", "native")
-        and not shares_batches
-    ):
+    if world_size == trained_by and not shared_batches and not shares_batches:
         return
     split = split_batch(wanted, ranks, args.per_device_train_batch_size)
     if split is None:
@@ -156,11 +154,9 @@ def keep_global_batch(
     if split == (args.per_device_train_batch_size, args.gradient_accumulation_steps):
         return
     args.per_device_train_batch_size, args.gradient_accumulation_steps = split
-    instead = (
-        f"instead of {trained_by}"
-        if world_size != trained_by
-        else "with another data parallel size"
-    )
+    instead = "with another data parallel size"
+    if world_size != trained_by:
+        instead = f"instead of {trained_by}"
     logger.info(
         "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
         world_size,

@@ -60,6 +60,7 @@ def load_token_files(files: Sequence[Path], *, streaming: bool, source: str) -> 
         raise UsageError(
             f"--streaming is given with {source}: token files are mapped, not loaded; leave it out"
         )
+    # The files name their tokenizer; tokens of another one would be other words to the model, without an error.
     headers = {path: _read_header(path, source) for path in files}
     if len(set(headers.values())) > 1:
         named = ", ".join(

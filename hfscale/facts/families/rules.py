@@ -74,20 +74,20 @@ def sliding_layers(
         if enabled_by is not None and not config.flag(enabled_by):
             return full_attention(config)
         layers = range(config.count("num_hidden_layers"))
+        window = config.optional_count("sliding_window")
+        # Older configs have no list; transformers then applies the rule of the family.
         types = config.items("layer_types")
         if types is None:
-            types = [
-                "sliding_attention" if slides(config, layer) else "full_attention"
-                for layer in layers
-            ]
+            return tuple(window if slides(config, layer) else None for layer in layers)
         unknown = set(types) - {"sliding_attention", "full_attention"}
         if unknown or len(types) != len(layers):
+            contained = ""
+            if unknown:
+                contained = f" and contains {', '.join(sorted(map(str, unknown)))}"
             raise UnsupportedModelError(
                 f"config of model_type {config.model_type!r}: layer_types must have sliding_attention or "
-                f"full_attention for each of its {len(layers)} layers, but has {len(types)} entries"
-                + (f" and contains {', '.join(sorted(map(str, unknown)))}" if unknown else "")
+                f"full_attention for each of its {len(layers)} layers, but has {len(types)} entries{contained}"
             )
-        window = config.optional_count("sliding_window")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
 
     return windows
@@ -200,7 +200,9 @@ def nemotron_h_extras(config: ModelConfig) -> str | None:
     if config.optional_count("moe_latent_size"):
         return "moe_latent_size is set: experts that work on latents are not sized"
     unknown = set(block_types(config)) - {"linear_attention", "full_attention", "moe", "mlp"}
-    return f"layers_block_type contains {', '.join(sorted(map(str, unknown)))}" if unknown else None
+    if unknown:
+        return f"layers_block_type contains {', '.join(sorted(map(str, unknown)))}"
+    return None
 
 
 # -- layers that are either attention or MLP --------------------------------------------------------------------------
