@@ -299,7 +299,7 @@ def remove_other_stages(
     if not any(stage.is_last for stage in stages):
         _replace_head(model, structure)
     elif structure.tied and stages[0].stages > 1:
-        # Another rank may hold the embedding: the head then needs a weight of its own, and the ranks sum both gradients.
+        # Another rank may hold the embedding: the head needs a weight of its own, and ranks sum both gradients.
         tied = model.get_parameter(f"{structure.head}.weight")
         own = nn.Parameter(tied.detach().clone(), requires_grad=tied.requires_grad)
         model.get_submodule(structure.head).weight = own
