@@ -300,7 +300,7 @@ class TestOfTransformers:
         [
             ({"expert_parallel": 3}, LayoutError, "does not divide 128 experts"),
             ({"expert_parallel": 32}, LayoutError, "does not divide the 16 ranks that share one replica .*: use 16"),
-            ({"dp_replicate": 16, "dp_shard": 1, "zero": 1}, LayoutError, "expert_parallel 8 with zero 1"),
+            ({"dp_replicate": 16, "dp_shard": 1, "zero": 1}, LayoutError, "expert_parallel=8 with zero=1"),
             ({"dp_shard": 8, "tp": 16}, LayoutError, "is no multiple of tp 16: use 1"),
             (
                 {"tp": 4, "pp": 2, "dp_shard": 8, "expert_parallel": 2},
