@@ -45,7 +45,10 @@ def test_on_one_process(tmp_path, adapters):
 
     contract = ObeysContract(tmp_path / "written")
     model = lora_model() if adapters else None
-    tiny_trainer(tmp_path / "out", saves_now(), contract, model=model, **ARGUMENTS).train()
+    trainer = tiny_trainer(tmp_path / "out", saves_now(), contract, model=model, **ARGUMENTS)
+    trainer.train()
+    copied = capture_of(trainer).live().weights
+    assert all("lora_" in name for name in copied) == adapters, "the base model is not copied with its adapters"
     weights = "adapter_model.safetensors" if adapters else "model.safetensors"
     assert {weights, "optimizer.pt", "scheduler.pt", "training_args.bin"} <= set(contract.files)
 

@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_tokenizer, tiny_trainer
-from transformers import Trainer, default_data_collator
+from transformers import Trainer, TrainerCallback, default_data_collator
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import identity
@@ -251,6 +251,20 @@ class TestOncePerResume:
         for _ in range(2):
             with pytest.raises(UsageError, match="another data"):
                 trainer.train(resume_from_checkpoint=True)
+        assert compared == ["checkpoint-4", "checkpoint-4"]
+
+    def test_after_a_training_that_broke_off_before_it_began(self, run, compared):
+        class Break(TrainerCallback):
+            def on_train_begin(self, args, state, control, **kwargs):
+                raise RuntimeError("broken off")
+
+        trainer = trainer_of(run, tokenizer=tiny_tokenizer(), max_steps=5)
+        trainer.callback_handler.callbacks.insert(0, Break())
+        with pytest.raises(RuntimeError, match="broken off"):
+            trainer.train(resume_from_checkpoint=True)
+        trainer.train_dataset = rows(40)
+        with pytest.raises(UsageError, match="another data"):
+            trainer.train(resume_from_checkpoint=True)
         assert compared == ["checkpoint-4", "checkpoint-4"]
 
 
