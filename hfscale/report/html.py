@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from hfscale import __version__
@@ -68,6 +69,10 @@ class Series:
     """Points (x, y) with rising x."""
     colour: str
     """A variable of the style sheet: `blue`, `teal` and so on."""
+    plan: float | None = None
+    """What the planner estimates, drawn as a dashed line; None without an estimate."""
+    newest: float | None = None
+    """The newest value, where the points are means; None: that of the last point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,21 +130,25 @@ def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
         points (`Sequence[Point]`): the points (x, y), in order.
         most (`int`): the largest number of points to return.
     """
-    if len(points) <= most:
-        return list(points)
-    return [
-        (_mean([x for x, _ in piece]), _mean([y for _, y in piece]))
-        for piece in _pieces(points, most)
-    ]
+    return thin_columns([x for x, _ in points], [y for _, y in points], most)
+
+
+def thin_columns(xs: Sequence[float], ys: Sequence[float], most: int = MAX_POINTS) -> list[Point]:
+    """Do as `thin` with points that are given as two columns, which take a third of the memory.
+
+    Args:
+        xs (`Sequence[float]`): the first coordinates, in order.
+        ys (`Sequence[float]`): the second ones, as many.
+        most (`int`): the largest number of points to return.
+    """
+    if len(xs) <= most:
+        return list(zip(xs, ys, strict=True))
+    bounds = [number * len(xs) // most for number in range(most + 1)]
+    return [(_mean(xs[first:end]), _mean(ys[first:end])) for first, end in pairwise(bounds)]
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def _pieces(items: Sequence[Point], number: int) -> list[Sequence[Point]]:
-    """Divide a sequence into so many consecutive pieces of nearly equal length."""
-    return [items[i * len(items) // number : (i + 1) * len(items) // number] for i in range(number)]
 
 
 def line_chart(
@@ -167,52 +176,95 @@ def line_chart(
     drawn = [(one, thin(one.points)) for one in series if one.points]
     if not drawn:
         return ""
-    xs = [x for _, points in drawn for x, _ in points]
-    ys = [y for _, points in drawn for _, y in points]
-    left = min(xs)
-    right = max(xs)
-    low = min(0.0, min(ys)) if from_zero else min(ys)
-    high = max(ys)
-    margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
-    low -= 0.0 if from_zero else margin
-    high += margin
-    width = (right - left) or 1.0
-    height = high - low
-
-    def to_svg(x: float, y: float) -> Point:
-        return (x - left) / width * 1000, (high - y) / height * 1000
-
-    grid = []
+    axes = _axes_of(drawn, from_zero=from_zero)
+    shapes = []
     labels = []
-    for tick in ticks(low, high):
-        y = to_svg(left, tick)[1]
-        grid.append(f'<path class="grid" d="M0 {y:.1f}H1000"/>')
-        labels.append(
-            f'<span class="y" style="top:{y / 10:.2f}%">{escape(form.format(_short(tick)))}</span>'
-        )
-    for tick in ticks(left, right):
-        x = to_svg(tick, low)[0]
-        labels.append(f'<span class="x" style="left:{x / 10:.2f}%">{escape(_short(tick))}</span>')
+    for tick in ticks(axes.low, axes.high):
+        y = axes.down(tick)
+        text = escape(form.format(short(tick)))
+        shapes.append(f'<path class="grid" d="M0 {y:.1f}H1000"/>')
+        labels.append(f'<span class="y" style="top:{y / 10:.2f}%">{text}</span>')
+    for tick in ticks(axes.left, axes.right):
+        x = axes.across(tick)
+        labels.append(f'<span class="x" style="left:{x / 10:.2f}%">{escape(short(tick))}</span>')
     for mark in marks:
-        x = to_svg(min(max(mark, left), right), low)[0]
-        grid.append(
-            f'<path class="mark" d="M{x:.1f} 0V1000"><title>resumed at step {mark:.0f}</title></path>'
-        )
-    lines = []
+        x = min(max(axes.across(mark), 0.0), 1000.0)
+        title = f"<title>resumed at step {mark:.0f}</title>"
+        shapes.append(f'<path class="mark" d="M{x:.1f} 0V1000">{title}</path>')
     for one, points in drawn:
-        positions = " ".join(f"{x:.1f} {y:.1f}" for x, y in (to_svg(*point) for point in points))
-        path = f"M{positions}" if len(points) > 1 else f"M{positions}h0.01"
-        lines.append(f'<path class="line" style="stroke:var(--{one.colour})" d="{path}"/>')
-    legend = _legend([(one.name, one.colour, "") for one, _ in drawn]) if len(drawn) > 1 else ""
+        if one.plan is not None:
+            title = (
+                f"<title>{escape(one.name)}, plan: {escape(form.format(short(one.plan)))}</title>"
+            )
+            shapes.append(
+                f'<path class="plan" d="M0 {axes.down(one.plan):.1f}H1000">{title}</path>'
+            )
+        positions = " ".join(f"{axes.across(x):.1f} {axes.down(y):.1f}" for x, y in points)
+        # A single point has a dot's length, or nothing would be drawn
+        end = "" if len(points) > 1 else "h0.01"
+        shapes.append(
+            f'<path class="line" style="stroke:var(--{one.colour})" d="M{positions}{end}"/>'
+        )
+    newest = [_newest_of(one, form) for one, _ in drawn]
+    legend = ""
+    caption = f"<small>{escape(newest[0])}</small>"
+    if len(drawn) > 1:
+        rows = zip(drawn, newest, strict=True)
+        legend = _legend([(one.name, one.colour, text) for (one, _), text in rows])
+        caption = ""
     return (
-        f'<figure class="chart"><figcaption>{escape(label)}</figcaption>{legend}<div class="plot">'
+        f'<figure class="chart"><figcaption>{escape(label)}{caption}</figcaption>{legend}<div class="plot">'
         f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
-        f"{''.join(grid)}{''.join(lines)}</svg>{''.join(labels)}"
+        f"{''.join(shapes)}</svg>{''.join(labels)}"
         f'<span class="x-name">{escape(x_name)}</span></div></figure>'
     )
 
 
-def _short(value: float) -> str:
+@dataclass(frozen=True, kw_only=True)
+class _Axes:
+    """Holds the ends of the axes of a line chart, whose plot is 1000 wide and 1000 high."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+    def across(self, x: float) -> float:
+        """Return the distance of a value from the left edge."""
+        return (x - self.left) / ((self.right - self.left) or 1.0) * 1000
+
+    def down(self, y: float) -> float:
+        """Return the distance of a value from the upper edge."""
+        return (self.high - y) / (self.high - self.low) * 1000
+
+
+def _axes_of(drawn: Sequence[tuple[Series, Sequence[Point]]], *, from_zero: bool) -> _Axes:
+    xs = [x for _, points in drawn for x, _ in points]
+    ys = [y for _, points in drawn for _, y in points]
+    ys += [one.plan for one, _ in drawn if one.plan is not None]
+    low = min(ys)
+    high = max(ys)
+    if from_zero:
+        low = min(0.0, low)
+    margin = (high - low) * 0.06 or abs(high) * 0.05 or 1.0
+    if not from_zero:
+        low -= margin
+    return _Axes(left=min(xs), right=max(xs), low=low, high=high + margin)
+
+
+def _newest_of(one: Series, form: str) -> str:
+    """Return the newest value of a line as text, and what was planned."""
+    newest = one.points[-1][1]
+    if one.newest is not None:
+        newest = one.newest
+    text = form.format(short(newest))
+    if one.plan is not None:
+        text += f", plan {form.format(short(one.plan))}"
+    return text
+
+
+def short(value: float) -> str:
+    """Return a number as the charts show it: four digits, or three and a letter."""
     if value == 0:
         return "0"
     return count(value) if abs(value) >= 1000 else f"{value:.4g}"
@@ -275,9 +327,10 @@ def timeline(
             f'width:{max(position(s.end) - position(s.start), 0.15):.3f}%" title="{escape(s.title)}"></span>'
             for s in spans
         )
+        # Saves that are closer to each other than a pixel are one mark: a long run has thousands
+        places = dict.fromkeys(f"{position(t):.1f}" for t in saves)
         marks = "".join(
-            f'<span class="save" style="left:{position(t):.3f}%" title="a save"></span>'
-            for t in saves
+            f'<span class="save" style="left:{place}%" title="a save"></span>' for place in places
         )
         lanes.append(f'<div class="lane"><b>{escape(name)}</b><div>{pieces}{marks}</div></div>')
     return f'<div class="timeline">{"".join(lanes)}</div>'
@@ -361,3 +414,24 @@ def heat_map(samples: Sequence[tuple[float, Sequence[float]]], *, label: str, fo
         f'<span class="x last" style="left:100%">{samples[-1][0]:.0f}</span>'
         '<span class="x-name">step; one row per rank</span></div></figure>'
     )
+
+
+def pair(*charts: str) -> str:
+    """Put charts side by side, each on a card of its own; those without points are empty."""
+    drawn = [f"<section>{chart}</section>" for chart in charts if chart]
+    return f'<div class="pair">{"".join(drawn)}</div>' if drawn else ""
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Return a table of plain text.
+
+    Args:
+        head (`Sequence[str]`): the names of the columns.
+        body (`Sequence[Sequence[str]]`): the cells of each row.
+    """
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    lines = "".join(row("td", cells) for cells in body)
+    return f'<div class="wide"><table><thead>{row("th", head)}</thead><tbody>{lines}</tbody></table></div>'

@@ -133,9 +133,19 @@ class Run:
         Args:
             key (`str`): the metric key, such as `scaling/mfu` or `eval_loss`.
         """
+        return list(zip(*self.columns(key), strict=True))
+
+    def columns(self, key: str) -> tuple[list[float], list[float]]:
+        """Return the steps and the values of a metric at each log that has it.
+
+        Args:
+            key (`str`): the metric key, such as `scaling/mfu` or `eval_loss`.
+        """
         if is_of_evaluation(key):
-            return [(step, numbers[key]) for step, numbers in self.evaluations if key in numbers]
-        return [(record["step"], record[key]) for record in self.records if key in record]
+            found = [(step, numbers[key]) for step, numbers in self.evaluations if key in numbers]
+            return [step for step, _ in found], [value for _, value in found]
+        having = [record for record in self.records if key in record]
+        return [record["step"] for record in having], [record[key] for record in having]
 
     def last(self, key: str) -> float | None:
         """Return the newest value of a metric, or None if there is none.
@@ -151,7 +161,7 @@ class Run:
         Args:
             key (`str`): the metric key, such as `scaling/mfu`.
         """
-        values = [value for _, value in self.series(key)]
+        _, values = self.columns(key)
         return statistics.median(values[1:] or values) if values else None
 
     @property

@@ -458,6 +458,18 @@ def test_long_series_are_thinned_and_a_single_point_is_drawn():
     assert line_chart([Series(name="a", points=[], colour="blue")], label="L", x_name="x") == ""
 
 
+def test_a_chart_shows_what_was_planned_and_the_newest_value():
+    line = Series(name="<MFU>", points=[(1, 40), (2, 30)], colour="blue", plan=50.0, newest=29.5)
+    drawn = line_chart([line], label="L", x_name="step", from_zero=True, form="{}%")
+    (height,) = re.findall(r'class="plan" d="M0 ([\d.]+)H1000"><title>&lt;MFU&gt;, plan: 50%</title>', drawn)
+    assert float(height) == pytest.approx(1000 * 0.06 / 1.06, abs=0.1)
+    assert "<small>29.5%, plan 50%</small>" in drawn
+    other = Series(name="goodput", points=[(1, 70)], colour="gray")
+    both = line_chart([line, other], label="L", x_name="step", form="{}%")
+    assert "<b>29.5%, plan 50%</b>" in both
+    assert "goodput <b>70%</b>" in both
+
+
 def test_a_heat_map_of_many_ranks_shows_the_largest_number_of_each_row():
     samples = [(float(step), [0.0] * 999 + [1.0]) for step in range(200)]
     drawn = heat_map(samples, label="L", form="{:.0%}")

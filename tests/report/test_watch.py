@@ -1,5 +1,6 @@
 """`hfscale watch`: its numbers are the report's, it follows growing files, and it gives them to nobody else."""
 
+import gzip
 import http.client
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import socket
 import subprocess
 import threading
+import urllib.request
 from contextlib import contextmanager
 
 import pytest
@@ -19,9 +21,13 @@ from hfscale.errors import UsageError
 from hfscale.health.callback import CommHealthCallback
 from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.report.forecast import forecast
+from hfscale.report.html import MAX_POINTS
+from hfscale.report.prediction import predict
 from hfscale.report.run_data import load_run
+from hfscale.report.sections import sections
 from hfscale.report.summary import headline
 from hfscale.report.watch import live, open_metrics
+from hfscale.report.watch import page as watch_page
 from hfscale.report.watch.live import LiveRun
 from hfscale.report.watch.open_metrics import DESCRIPTIONS, Textfile, exposition, metric_name
 from hfscale.report.watch.page import PAGE
@@ -256,6 +262,132 @@ def test_a_run_that_has_written_nothing_yet_and_a_finished_one_are_shown(tmp_pat
         assert json.loads(ask(server, "/api/runs.json")[2])["runs"] == ["new", "run"]
 
 
+def drawn(server, **query):
+    """What the page shows of the first run."""
+    path = "/api/sections.json?" + "&".join(f"{key}={value}" for key, value in query.items())
+    status, _, body = ask(server, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def directives(policy):
+    """The parts of a Content-Security-Policy by name."""
+    return dict(one.strip().split(" ", 1) for one in policy.split(";"))
+
+
+class TestSections:
+    def test_they_are_those_of_the_report(self, run_dir):
+        with serving(run_dir) as server:
+            answer = drawn(server)
+        run = load_run(run_dir)
+        of_report = sections(run, predict(run))
+        shared = {name: html for name, html in of_report.items() if html and name != "tiles"}
+        assert {"bottlenecks", "prediction", "timeline", "charts", "ranks"} <= shared.keys()
+        assert [name for name, html in shared.items() if html not in answer["sections"]] == []
+        for tile in headline(run):
+            assert f"<strong>{tile.value}</strong>" in answer["sections"]
+        assert "<strong>10 min</strong><small>at the speed of the newest logs" in answer["sections"]
+        assert answer["sections"].index("Loss") < answer["sections"].index("Timeline")
+
+    def test_the_header_says_how_far_the_run_is_and_when_it_was_last_heard_of(self, run_dir, monkeypatch):
+        monkeypatch.setattr(watch_page.time, "time", lambda: BEGIN + 400 + 5)
+        with serving(run_dir) as server:
+            header = drawn(server)["header"]
+            monkeypatch.setattr(watch_page.time, "time", lambda: BEGIN + 400 + 3 * 3600)
+            later = drawn(server)["header"]
+        assert "step 40 of 100 · loss 7 · learning rate 0.0001 · <span>last record 5 s ago" in header
+        assert '<progress max="100" value="40"' in header
+        assert '<span class="quiet">last record 3 h ago' in later
+
+    def test_sections_that_the_page_has_are_not_sent_again(self, run_dir, no_refresh_limit):
+        with serving(run_dir) as server:
+            first = drawn(server)
+            again = drawn(server, version=first["version"])
+            assert (again["sections"], again["version"]) == (None, first["version"])
+            assert "step 40" in again["header"]
+            append(run_dir / "scaling.jsonl", log(50))
+            third = drawn(server, version=first["version"])
+        assert third["version"] != first["version"]
+        assert "50 steps" in third["sections"]
+
+    def test_a_reading_is_drawn_once_for_all_pages(self, run_dir, monkeypatch):
+        calls = []
+        monkeypatch.setattr(watch_page, "sections", lambda *args, **more: calls.append(1) or sections(*args, **more))
+        with serving(run_dir) as server:
+            for _ in range(3):
+                drawn(server)
+        assert len(calls) == 1
+
+    def test_a_long_run_is_a_short_answer(self, run_dir):
+        """Thousands of logs, saves, launches and checkpoints, on many ranks."""
+        ranks = [0.01 * rank for rank in range(256)]
+        for begin in range(0, 3000, 100):
+            append(
+                run_dir / "hfscale_timeline.jsonl", {"event": "launch", "step": begin, "time": BEGIN + 1000 + begin}
+            )
+            times = [BEGIN + 1000 + begin + second for second in range(100)]
+            append(
+                run_dir / "hfscale_timeline.jsonl", *[{"event": "save", "step": 50, "time": time} for time in times]
+            )
+        append(run_dir / "scaling.jsonl", *[log(step) for step in range(50, 50_050, 10)])
+        steps = range(50, 1050, 10)
+        append(run_dir / "hfscale_ranks.jsonl", *[{"step": step, "data_wait_fraction": ranks} for step in steps])
+        for step in range(30):
+            (run_dir / f"checkpoint-{step}").mkdir()
+        with serving(run_dir) as server:
+            headers, answer = ask_compressed(server, "/api/sections.json")
+        assert int(headers["Content-Length"]) < 120_000
+        shown = json.loads(answer)["sections"]
+        assert shown.count('class="lane"') == shown.count("<td>checkpoint-") == live.MAX_ROWS
+        assert "<td>checkpoint-29" in shown
+        points = re.findall(r'class="line" style="[^"]*" d="M([^"]*)"', shown)
+        assert max(len(one.split()) // 2 for one in points) == MAX_POINTS
+
+    def test_only_who_takes_compressed_answers_gets_them(self, run_dir):
+        with serving(run_dir) as server:
+            plain = ask(server, "/api/sections.json")
+            headers, compressed = ask_compressed(server, "/api/sections.json")
+            assert "Content-Encoding" not in plain[1]
+            assert headers["Content-Encoding"] == "gzip"
+            assert json.loads(compressed)["sections"] == json.loads(plain[2])["sections"]
+            assert "Content-Encoding" not in ask_compressed(server, "/api/runs.json")[0]
+
+    def test_no_text_of_a_run_becomes_markup(self, run_dir):
+        status = {"status": HOSTILE, "step": 40, "checkpoint": None, "reason": HOSTILE}
+        (run_dir / "hfscale_status.json").write_text(json.dumps(status))
+        texts = {
+            "model_type": HOSTILE,
+            "strategy": HOSTILE,
+            "device": HOSTILE,
+            "precision": HOSTILE,
+            "baseline": HOSTILE,
+        }
+        numbers = {"parameters": 7, "world_size": 4, "global_batch_size": 8}
+        append(
+            run_dir / "hfscale_timeline.jsonl",
+            {"event": "workload", "step": 10, "time": BEGIN} | texts | numbers,
+            {"event": "alarm", "step": 20, "time": BEGIN, "kind": "hang", "level": HOSTILE, "text": HOSTILE},
+            {"event": "recovery", "step": 20, "time": BEGIN, "reason": HOSTILE},
+            {"event": "failures", "step": 20, "time": BEGIN, "counts": {HOSTILE: 2}},
+            {"event": "x", "step": 20, "time": BEGIN, "advice": HOSTILE},
+        )
+        with serving(run_dir) as server:
+            answer = drawn(server)
+        shown = answer["header"] + answer["sections"]
+        assert shown.count("&lt;script&gt;") >= 6
+        assert not re.search("<script|<img|onerror=alert\\(1\\)>", shown)
+
+
+def ask_compressed(server, path):
+    """The headers of an answer, and its text, as a browser asks for it."""
+    address = f"http://127.0.0.1:{server.server_address[1]}{path}"
+    asked = urllib.request.Request(address, headers={"Accept-Encoding": "gzip, deflate, br"})
+    with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310
+        body = answer.read()
+    is_compressed = answer.headers["Content-Encoding"] == "gzip"
+    return answer.headers, (gzip.decompress(body) if is_compressed else body).decode()
+
+
 class TestAccess:
     @pytest.mark.parametrize("host", ["localhost:1", "127.0.0.1:8700", "127.0.0.1", "[::1]:9000", "LOCALHOST"])
     def test_a_host_header_of_this_machine_is_accepted(self, run_dir, host):
@@ -268,7 +400,7 @@ class TestAccess:
     )
     def test_a_name_of_another_site_is_refused(self, run_dir, host):
         with serving(run_dir) as server:
-            for path in ("/", "/api/run.json", "/api/runs.json"):
+            for path in ("/", "/api/run.json", "/api/runs.json", "/api/sections.json"):
                 assert ask(server, path, host=host)[0] == 403
 
     @pytest.mark.parametrize(
@@ -293,6 +425,7 @@ class TestAccess:
         with serving(run_dir) as server:
             assert ask(server, f"/api/run.json?run={run_dir}")[0] == 400
             assert ask(server, "/api/run.json?run=..%2frun")[0] == 400
+            assert ask(server, f"/api/sections.json?run={run_dir}")[0] == 400
             assert ask(server, "/api/run.json?run=run&after=x")[0] == 400
             assert ask(server, "/api/run.json?" + "&".join(f"a{n}=1" for n in range(50)))[0] == 400
 
@@ -305,11 +438,13 @@ class TestAccess:
 
     def test_every_answer_restricts_the_browser(self, run_dir):
         with serving(run_dir) as server:
-            for path in ("/", "/api/run.json", "/nothing"):
+            for path in ("/", "/api/run.json", "/api/sections.json", "/nothing"):
                 headers = ask(server, path)[1]
-                policy = headers["Content-Security-Policy"]
-                assert "default-src 'none'" in policy
-                assert "unsafe" not in policy
+                policy = directives(headers["Content-Security-Policy"])
+                assert policy["default-src"] == "'none'"
+                assert re.fullmatch(r"'sha256-[\w+/]+='", policy["script-src"])
+                assert re.fullmatch(r"'sha256-[\w+/]+='", policy["style-src"])
+                assert [name for name, value in policy.items() if "unsafe" in value] == ["style-src-attr"]
                 assert headers["X-Content-Type-Options"] == "nosniff"
                 assert "no-store" in headers["Cache-Control"]
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", PAGE)
@@ -319,7 +454,7 @@ class TestAccess:
         with serving(run_dir) as server:
             assert ask(server, "/", method="HEAD")[::2] == (200, "")
 
-    @pytest.mark.parametrize("path", ["/", "/api/run.json", "/api/runs.json", "/nothing"])
+    @pytest.mark.parametrize("path", ["/", "/api/run.json", "/api/runs.json", "/api/sections.json", "/nothing"])
     def test_every_route_needs_the_token(self, run_dir, path):
         with serving(run_dir, is_local=False, token=TOKEN) as server:
             assert ask(server, path)[0] == 401

@@ -1,9 +1,9 @@
-"""Reads a run while it goes on, and describes it for the page and the metrics of `hfscale watch`.
+"""Reads a run while it goes on, and describes it for programs as JSON.
 
-Every number is one that `hfscale report` computes too; here it is only put into JSON.
+Every number is one that `hfscale report` computes too; here it is only put into JSON. The page of `hfscale watch`
+shows the report's sections instead (`hfscale.report.watch.page`).
 """
 
-import datetime
 import hashlib
 import json
 import threading
@@ -13,14 +13,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hfscale.core.alarms import KINDS
 from hfscale.report.forecast import Forecast, forecast
 from hfscale.report.formatting import duration, percent, size, usd
 from hfscale.report.html import heat_cells
 from hfscale.report.prediction import Prediction, comparison, predict
 from hfscale.report.run_data import Run, RunFiles
+from hfscale.report.sections import alarms_of
 from hfscale.report.summary import (
     MAX_BOTTLENECKS,
+    Tile,
     bottlenecks,
     failures,
     headline,
@@ -56,7 +57,7 @@ CHARTS = (
     {"key": "scaling/usd", "label": "Cost, USD", "from_zero": True},
     {"key": "gpu/temperature_c_max", "label": "Hottest GPU, °C"},
 )
-"""The charts of the page: the metric key, its caption, and how its axis is drawn; `plan` is the key of the line that
+"""The charts for programs: the metric key, its caption, and how its axis is drawn; `plan` is the key of the line that
 the plan predicts, `unless` another key that makes the chart superfluous."""
 
 
@@ -119,18 +120,18 @@ class LiveRun:
 def describe(
     view: View, *, after: int = 0, generation: int = -1, version: str = ""
 ) -> dict[str, Any]:
-    """Return what the page shows of a run, as JSON can represent it.
+    """Return what the page shows of a run, as JSON can represent it, for programs that follow a run.
 
     Args:
         view (`View`): the run.
-        after (`int`): number of records that the page has.
+        after (`int`): number of records that the program has.
         generation (`int`): the generation that they are of; the records of another one are sent from the first on.
-        version (`str`): the version of the summary that the page has; the same one is not sent again.
+        version (`str`): the version of the summary that the program has; the same one is not sent again.
 
     Returns:
         `dict[str, Any]`: `generation`, `first` (number of records before the new ones), `next` (number of records that
-            the page has then), `points` (for each key the values of the new records), `now` and `alive_at` (Unix
-            seconds), `version`, and `summary`, which is None if the page has it.
+            the program has then), `points` (for each key the values of the new records), `now` and `alive_at` (Unix
+            seconds), `version`, and `summary`, which is None if the program has it.
     """
     records = view.run.records
     first = after if generation == view.generation and 0 <= after <= len(records) else 0
@@ -158,6 +159,7 @@ def describe(
 
 def _summary(view: View) -> dict[str, Any]:
     run = view.run
+    tiles = [*headline(run), *left_tiles(view.left)]
     last = {key: run.last(key) for key in ("step", "loss", "learning_rate")}
     return {
         "name": run.name,
@@ -166,8 +168,7 @@ def _summary(view: View) -> dict[str, Any]:
         "subtitle": subtitle(run),
         "last": last,
         "max_steps": run.max_steps,
-        "tiles": [asdict(tile) | {"is_known": tile.is_known} for tile in headline(run)]
-        + _left(view.left),
+        "tiles": [asdict(tile) | {"is_known": tile.is_known} for tile in tiles],
         "advice": [
             {
                 "check": one.check,
@@ -178,7 +179,7 @@ def _summary(view: View) -> dict[str, Any]:
             for one in bottlenecks(run)[:MAX_BOTTLENECKS]
         ],
         "notes": [*run.notes[-1:], *filter(None, [failures(run), left_out(run)])],
-        "alarms": _alarms(run),
+        "alarms": alarms_of(run),
         "plan": _plan(view.plan),
         "marks": [attempt.first_step for attempt in run.attempts[1:]],
         "ranks": _ranks(run),
@@ -196,38 +197,25 @@ def _summary(view: View) -> dict[str, Any]:
     }
 
 
-def _alarms(run: Run) -> list[dict[str, str]]:
-    """Return the newest alarms, the newest first."""
-    return [
-        {
-            "kind": str(one.get("kind", "")),
-            "level": "error" if one.get("level") == "error" else "warning",
-            "text": str(one.get("text", "")),
-            "step": f"{one['step']:.0f}",
-            "time": datetime.datetime.fromtimestamp(one["time"], tz=datetime.UTC).strftime(
-                "%Y-%m-%d %H:%M UTC"
-            ),
-        }
-        for one in reversed(run.alarms[-MAX_ROWS:])
-        if one.get("kind") in KINDS
-    ]
-
-
-def _left(left: Forecast | None) -> list[dict[str, Any]]:
+def left_tiles(left: Forecast | None) -> list[Tile]:
     """Return the tiles about the rest of the run."""
     if left is None:
         return []
-    tiles = [
-        {
-            "name": "Time left",
-            "value": duration(left.seconds_left),
-            "note": "at the speed of the newest logs",
-        }
-    ]
-    if left.usd_to_end is not None:
-        total = f"{usd(left.usd_total)} for the whole run" if left.usd_total is not None else ""
-        tiles.append({"name": "Cost to the end", "value": usd(left.usd_to_end), "note": total})
-    return [tile | {"is_known": True} for tile in tiles]
+    time_left = Tile(
+        name="Time left",
+        value=duration(left.seconds_left),
+        note="at the speed of the newest logs",
+        number=left.seconds_left,
+    )
+    if left.usd_to_end is None:
+        return [time_left]
+    total = ""
+    if left.usd_total is not None:
+        total = f"{usd(left.usd_total)} for the whole run"
+    cost = Tile(
+        name="Cost to the end", value=usd(left.usd_to_end), note=total, number=left.usd_to_end
+    )
+    return [time_left, cost]
 
 
 def _plan(found: Prediction | str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ or once as `?token=TOKEN`, which sets a cookie that no script can read.
 """
 
 import errno
+import gzip
 import hmac
 import ipaddress
 import json
@@ -25,7 +26,7 @@ from hfscale.core.redaction import redact
 from hfscale.errors import HfScaleError, ParameterError, UsageError
 from hfscale.report.watch.live import CHARTS, Runs, describe
 from hfscale.report.watch.open_metrics import CONTENT_TYPE, Textfile, exposition
-from hfscale.report.watch.page import CONTENT_SECURITY_POLICY, PAGE
+from hfscale.report.watch.page import CONTENT_SECURITY_POLICY, PAGE, DrawnRuns, draw_header
 
 logger = get_logger(__name__)
 
@@ -35,6 +36,8 @@ MIN_TOKEN_LENGTH = 16
 """Characters of the shortest token."""
 REQUEST_S = 30.0
 """Seconds after which a connection that sends or takes nothing is closed."""
+MIN_COMPRESSED = 4096
+"""Bytes from which an answer is compressed: the maps of many ranks are large, and a page is often read through ssh."""
 _JSON = "application/json; charset=utf-8"
 
 
@@ -64,6 +67,7 @@ class WatchServer(ThreadingHTTPServer):
         textfile: Textfile | None = None,
     ) -> None:
         self.runs = runs
+        self.drawn_runs = DrawnRuns(runs)
         self._textfile = textfile
         self.is_local = is_loopback(host)
         if token is None and not self.is_local:
@@ -221,10 +225,13 @@ class _Handler(BaseHTTPRequestHandler):
         headers: Any = None,
     ) -> None:
         body = text.encode()
+        fields = {"Content-Type": kind} | (headers or {})
+        if len(body) >= MIN_COMPRESSED and _takes_gzip(getattr(self, "headers", None)):
+            body = gzip.compress(body, compresslevel=1)
+            fields["Content-Encoding"] = "gzip"
+        fields["Content-Length"] = str(len(body))
         self.send_response(status)
-        for name, value in (
-            {"Content-Type": kind, "Content-Length": str(len(body))} | (headers or {})
-        ).items():
+        for name, value in fields.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
@@ -253,6 +260,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: the address of a request may have the token in it."""
 
 
+def _takes_gzip(headers: Any) -> bool:
+    offered = headers.get("Accept-Encoding", "").split(",") if headers is not None else []
+    return "gzip" in (one.strip() for one in offered)
+
+
 def _host_of(header: str) -> str:
     """Return the host of a `Host` header, without its port."""
     return (
@@ -268,17 +280,38 @@ def _runs(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
     return json.dumps({"runs": list(server.runs), "charts": CHARTS}), _JSON
 
 
-def _run(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+def _asked_name(server: WatchServer, query: dict[str, str]) -> str:
     name = query.get("run") or next(iter(server.runs))
     if name not in server.runs:
         raise UsageError("no run has this name: /api/runs.json lists them")
+    return name
+
+
+def _run(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    name = _asked_name(server, query)
     try:
         after, generation = int(query.get("after", "0")), int(query.get("generation", "-1"))
     except ValueError:
         raise UsageError("after and generation must be integers") from None
-    view = server.runs[name].view()
-    answer = describe(view, after=after, generation=generation, version=query.get("version", ""))
+    answer = describe(
+        server.runs[name].view(),
+        after=after,
+        generation=generation,
+        version=query.get("version", ""),
+    )
     return json.dumps(answer, allow_nan=False), _JSON
+
+
+def _sections(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    """Return what the page shows of a run: its header always, its sections if the page has others."""
+    view, drawn = server.drawn_runs.of(_asked_name(server, query))
+    is_known = query.get("version") == drawn.version
+    answer = {
+        "header": draw_header(view),
+        "sections": None if is_known else drawn.sections,
+        "version": drawn.version,
+    }
+    return json.dumps(answer), _JSON
 
 
 def _metrics(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
@@ -290,5 +323,6 @@ _ROUTES: dict[str, _Answer] = {
     "/": _page,
     "/api/runs.json": _runs,
     "/api/run.json": _run,
+    "/api/sections.json": _sections,
     "/metrics": _metrics,
 }
