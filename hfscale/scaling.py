@@ -1,6 +1,6 @@
 """`ScalingCallback`: all callbacks in one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -10,6 +10,14 @@ from hfscale.health.callback import CommHealthCallback
 from hfscale.lr_scaling.callback import LRScalingCallback
 from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+
+PARTS: Mapping[str, type[AdapterCallback]] = {
+    "comm_health": CommHealthCallback,
+    "lr_scaling": LRScalingCallback,
+    "spot_checkpoint": SpotCheckpointCallback,
+    "metrics": ScalingMetricsCallback,
+}
+"""Keyword of `ScalingCallback` -> the class of this part."""
 
 
 class ScalingCallback(AdapterCallback):

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+from dataclasses import fields
 
 import pytest
 from conftest import REPOSITORY
@@ -14,16 +15,20 @@ from hfscale import (
     LRScalingCallback,
     ParallelArguments,
     SampleGenerationCallback,
+    ScalingCallback,
     ScalingMetricsCallback,
     SpotCheckpointCallback,
 )
+from hfscale.core.options import flags_of, options_from, options_of
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import ParameterError, UsageError
-from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments, island_callbacks
+from hfscale.health.options import HealthOptions
+from hfscale.islands.flags import island_callbacks
+from hfscale.islands.options import IslandOptions
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.parallel.stages import StagePlan
-from hfscale.recipe.arguments import CALLBACK_FLAGS
+from hfscale.recipe.arguments import OF_CALLBACKS, ScalingArguments
 from hfscale.recipe.parsing import parse_arguments
 
 BAD_VALUES = [
@@ -39,6 +44,7 @@ BAD_VALUES = [
     (CommHealthCallback, {"hang_after_s": 0}),
     (CommHealthCallback, {"on_hang": "kill"}),
     (CommHealthCallback, {"on_bad_training": "cry"}),
+    (CommHealthCallback, {"replay_every_steps": 0}),
     (LRScalingCallback, {"rule": "cubic"}),
     (LRScalingCallback, {"base_global_batch_size": 0}),
     (LRScalingCallback, {"block_size": 0}),
@@ -91,6 +97,11 @@ BAD_FLAGS = [
     ("critical_batch_size", "0"),
     ("warmup_scale", "0"),
     ("save_minutes", "0"),
+    ("cloud", "nimbus"),
+    ("hang_after_s", "-1"),
+    ("memory_interval_steps", "0"),
+    ("replay_every_steps", "0"),
+    ("sample_temperature", "-0.5"),
     ("notice_s", "0"),
     ("peak_tflops", "0"),
     ("usd_per_gpu_hour", "0"),
@@ -133,18 +144,12 @@ def test_an_error_about_islands_names_the_parameter_or_the_flag(given, rule, mon
         DiLoCoCallback(**(ISLANDS | given))
     assert str(caught.value) == f"{name} is {value!r}: {rule.replace('`', '')}"
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
-    flags = {parameter: ISLAND_FLAGS.get(parameter, parameter) for parameter in (ISLANDS | given)}
+    flags = flags_of(IslandOptions)
     for parameter in re.findall("`(.*?)`", rule):
-        rule = rule.replace(f"`{parameter}`", f"--{ISLAND_FLAGS.get(parameter, parameter)}")
-    with pytest.raises(UsageError) as caught:
-        island_callbacks(IslandArguments(**{flags[key]: value for key, value in (ISLANDS | given).items()}))
+        rule = rule.replace(f"`{parameter}`", f"--{flags[parameter]}")
+    with pytest.raises(UsageError) as caught, speaking("recipe"):
+        island_callbacks(ScalingArguments(**{flags[key]: value for key, value in (ISLANDS | given).items()}))
     assert str(caught.value) == f"--{flags[name]} is {value}: {rule}"
-
-
-def test_each_flag_of_the_islands_is_a_parameter_of_the_callback():
-    parameters = set(inspect.signature(DiLoCoCallback).parameters)
-    assert set(ISLAND_FLAGS) <= parameters
-    assert set(ISLAND_FLAGS.values()) <= set(vars(IslandArguments()))
 
 
 @pytest.mark.parametrize(("flag", "value"), BAD_FLAGS)
@@ -160,6 +165,7 @@ def test_an_error_of_a_recipe_names_the_flag(flag, value):
         (["--profile_steps", "3", "0"], "--profile_steps is [3, 0]: 0 is below 1"),
         (["--alert_webhook", "ftp://x/y"], "--alert_webhook is ftp:…"),
         (["--trace_steps", "3,0"], "--trace_steps is [3, 0]: 0 is below 1"),
+        (["--replay_every_steps", "0"], "--replay_every_steps is 0: it must be greater than 0"),
     ],
 )
 def test_an_error_of_a_callback_in_a_recipe_names_the_flag(flags, line, python):
@@ -168,11 +174,41 @@ def test_an_error_of_a_callback_in_a_recipe_names_the_flag(flags, line, python):
     assert [found.removeprefix("hfscale: error: ")[: len(line)] for found in done.lines("hfscale: error")] == [line]
 
 
-def test_the_flags_of_callbacks_are_flags_of_the_recipes():
-    groups = parse_arguments([])
-    flags = {name for group in groups for name in vars(group)}
-    assert set(CALLBACK_FLAGS.values()) <= flags
-    assert not set(CALLBACK_FLAGS) & flags
+WITHOUT_FLAG = {
+    "every_steps",  # transformers' --save_steps
+    "on_preemption",  # `hfscale.recipe.train` ends a preempted recipe
+    "block_size",  # the length of the data, --block_size or --max_length
+}
+"""Keywords of the callbacks that `ScalingCallback` holds, for which the recipes have no flag."""
+
+
+def test_every_keyword_of_the_parts_of_scaling_callback_has_a_flag_or_a_reason():
+    flags = {field.name for field in fields(ScalingArguments)}
+    without = set()
+    for part in ScalingCallback().parts:
+        declared = options_of(type(part.options))
+        keywords = set(inspect.signature(type(part)).parameters)
+        assert keywords == set(declared)
+        named = {name: one.flag or name for name, one in declared.items() if one.no_flag is None}
+        assert set(named.values()) <= flags
+        without |= keywords - set(named)
+    assert without == WITHOUT_FLAG
+
+
+def test_no_two_options_of_callbacks_have_the_same_flag():
+    found = [flag for cls in OF_CALLBACKS for flag in flags_of(cls).values()]
+    assert len(found) == len(set(found))
+    assert set(found) < {field.name for field in fields(ScalingArguments)}
+
+
+def test_an_option_that_can_be_switched_off_takes_none():
+    _, _, off, _ = parse_arguments(["--hang_after_s", "none", "--stop_file=none", "--save_minutes", "none"])
+    assert (off.hang_after_s, off.stop_file, off.save_minutes, off.cloud) == (None, None, None, "auto")
+    assert options_from(HealthOptions, off)["hang_after_s"] is None
+    with pytest.raises(UsageError, match=r"^--save_minutes: invalid float value: 'never'"):
+        parse_arguments(["--save_minutes", "never"])
+    with pytest.raises(UsageError, match="none"):
+        parse_arguments(["--warmup_scale", "none"])
 
 
 @pytest.mark.parametrize(

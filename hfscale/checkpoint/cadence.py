@@ -5,7 +5,6 @@ import time
 from transformers import TrainerState, TrainingArguments
 
 from hfscale.core.run_state import ResetOnCopy
-from hfscale.errors import ParameterError
 
 DEFAULT_EVERY_STEPS = 500
 DEFAULT_EVERY_MINUTES = 15.0
@@ -18,15 +17,9 @@ class SaveCadence(ResetOnCopy):
         every_steps (`int`, *optional*): steps between saves; None: the Trainer's `save_steps`, or 500 where its
             `save_strategy` is not `steps`.
         every_minutes (`float`, *optional*): minutes between saves; None: steps only.
-
-    Raises:
-        ParameterError: one of them is not positive.
     """
 
     def __init__(self, *, every_steps: int | None, every_minutes: float | None) -> None:
-        for name, value in (("every_steps", every_steps), ("every_minutes", every_minutes)):
-            if value is not None and value <= 0:
-                raise ParameterError(name, value, "it must be greater than 0, or None")
         self.every_steps = every_steps
         self.every_minutes = every_minutes
         self._begin_run()

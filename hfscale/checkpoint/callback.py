@@ -4,15 +4,15 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.checkpoint.cadence import DEFAULT_EVERY_MINUTES, SaveCadence
-from hfscale.checkpoint.identity import check_identity, check_words
+from hfscale.checkpoint.cadence import SaveCadence
+from hfscale.checkpoint.identity import check_identity, words_of
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
 from hfscale.checkpoint.loading import (
     check_resumed,
@@ -24,8 +24,9 @@ from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.memory_snapshots import MemorySnapshots
 from hfscale.checkpoint.native_loading import NativeLoading
+from hfscale.checkpoint.options import CheckpointOptions
 from hfscale.checkpoint.preemption import Preempted
-from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME, PreemptionStop
+from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resume import refuse_to_replace_unread
 from hfscale.checkpoint.saving import TrainerSaving
@@ -49,8 +50,9 @@ from hfscale.core.best_effort import best_effort
 from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import START, TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
+from hfscale.core.options import takes_options
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.errors import CheckpointError, ParameterError, StorageError
+from hfscale.errors import CheckpointError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
 from hfscale.trainer.state import output_folder, saved_state
@@ -106,30 +108,7 @@ class SpotCheckpointCallback(AdapterCallback):
     | `checkpoint/bytes` | bytes | size of the last committed checkpoint |
 
     Args:
-        every_steps (`int`, *optional*): steps between saves; by default the Trainer's `save_steps`, or 500 where its
-            `save_strategy` is not `steps`. For a model loaded with `distributed_config` it also holds with
-            `save_strategy="no"`.
-        every_minutes (`float`, *optional*): minutes between saves; None: steps only.
-        notice_s (`float`, *optional*): seconds between a signal and the end of the process; by default what a launcher
-            waits after SIGTERM (`TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, 30), no limit after SIGUSR1.
-        cloud (`str`, *optional*): the provider whose notices are polled: aws, gcp, azure; "auto": this machine's
-            (`HFSCALE_CLOUD` in the environment overrides it); None: no polling.
-        stop_file (`str`, *optional*): a file whose presence stops the run, in the output directory unless its path is
-            absolute; it is removed when the run has stopped. None: no such file.
-        on_preemption (`str`): `exit`: after the save `Trainer.train` raises as above; `return`: it returns as it does
-            at its end, and you check `preempted`.
-        asynchronous (`bool`): write in the background where that gives the same files; False: training waits.
-        remote (`str`, *optional*): a folder of a remote store, such as `s3://bucket/run`, `gs://…`,
-            `hf://buckets/USER/BUCKET/run` or `file://…`.
-            Committed checkpoints are copied there in the background, and a newer one than the local is fetched from
-            there when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the
-            provider's tools look for them.
-        memory_interval_steps (`int`, *optional*): steps between two snapshots in host memory under `hfscale run`
-            (docs/recovery.md); by default as many as keep their cost below 1%. The flag of `hfscale run` goes before
-            it.
-        resume_with_other (`Sequence[str]`): what may be another one than in the run that wrote the checkpoint from
-            which the training resumes: `trainer`, `model`, `adapter`, `tokenizer`, `data`; each of them is refused
-            otherwise. Strategy, processes, batch sizes, learning rates and paths may always change.
+        **options: the options, see below.
 
     Raises:
         UsageError: a cadence, `notice_s` or `memory_interval_steps` is not positive, the cloud, `on_preemption` or a
@@ -144,35 +123,20 @@ class SpotCheckpointCallback(AdapterCallback):
             0 beside checkpoints of which none can be resumed from, or beside checkpoints of the remote store.
     """
 
-    def __init__(
-        self,
-        *,
-        every_steps: int | None = None,
-        every_minutes: float | None = DEFAULT_EVERY_MINUTES,
-        notice_s: float | None = None,
-        cloud: str | None = "auto",
-        stop_file: str | None = STOP_FILE_NAME,
-        on_preemption: Literal["exit", "return"] = "exit",
-        asynchronous: bool = True,
-        remote: str | None = None,
-        memory_interval_steps: int | None = None,
-        resume_with_other: Sequence[str] = (),
-    ) -> None:
-        if memory_interval_steps is not None and memory_interval_steps < 1:
-            raise ParameterError(
-                "memory_interval_steps", memory_interval_steps, "it must be 1 or greater"
-            )
-        if on_preemption not in ("exit", "return"):
-            raise ParameterError("on_preemption", on_preemption, "use exit or return")
-        self.resume_with_other = check_words(resume_with_other)
-        self.on_preemption = on_preemption
-        self.cadence = SaveCadence(every_steps=every_steps, every_minutes=every_minutes)
-        self.asynchronous = asynchronous
-        self.remote = RemoteCopies(remote) if remote is not None else None
+    @takes_options(CheckpointOptions)
+    def __init__(self, options: CheckpointOptions) -> None:
+        self.options = options
+        self.resume_with_other = words_of(options.resume_with_other)
+        self.cadence = SaveCadence(
+            every_steps=options.every_steps, every_minutes=options.every_minutes
+        )
+        self.remote = RemoteCopies(options.remote) if options.remote is not None else None
         self.last_committed: str | None = None
         """Name of the newest checkpoint that this run committed or resumed from, `checkpoint-N`."""
-        self.preemption = PreemptionStop(notice_s=notice_s, cloud=cloud, stop_file=stop_file)
-        self.memory = MemorySnapshots(memory_interval_steps)
+        self.preemption = PreemptionStop(
+            notice_s=options.notice_s, cloud=options.cloud, stop_file=options.stop_file
+        )
+        self.memory = MemorySnapshots(options.memory_interval_steps)
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -319,7 +283,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._limit = args.save_total_limit
         self._saving = TrainerSaving(
             adapter,
-            asynchronous=self.asynchronous,
+            asynchronous=self.options.asynchronous,
             begin=self._begin_save,
             committed=self._committed,
         )
@@ -437,7 +401,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if args.load_best_model_at_end:
             finish_merged_load(adapter.trainer, state.best_model_checkpoint)
         self._agreement.finish()
-        self.preemption.end(exits=self.on_preemption == "exit")
+        self.preemption.end(exits=self.options.on_preemption == "exit")
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
             self._set_status(status, state.global_step, reason=self.preempted)
@@ -450,7 +414,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if args.should_save:
             unlock_output_dir(output_folder(args))
         ending = self.preemption.ending(self.last_committed)
-        if ending is not None and self.on_preemption == "exit":
+        if ending is not None and self.options.on_preemption == "exit":
             if isinstance(ending, Preempted):  # Python prints nothing for a SystemExit
                 logger.info("%s", ending.message)
                 self.memory.preempted(ending.code)

@@ -70,22 +70,22 @@ def identity_of(trainer: Trainer) -> Identity:
     return {aspect: properties for aspect, properties in found.items() if properties}
 
 
-def check_words(resume_with_other: Iterable[str]) -> frozenset[str]:
-    """Return the words of `resume_with_other` as a set.
+def words_of(resume_with_other: Iterable[str]) -> frozenset[str]:
+    """Return the words of `resume_with_other`, which may also be one text, as a set.
 
     Args:
         resume_with_other (`Iterable[str]`): some of `ASPECTS`.
-
-    Raises:
-        ParameterError: one of them is not known.
     """
-    words = (
-        resume_with_other.split() if isinstance(resume_with_other, str) else list(resume_with_other)
-    )
-    for word in words:
+    if isinstance(resume_with_other, str):
+        return frozenset(resume_with_other.split())
+    return frozenset(resume_with_other)
+
+
+def check_words(name: str, value: Any) -> None:
+    """Check that words are some of `ASPECTS`."""
+    for word in sorted(words_of(value)):
         if word not in ASPECTS:
-            raise ParameterError("resume_with_other", word, f"use some of {', '.join(ASPECTS)}")
-    return frozenset(words)
+            raise ParameterError(name, word, f"use some of {', '.join(ASPECTS)}")
 
 
 def check_identity(trainer: Trainer, checkpoint: str | None, allowed: Iterable[str] = ()) -> None:

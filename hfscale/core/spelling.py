@@ -87,11 +87,16 @@ def spelled_value(value: Any) -> str:
     Args:
         value (`Any`): the value.
     """
-    return repr(value) if current_speaker() == "python" else plain_value(value)
+    if current_speaker() == "python":
+        return repr(value)
+    return plain_value(value)
 
 
 def plain_value(value: Any) -> str:
     """Return a single value as it is written on the command line."""
     if isinstance(value, dict):
         return json.dumps(value)
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value)
+    if isinstance(value, bool | None):
+        return text.lower()
+    return text

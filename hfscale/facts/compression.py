@@ -12,6 +12,7 @@ which is 64 of 4,096 values: 64 * (12 + 2) bits instead of 4,096 * 32, 146 times
 
 from dataclasses import dataclass
 
+from hfscale.core.options import option
 from hfscale.errors import ParameterError
 
 BLOCK = 256
@@ -30,10 +31,17 @@ SPARSE_DECAY = 0.95
 class Compression:
     """Describes how a pseudo-gradient is sent. By default all values are sent in fp32."""
 
-    bits: int = 32
-    """Bits per value: 32, 8 or 4; with `density` also 2."""
-    density: float | None = None
-    """Fraction of the values that are sent (top-k); None for all of them."""
+    bits: int = option(
+        32,
+        flag="island_bits",
+        help="Bits per value that islands exchange: 32, 8, 4, and 2 with a density",
+    )
+    density: float | None = option(
+        None,
+        flag="island_density",
+        help="Fraction of the values that islands exchange (top-k), such as 0.0156",
+        unset="all of them",
+    )
 
     def __post_init__(self) -> None:
         allowed = (32, 8, 4) if self.density is None else (32, 8, 4, 2)

@@ -19,6 +19,7 @@ further. If one is given, every rule limits both batches to it.
 import math
 from dataclasses import dataclass
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import ParameterError
 
 RULES = ("auto", "linear", "sqrt", "rubric", "none")
@@ -127,7 +128,9 @@ def scale_learning_rate(
 
     if rule == "rubric":
         if block_size is None:
-            raise ParameterError("rule", rule, "it needs the tokens per step: give block_size too")
+            raise ParameterError(
+                "rule", rule, f"it needs the tokens per step: give {spelled('block_size')} too"
+            )
         factor = _rubric_factor(capped_batch * block_size, kappa)
         warmup = warmup_scale * (RUBRIC_WARMUP_FACTOR if kappa > 1 else 1.0)
         reason = f"{batches}, rubric: linear up to {RUBRIC_TOKENS_PER_STEP:,} tokens per step, square root beyond"

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
@@ -27,11 +27,12 @@ from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
 from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.nvidia_driver import check_gpus_of_driver
+from hfscale.core.options import takes_options
 from hfscale.core.rank_link import connect
 from hfscale.core.rank_store import RankStore
 from hfscale.core.records import RankLines
 from hfscale.core.run_memory import RunMemory, trust_until
-from hfscale.errors import HealthError, ParameterError, StrategyMismatchError
+from hfscale.errors import HealthError, StrategyMismatchError
 from hfscale.health import node, preflight
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
@@ -39,6 +40,7 @@ from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.loss_weights import why_tokens_weigh_unequally
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
+from hfscale.health.options import HealthOptions
 from hfscale.health.replay import StepReplay
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
@@ -86,20 +88,7 @@ class CommHealthCallback(AdapterCallback):
     | `health/replay_s` | s | with `replay_every_steps`: time in replays and hashes since the previous log |
 
     Args:
-        preflight (`bool`): whether ranks check each other before the first step.
-        hang_after_s (`float`, *optional*): seconds of silence that count as a hang, or ten steps where that is longer;
-            None: hangs are not watched for. In the first three steps, and while a rank compiles, saves, evaluates,
-            generates or computes rewards, it is 30 minutes without any progress, or `10 * hang_after_s` where that is
-            longer.
-        on_hang (`str`): `report`, or `abort`: after the report the processes end, so that the launcher restarts them.
-            Under `hfscale run` it is `abort`.
-        stragglers (`bool`): whether each rank's own work is timed.
-        on_bad_training (`str`): what happens at a NaN or infinite loss, where replicas differ and where a replay gives
-            another result: `warn`, or `stop`: the run ends, and what was saved after the last good log is set aside;
-            after a replay, what was saved after the last one without a difference. Under `hfscale run` a replay with
-            another result always ends the launch, and the next one resumes from before.
-        replay_every_steps (`int`, *optional*): steps from one replay to the next, under any strategy; it takes as long
-            as a micro-batch, under `ParallelTrainer` as long as a step. None: nothing is replayed.
+        **options: the options, see below.
 
     Raises:
         StrategyMismatchError: when the Trainer is created (number of processes, Megatron-LM) or training begins
@@ -108,32 +97,9 @@ class CommHealthCallback(AdapterCallback):
         ParameterError: an argument has another value than those above.
     """
 
-    def __init__(
-        self,
-        *,
-        preflight: bool = True,
-        hang_after_s: float | None = 60.0,
-        on_hang: Literal["report", "abort"] = "report",
-        stragglers: bool = True,
-        on_bad_training: Literal["warn", "stop"] = "warn",
-        replay_every_steps: int | None = None,
-    ) -> None:
-        if hang_after_s is not None and hang_after_s <= 0:
-            raise ParameterError("hang_after_s", hang_after_s, "it must be greater than 0, or None")
-        if on_hang not in ("report", "abort"):
-            raise ParameterError("on_hang", on_hang, "use report or abort")
-        if on_bad_training not in ("warn", "stop"):
-            raise ParameterError("on_bad_training", on_bad_training, "use warn or stop")
-        if replay_every_steps is not None and replay_every_steps < 1:
-            raise ParameterError(
-                "replay_every_steps", replay_every_steps, "it must be at least 1, or None"
-            )
-        self.replay_every_steps = replay_every_steps
-        self.preflight = preflight
-        self.hang_after_s = hang_after_s
-        self.on_hang = on_hang
-        self.stragglers = stragglers
-        self.on_bad_training = on_bad_training
+    @takes_options(HealthOptions)
+    def __init__(self, options: HealthOptions) -> None:
+        self.options = options
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -195,20 +161,26 @@ class CommHealthCallback(AdapterCallback):
         self._replay = replay
         self._healthy_step = state.global_step
         self._checkpoint_bytes = _checkpoint_bytes(trainer)
-        rank_store = connect_rank_store(args) if self.preflight or self.hang_after_s else None
+        rank_store = (
+            connect_rank_store(args)
+            if self.options.preflight or self.options.hang_after_s
+            else None
+        )
         if not all(TRAINING.gather("start: rank store", rank_store is not None)):
             rank_store = None  # a rank that cannot reach it would be missed by the others
-        if self.preflight:
+        if self.options.preflight:
             check_ranks(trainer, rank_store)
             if is_main_process() and self._checkpoint_bytes:
                 self._raise_alarms(check_room(args, self._checkpoint_bytes), state.global_step)
         self._rank_lines = RankLines(adapter.run_dir()) if state.is_world_process_zero else None
         self._start_monitor(trainer, strategy)
-        if rank_store is not None and self.hang_after_s:
-            self._start_watchdog(args, rank_store, self.hang_after_s)
+        if rank_store is not None and self.options.hang_after_s:
+            self._start_watchdog(args, rank_store, self.options.hang_after_s)
         adapter.collect(self, self.judge)
-        if self.replay_every_steps is not None and self._replay is None:
-            self._replay = StepReplay(trainer, self.replay_every_steps, self._replay_differs)
+        if self.options.replay_every_steps is not None and self._replay is None:
+            self._replay = StepReplay(
+                trainer, self.options.replay_every_steps, self._replay_differs
+            )
             adapter.wrap_training_step(self._replay.wrap)
             adapter.after_reports("replay", self._replay.step_ended)
             adapter.add_metrics(self._replay.keys)
@@ -276,7 +248,7 @@ class CommHealthCallback(AdapterCallback):
         has_peers = args.world_size > 1  # a single rank is not slower than others
         timer = (
             LocalTimer(trainer.model_wrapped, strategy, args.device)
-            if self.stragglers and has_peers
+            if self.options.stragglers and has_peers
             else None
         )
         if timer is not None and not timer.measures:
@@ -304,7 +276,7 @@ class CommHealthCallback(AdapterCallback):
             rank_store,
             output_folder(args),
             limits=Limits(floor_s=hang_after_s, outside_s=max(Limits.outside_s, 10 * hang_after_s)),
-            abort=self.on_hang == "abort" or connect() is not None,
+            abort=self.options.on_hang == "abort" or connect() is not None,
             inside=training_frame(),
         )
         self._watchdog.start()
@@ -382,7 +354,7 @@ class CommHealthCallback(AdapterCallback):
         self._raise_alarms(found, step)
         # These findings follow from what all ranks have exchanged, so all ranks stop or none.
         bad = [f for f in found if f.level == "error" and f.check in ("loss", "replicas")]
-        if bad and self.on_bad_training == "stop":
+        if bad and self.options.on_bad_training == "stop":
             self._stop(bad, self._healthy_step)
         if not bad:
             self._healthy_step = step
@@ -409,7 +381,7 @@ class CommHealthCallback(AdapterCallback):
         """
         log_findings(found)
         self._raise_alarms(found, self._healthy_step)
-        if self.on_bad_training == "stop" or connect() is not None:
+        if self.options.on_bad_training == "stop" or connect() is not None:
             self._stop(found, _newest_good_step(verified_step))
 
     def _forget_replay(self) -> None:

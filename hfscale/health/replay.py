@@ -27,6 +27,7 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
+from hfscale.core.spelling import spelled
 from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
 from hfscale.health.replay_run import MicroBatch, check_can_replay
 from hfscale.health.replica_hashes import ReplicaHashes
@@ -53,7 +54,7 @@ class StepReplay:
     """
 
     def __init__(self, trainer: Trainer, every_steps: int, found: Judge) -> None:
-        check_can_replay(trainer, f"replay_every_steps is {every_steps}")
+        check_can_replay(trainer, f"{spelled('replay_every_steps')} is {every_steps}")
         self._trainer = trainer
         self._every = every_steps
         self._found = found

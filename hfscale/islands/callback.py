@@ -13,10 +13,9 @@ from hfscale.checkpoint.contents import outer_state_name
 from hfscale.core import distributed
 from hfscale.core.activity import activity
 from hfscale.core.collectives import ISLANDS, Replicas
-from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.logging import get_logger
-from hfscale.core.spelling import spelled
-from hfscale.errors import CheckpointError, HealthError, ParameterError
+from hfscale.core.options import takes_options
+from hfscale.errors import CheckpointError, HealthError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import check_support
 from hfscale.islands.client import (
@@ -25,10 +24,10 @@ from hfscale.islands.client import (
     Reply,
     on_thread,
     own_token,
-    parse_address,
 )
 from hfscale.islands.contributions import finite_contributors
 from hfscale.islands.data import continue_data_at, island_share, read_share_of_epoch
+from hfscale.islands.options import IslandOptions, parse_address
 from hfscale.islands.outer import OUTER_LR, OUTER_MOMENTUM, OuterOptimizer
 from hfscale.islands.parameters import PartOfParameters
 from hfscale.islands.terms import digest_of, terms_of_model
@@ -69,23 +68,7 @@ class DiLoCoCallback(AdapterCallback):
     | `islands/dropped_contributions` | count | contributions so far that had NaN or infinity, and were dropped |
 
     Args:
-        islands (`int`): number of islands; with 1 the callback does nothing.
-        island_rank (`int`): number of this island, from 0.
-        rendezvous (`str`, *optional*): `host:port` on the machine of island 0, which starts it, or of a process
-            `python -m hfscale.islands.rendezvous` on another machine.
-        every_steps (`int`): optimizer steps between two rounds (H).
-        overlap_steps (`int`): steps that train while a round exchanges. Then the parameters are set to the new anchor
-            plus what these steps have changed. With 0 training waits for the exchange. The last round is not
-            overlapped, so that all islands end with equal parameters.
-        fragments (`int`): parts of the parameters, of whole layers each, that have rounds of their own (P; Streaming
-            DiLoCo, arXiv 2501.18512). Each has a round every `every_steps` steps, in turn, so that a round takes place
-            every `every_steps / fragments` steps with about 1/P of the bytes. The last round is of all parameters.
-        quorum (`int`): least number of islands that a round needs.
-        deadline_s (`float`): seconds for which a round waits for others after the first island has contributed.
-        outer_lr (`float`, *optional*): learning rate of the outer optimizer; by default 0.7, with top-k 1.
-        outer_momentum (`float`, *optional*): its Nesterov momentum; by default 0.9, with top-k 0, which is plain SGD
-            (the error feedback stands in for the momentum, arXiv 2508.15706).
-        compression (`Compression`, *optional*): how pseudo-gradients are sent; by default in fp32.
+        **options: the options, see below.
 
     Raises:
         UsageError: a number is out of range, the token is not set, or, when training begins, the islands differ in
@@ -93,75 +76,20 @@ class DiLoCoCallback(AdapterCallback):
         HealthError: the rendezvous cannot be reached when training begins.
     """
 
-    def __init__(
-        self,
-        *,
-        islands: int = 1,
-        island_rank: int = 0,
-        rendezvous: str | None = None,
-        every_steps: int = 100,
-        overlap_steps: int = 0,
-        fragments: int = 1,
-        quorum: int = 1,
-        deadline_s: float = 600.0,
-        outer_lr: float | None = None,
-        outer_momentum: float | None = None,
-        compression: Compression | None = None,
-    ) -> None:
-        self.islands = islands
-        self.island_rank = island_rank
-        self.rendezvous = rendezvous
-        self.every_steps = every_steps
-        self.overlap_steps = overlap_steps
-        self.fragments = fragments
-        self.quorum = quorum
-        self.deadline_s = deadline_s
-        self.compression = compression or Compression()
-        is_sparse = self.compression.density is not None
-        default_lr = 1.0 if is_sparse else OUTER_LR
-        default_momentum = 0.0 if is_sparse else OUTER_MOMENTUM
-        self.outer_lr = default_lr if outer_lr is None else outer_lr
-        self.outer_momentum = default_momentum if outer_momentum is None else outer_momentum
-        self._check()
+    @takes_options(IslandOptions)
+    def __init__(self, options: IslandOptions) -> None:
+        self.options = options
+        self.compression = options.compression or Compression()
+        self.outer_lr = OUTER_LR
+        self.outer_momentum = OUTER_MOMENTUM
+        if self.compression.density is not None:  # the error feedback stands in for the momentum
+            self.outer_lr = 1.0
+            self.outer_momentum = 0.0
+        if options.outer_lr is not None:
+            self.outer_lr = options.outer_lr
+        if options.outer_momentum is not None:
+            self.outer_momentum = options.outer_momentum
         self._begin_run()
-
-    def _check(self) -> None:
-        require_positive(
-            self, "islands", "every_steps", "fragments", "quorum", "deadline_s", "outer_lr"
-        )
-        require_from_0(self, "island_rank", "overlap_steps", outer_momentum=1)
-        if self.fragments > self.every_steps:
-            raise ParameterError(
-                "fragments",
-                self.fragments,
-                f"it must be at most {spelled('every_steps')} ({self.every_steps}), so that each fragment has a step "
-                "of its own",
-            )
-        if self.overlap_steps >= self.every_steps // self.fragments:
-            between = f"{spelled('every_steps')} ({self.every_steps})"
-            if self.fragments > 1:
-                between += f" / {spelled('fragments')} ({self.fragments})"
-            raise ParameterError(
-                "overlap_steps",
-                self.overlap_steps,
-                f"it must be less than {between}, so that a round ends before the next one",
-            )
-        if self.island_rank >= self.islands:
-            raise ParameterError(
-                "island_rank",
-                self.island_rank,
-                f"it must be less than {spelled('islands')} ({self.islands})",
-            )
-        if self.quorum > self.islands:
-            raise ParameterError(
-                "quorum", self.quorum, f"it must be at most {spelled('islands')} ({self.islands})"
-            )
-        if self.islands > 1 and self.rendezvous is None:
-            raise ParameterError(
-                "islands", self.islands, f"give {spelled('rendezvous')} too, host:port of island 0"
-            )
-        if self.rendezvous is not None:
-            parse_address(self.rendezvous)
 
     def _begin_run(self) -> None:
         self._adapter: TrainerAdapter | None = None
@@ -186,13 +114,15 @@ class DiLoCoCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         super().on_init_end(args, state, control, **kwargs)
-        if self.islands == 1:
+        if self.options.islands == 1:
             return
         own_token()
         adapter = TrainerAdapter.current()
         if adapter.trainer.train_dataset is not None:
             share = island_share(
-                adapter.trainer.train_dataset, islands=self.islands, island=self.island_rank
+                adapter.trainer.train_dataset,
+                islands=self.options.islands,
+                island=self.options.island_rank,
             )
             adapter.share_train_dataset(share)
 
@@ -201,11 +131,11 @@ class DiLoCoCallback(AdapterCallback):
     ) -> None:
         self._begin_run()
         adapter = TrainerAdapter.current()
-        if self.islands == 1:
+        if self.options.islands == 1:
             return
         self._adapter = adapter
         check_support(Strategy.of(adapter.trainer).combination())
-        self._part = PartOfParameters(adapter.trainer, self.fragments)
+        self._part = PartOfParameters(adapter.trainer, self.options.fragments)
         parameters = sum(parameter.numel() for parameter in model_of(adapter.trainer).parameters())
         # Of the largest pipeline stage: a number that all ranks have, and of which islands must have the same.
         held = (
@@ -214,9 +144,9 @@ class DiLoCoCallback(AdapterCallback):
             .tolist()
         )
         layers, parameters = map(int, held)
-        if self.fragments > layers:
+        if self.options.fragments > layers:
             rule = f"it must be at most the {layers} layers of the model"
-            raise ParameterError("fragments", self.fragments, rule)
+            raise self.options.error("fragments", rule)
         layout = self._part.describe()
         self._replicas = Replicas(ISLANDS, "islands: parts", layout)
         values = self._part.read()
@@ -241,14 +171,14 @@ class DiLoCoCallback(AdapterCallback):
         self._logged_at = time.monotonic()
         if self._outer is not None:
             self._client = IslandClient(
-                parse_address(self.rendezvous or ""),
+                parse_address(self.options.rendezvous or ""),
                 self._hello(layout, parameters, frozen, state),
-                starts_rendezvous=self.island_rank == 0 and distributed.rank() == 0,
+                starts_rendezvous=self.options.island_rank == 0 and distributed.rank() == 0,
             )
         reply = self._join(_CONNECT_S)
         if reply is None:
             raise HealthError(
-                f"the connection to the rendezvous {self.rendezvous} was lost at the start: start again"
+                f"the connection to the rendezvous {self.options.rendezvous} was lost at the start: start again"
             )
         if reply.kind == "state":
             before = state.global_step
@@ -260,10 +190,12 @@ class DiLoCoCallback(AdapterCallback):
         logger.info(
             "island %d of %d: a round of %s every %d steps; the global batch of %d sequences is that of this island, "
             "and the learning rate follows it",
-            self.island_rank,
-            self.islands,
-            "all parameters" if self.fragments == 1 else f"each of {self.fragments} fragments",
-            self.every_steps,
+            self.options.island_rank,
+            self.options.islands,
+            "all parameters"
+            if self.options.fragments == 1
+            else f"each of {self.options.fragments} fragments",
+            self.options.every_steps,
             global_batch_size(adapter.trainer),
         )
 
@@ -300,10 +232,8 @@ class DiLoCoCallback(AdapterCallback):
         assert self._adapter is not None
         checkpoint = self._adapter.resumes_from
         why_not = None
-        if "anchor" in saved and saved.get("fragments", 1) != self.fragments:
-            why_not = (
-                f"the number of fragments was {saved.get('fragments', 1)} and is {self.fragments}"
-            )
+        if "anchor" in saved and saved.get("fragments", 1) != self.options.fragments:
+            why_not = f"the number of fragments was {saved.get('fragments', 1)} and is {self.options.fragments}"
         elif self._outer is not None and checkpoint is not None:
             try:
                 path = Path(checkpoint) / outer_state_name(_NAME)
@@ -330,24 +260,24 @@ class DiLoCoCallback(AdapterCallback):
             saved |= {
                 "anchor": state.global_step,
                 "dropped_samples": 0,
-                "fragments": self.fragments,
+                "fragments": self.options.fragments,
             }
         self._anchor = saved["anchor"]
-        before = saved.setdefault("islands", self.islands)
-        if before != self.islands:
+        before = saved.setdefault("islands", self.options.islands)
+        if before != self.options.islands:
             self._report_new_split(before, state)
-            saved["islands"] = self.islands
+            saved["islands"] = self.options.islands
 
     def _report_new_split(self, before: int, state: TrainerState) -> None:
         """Log what a change of the number of islands means for the samples of this epoch."""
         assert self._adapter is not None
-        steps = steps_per_epoch(self._adapter.trainer) * self.islands
+        steps = steps_per_epoch(self._adapter.trainer) * self.options.islands
         trained = before * state.global_step % steps if steps else before * state.global_step
         logger.warning(
             "the checkpoint is of %d islands, and now there are %d: the outer state is kept, and the data are split "
             "anew; %d samples of this epoch were trained; some are read again, and as many others are not",
             before,
-            self.islands,
+            self.options.islands,
             trained * global_batch_size(self._adapter.trainer),
         )
 
@@ -356,7 +286,9 @@ class DiLoCoCallback(AdapterCallback):
     ) -> None:
         if self._part is None:
             return
-        read_share_of_epoch(kwargs["train_dataloader"], island=self.island_rank, epoch=self._epoch)
+        read_share_of_epoch(
+            kwargs["train_dataloader"], island=self.options.island_rank, epoch=self._epoch
+        )
         self._epoch += 1
 
     def _hello(
@@ -366,18 +298,18 @@ class DiLoCoCallback(AdapterCallback):
         assert self._outer is not None
         assert self._replicas is not None
         return {
-            "island": self.island_rank,
+            "island": self.options.island_rank,
             "part": self._replicas.part,
             "parts": self._replicas.parts,
-            "islands": self.islands,
-            "quorum": self.quorum,
-            "deadline_s": self.deadline_s,
+            "islands": self.options.islands,
+            "quorum": self.options.quorum,
+            "deadline_s": self.options.deadline_s,
             "terms": {
                 **terms_of_model(self._adapter.trainer, parameters, frozen),
-                "islands": self.islands,
-                "steps between rounds": self.every_steps,
-                "overlap steps": self.overlap_steps,
-                "fragments": self.fragments,
+                "islands": self.options.islands,
+                "steps between rounds": self.options.every_steps,
+                "overlap steps": self.options.overlap_steps,
+                "fragments": self.options.fragments,
                 "last step": state.max_steps,
                 "outer learning rate": self.outer_lr,
                 "outer momentum": self.outer_momentum,
@@ -403,7 +335,7 @@ class DiLoCoCallback(AdapterCallback):
         is_last = state.global_step >= state.max_steps
         begins = self._slots(state.global_step) > self._slots(state.global_step - 1) or is_last
         ends = self._pending is not None and (
-            is_last or state.global_step - self._pending.step >= self.overlap_steps
+            is_last or state.global_step - self._pending.step >= self.options.overlap_steps
         )
         if not begins and not ends:
             return
@@ -411,8 +343,8 @@ class DiLoCoCallback(AdapterCallback):
         if ends:
             self._end_round(state)
         if begins and self._anchor < state.global_step:  # not if the other islands had ended
-            self._begin_round(state, in_background=self.overlap_steps > 0 and not is_last)
-            if self.overlap_steps == 0 or is_last:
+            self._begin_round(state, in_background=self.options.overlap_steps > 0 and not is_last)
+            if self.options.overlap_steps == 0 or is_last:
                 self._end_round(state)
         seconds = time.monotonic() - began
         self._stall_s += seconds
@@ -426,7 +358,7 @@ class DiLoCoCallback(AdapterCallback):
 
     def _slots(self, step: int) -> int:
         """Return how many rounds are due up to a step."""
-        return step * self.fragments // self.every_steps
+        return step * self.options.fragments // self.options.every_steps
 
     def _fragment(self, state: TrainerState) -> int | None:
         """Return the fragment of the round after the last one; None, all of them, for the last round.
@@ -436,7 +368,7 @@ class DiLoCoCallback(AdapterCallback):
         return (
             None
             if state.global_step >= state.max_steps
-            else self._slots(self._anchor) % self.fragments
+            else self._slots(self._anchor) % self.options.fragments
         )
 
     @activity("exchanging")
@@ -476,7 +408,9 @@ class DiLoCoCallback(AdapterCallback):
         while reply is not None and reply.kind == "go":  # the islands that were ahead have ended
             reply = self._together("islands: round", pending.exchange)
         counts = (
-            reply is not None and reply.kind == "round" and self.island_rank in reply.contributors
+            reply is not None
+            and reply.kind == "round"
+            and self.options.island_rank in reply.contributors
         )
         if self._outer is not None and not counts:
             self._outer.withdraw(anchor_stays=reply is None or reply.kind == "ahead")
@@ -511,18 +445,23 @@ class DiLoCoCallback(AdapterCallback):
         counted = finite_contributors(reply, received)
         saved = saved_state(state, _NAME)
         steps = reply.anchor - self._anchor
-        missing = self.islands - len(counted)
+        missing = self.options.islands - len(counted)
         saved["dropped_samples"] += missing * steps * global_batch_size(self._adapter.trainer)
         saved["dropped_contributions"] = (
             saved.get("dropped_contributions", 0) + len(reply.contributors) - len(counted)
         )
-        if self.island_rank not in reply.contributors:
+        if self.options.island_rank not in reply.contributors:
             logger.warning(
                 "round %d: this island was late; its last %d steps are dropped", reply.anchor, steps
             )
         elif missing:
-            logger.info("round %d: %d of %d islands", reply.anchor, len(counted), self.islands)
-        is_dropped = self.island_rank in reply.contributors and self.island_rank not in counted
+            logger.info(
+                "round %d: %d of %d islands", reply.anchor, len(counted), self.options.islands
+            )
+        is_dropped = (
+            self.options.island_rank in reply.contributors
+            and self.options.island_rank not in counted
+        )
         spread = size = 0.0
         if self._outer is not None:
             if is_dropped:

@@ -259,21 +259,6 @@ def own_token() -> bytes:
     return token.encode()
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of `host:port`.
-
-    Args:
-        text (`str`): the address of the rendezvous.
-
-    Raises:
-        ParameterError: it has another form.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ParameterError("rendezvous", text, "give host:port, such as 10.0.0.1:29600")
-    return host.strip("[]"), int(port)
-
-
 def start_rendezvous(address: tuple[str, int]) -> None:
     """Start the rendezvous on this machine if the address is of this machine and nothing listens there.
 

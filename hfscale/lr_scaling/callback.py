@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.core.logging import get_logger
+from hfscale.core.options import names_of, takes_options
 from hfscale.errors import UsageError
 from hfscale.facts.lr_rules import LRScaling, scale_learning_rate
 from hfscale.lr_scaling.learning_rate import (
@@ -19,6 +20,7 @@ from hfscale.lr_scaling.learning_rate import (
     scale_deepspeed_config,
     scale_to,
 )
+from hfscale.lr_scaling.options import LRScalingOptions
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.state import global_batch_size, saved_state
 from hfscale.trainer.strategies import Strategy
@@ -53,36 +55,17 @@ class LRScalingCallback(AdapterCallback):
     | `lr_scaling/factor` | ratio | learning rate in use / learning rate given; absent where it cannot be applied |
 
     Args:
-        rule (`str`): `auto`, `linear`, `sqrt`, `rubric` or `none`; see `hfscale.facts.lr_rules`.
-        base_global_batch_size (`int`, *optional*): sequences per step for which the given learning rate was tuned.
-            Without it the learning rate is not changed.
-        block_size (`int`, *optional*): tokens per sequence in this run.
-        base_block_size (`int`, *optional*): tokens per sequence in the base run.
-        critical_batch_size (`int`, *optional*): sequences per step beyond which the factor stops growing.
-        warmup_scale (`float`): factor for the number of warm-up steps; 1 keeps it.
+        **options: the options, see below.
 
     Raises:
-        UsageError: when the Trainer is made, the rule is unknown or a size is not positive. When training begins, no
+        UsageError: the rule is unknown or a size is not positive. When training begins, no
             rule is known for the optimizer, or, under DeepSpeed, the callback was added by `add_callback` after the
             Trainer was made.
     """
 
-    def __init__(
-        self,
-        *,
-        rule: str = "auto",
-        base_global_batch_size: int | None = None,
-        block_size: int | None = None,
-        base_block_size: int | None = None,
-        critical_batch_size: int | None = None,
-        warmup_scale: float = 1.0,
-    ) -> None:
-        self.rule = rule
-        self.base_global_batch_size = base_global_batch_size
-        self.block_size = block_size
-        self.base_block_size = base_block_size
-        self.critical_batch_size = critical_batch_size
-        self.warmup_scale = warmup_scale
+    @takes_options(LRScalingOptions)
+    def __init__(self, options: LRScalingOptions) -> None:
+        self.options = options
         self.scaling: LRScaling | None = None
         """The factor and its reason in the last training; None before the first."""
         self._begin_run()
@@ -232,16 +215,10 @@ class LRScalingCallback(AdapterCallback):
         return {"lr_scaling/factor": self._factor} if self._factor is not None else {}
 
     def _decide(self, optimizer: str, batch_size: int) -> LRScaling:
-        return scale_learning_rate(
-            rule=self.rule,
-            optimizer=optimizer,
-            global_batch_size=batch_size,
-            base_global_batch_size=self.base_global_batch_size,
-            block_size=self.block_size,
-            base_block_size=self.base_block_size,
-            critical_batch_size=self.critical_batch_size,
-            warmup_scale=self.warmup_scale,
-        )
+        with names_of(LRScalingOptions):
+            return scale_learning_rate(
+                **vars(self.options), optimizer=optimizer, global_batch_size=batch_size
+            )
 
 
 class _ArgumentRestorer(TrainerCallback):

@@ -16,8 +16,9 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.core.alarms import HEALTH, Alarm, listen
 from hfscale.core.best_effort import count_failure
+from hfscale.core.options import takes_options
 from hfscale.core.redaction import redact_json
-from hfscale.errors import ParameterError
+from hfscale.metrics.options import AlertOptions
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 
 POST_S = 10.0
@@ -52,20 +53,15 @@ class AlertCallback(AdapterCallback):
     name of the output directory) and `host`. Secrets are redacted. Redirects are not followed.
 
     Args:
-        webhook (`str`): the URL, with http or https; it is a secret where it has a token in it.
+        **options: the options, see below.
 
     Raises:
         ParameterError: it is no such URL.
     """
 
-    def __init__(self, webhook: str) -> None:
-        parts = urlsplit(webhook)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            shown = f"{parts.scheme}:…" if parts.scheme else "…"  # the rest may be a secret
-            raise ParameterError(
-                "webhook", shown, "give a URL that begins with https:// or http://"
-            )
-        self.webhook = webhook
+    @takes_options(AlertOptions)
+    def __init__(self, options: AlertOptions) -> None:
+        self.options = options
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -82,7 +78,7 @@ class AlertCallback(AdapterCallback):
             self._start(TrainerAdapter.current())
 
     def _start(self, adapter: TrainerAdapter) -> None:
-        self._sender = _Sender(self.webhook, run=adapter.run_dir().resolve().name)
+        self._sender = _Sender(self.options.webhook, run=adapter.run_dir().resolve().name)
         adapter.at_training_end(self._stop)
 
     def _stop(self) -> None:

@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.core.logging import get_logger
+from hfscale.core.options import takes_options
 from hfscale.core.phases import COMPUTE, DATA_WAIT, training_seconds
 from hfscale.core.records import last_logged_step
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
-from hfscale.errors import ParameterError
 from hfscale.metrics.expert_load import ExpertLoad, expert_load_of
 from hfscale.metrics.fingerprint import RunFingerprint
 from hfscale.metrics.meters.communication import CommunicationMeter
@@ -21,6 +20,7 @@ from hfscale.metrics.meters.goodput_and_cost import GoodputMeter
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.metrics.meters.noise_scale import NoiseScaleMeter
 from hfscale.metrics.meters.utilization import UtilizationMeter
+from hfscale.metrics.options import MetricsOptions
 from hfscale.metrics.recorder import RunRecorder, is_of_evaluation
 from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.metrics.triage import TriageWatch
@@ -70,46 +70,25 @@ class ScalingMetricsCallback(AdapterCallback):
     `hfscale.core.records`.
 
     Args:
-        peak_tflops (`float`, *optional*): dense peak of one device in TFLOP/s, for hardware not in `hardware.toml`.
-        usd_per_gpu_hour (`float`, *optional*): price of one device in USD per hour; None: the price in `prices.toml`,
-            if it has the device.
-        baseline (`str` or `Path`, *optional*): a baselines file that `hfscale sweep` has written; None:
-            `~/.config/hfscale/baselines.json`, if it exists.
-        noise_scale (`bool`): whether to measure the gradient noise scale, from the gradients of at most one step in
-            fifty. It is off by default, because it puts hooks on the parameters or, under FSDP2, on the communication.
+        **options: the options, see below.
 
     Raises:
         ParameterError: a peak or a price is not positive.
         ConfigFileError: when training begins: the baselines file or the price list cannot be read.
     """
 
-    def __init__(
-        self,
-        *,
-        peak_tflops: float | None = None,
-        usd_per_gpu_hour: float | None = None,
-        baseline: str | Path | None = None,
-        noise_scale: bool = False,
-    ) -> None:
-        for name, value, unit in (
-            ("peak_tflops", peak_tflops, "TFLOP/s"),
-            ("usd_per_gpu_hour", usd_per_gpu_hour, "USD"),
-        ):
-            if value is not None and not value > 0:
-                raise ParameterError(name, value, f"it must be greater than 0, in {unit}")
-        self.peak_tflops = peak_tflops
-        self.usd_per_gpu_hour = usd_per_gpu_hour
-        self.baseline = Path(baseline) if baseline is not None else None
-        self.noise_scale = noise_scale
+    @takes_options(MetricsOptions)
+    def __init__(self, options: MetricsOptions) -> None:
+        self.options = options
         self._begin_run()
 
     def _begin_run(self) -> None:
         self._counter = TokenCounter()
-        self._utilization = UtilizationMeter(self.peak_tflops, self._counter)
+        self._utilization = UtilizationMeter(self.options.peak_tflops, self._counter)
         self._communication = CommunicationMeter()
-        self._efficiency = EfficiencyMeter(self.baseline)
-        self._goodput = GoodputMeter(self.usd_per_gpu_hour)
-        self._noise = NoiseScaleMeter() if self.noise_scale else None
+        self._efficiency = EfficiencyMeter(self.options.baseline)
+        self._goodput = GoodputMeter(self.options.usd_per_gpu_hour)
+        self._noise = NoiseScaleMeter() if self.options.noise_scale else None
         self._meters: list[Meter] = [
             self._utilization,
             self._communication,

@@ -1,6 +1,5 @@
 """ProfilerCallback: PyTorch profiler traces of chosen steps."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.logging import get_logger
-from hfscale.errors import ParameterError
+from hfscale.core.options import takes_options
+from hfscale.metrics.options import ProfilerOptions
 from hfscale.trainer.state import output_folder
 
 logger = get_logger(__name__)
@@ -20,21 +20,11 @@ class ProfilerCallback(TrainerCallback):
 
     A trace includes forward, backward and optimizer step, but not the wait for the batch. Profiled steps are slower;
     the other steps are not affected. The callback logs no metric keys.
-
-    Args:
-        steps (`Sequence[int]`): numbers of the optimizer steps to profile, counted from 1.
-
-    Raises:
-        ParameterError: a step is below 1.
     """
 
-    def __init__(self, steps: Sequence[int]) -> None:
-        for step in steps:
-            if step < 1:
-                raise ParameterError(
-                    "steps", list(steps), f"{step} is below 1, and steps are counted from 1"
-                )
-        self.steps = frozenset(steps)
+    @takes_options(ProfilerOptions)
+    def __init__(self, options: ProfilerOptions) -> None:
+        self.steps = frozenset(options.steps)
         self._profile: profile | None = None
 
     def on_step_begin(

@@ -1,7 +1,5 @@
 """SampleGenerationCallback: what the model answers to the same prompts as the training goes on."""
 
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,12 @@ from hfscale.core import distributed
 from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
+from hfscale.core.options import takes_options
 from hfscale.core.phases import COMPUTE, EVALUATE
 from hfscale.core.records import WRITING, append_record, begin_lines
-from hfscale.errors import DataError, HfScaleError, ParameterError, UsageError
+from hfscale.errors import HfScaleError, UsageError
+from hfscale.metrics.options import SampleOptions
+from hfscale.metrics.prompts import Prompt
 from hfscale.metrics.wandb_run import log_samples
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.generation import (
@@ -35,9 +36,6 @@ logger = get_logger(__name__)
 
 SAMPLES_NAME = "samples.jsonl"
 """File in the output directory with one line per generation."""
-Prompt = str | Mapping[str, Any]
-"""A text that the model continues, or `{"messages": […], "tools": […]}`, which the chat template renders; `tools` may
-be absent."""
 _SHOWN_CHARACTERS = 300
 
 
@@ -53,12 +51,7 @@ class SampleGenerationCallback(AdapterCallback):
     generation fails, the training ends with its error.
 
     Args:
-        prompts (`Sequence`): texts, which the model continues as they are, or conversations `{"messages": […]}`, to
-            which the tokenizer's chat template is applied. `read_prompts` reads them from a file.
-        every_steps (`int`): optimizer steps between two generations.
-        max_new_tokens (`int`): most tokens of a generation; fewer where the model's positions end before.
-        temperature (`float`): 0 takes the most likely token each time; a greater value samples.
-        seed (`int`): seed of the sampling. The same seed is used each time.
+        **options: the options, see below.
 
     Raises:
         UsageError: there are no prompts, or a number is out of range. When the training begins: the strategy or the
@@ -66,27 +59,10 @@ class SampleGenerationCallback(AdapterCallback):
         HfScaleError: a rank could not generate.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        every_steps: int = 500,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        seed: int = 0,
-    ) -> None:
-        if isinstance(prompts, str) or not prompts:
-            raise ParameterError("prompts", prompts, "give a list with one prompt or more")
-        for name, value in (("every_steps", every_steps), ("max_new_tokens", max_new_tokens)):
-            if value < 1:
-                raise ParameterError(name, value, "it must be 1 or more")
-        if temperature < 0:
-            raise ParameterError("temperature", temperature, "it must be 0 (no sampling) or more")
-        self.prompts = list(prompts)
-        self.every_steps = every_steps
-        self.max_new_tokens = max_new_tokens
-        self.temperature = temperature
-        self.seed = seed
+    @takes_options(SampleOptions)
+    def __init__(self, options: SampleOptions) -> None:
+        self.options = options
+        self.prompts = list(options.prompts)
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -125,7 +101,7 @@ class SampleGenerationCallback(AdapterCallback):
         lengths = [len(ids) for ids in self._ids]
         if 0 in lengths:
             raise UsageError(f"prompt {lengths.index(0) + 1} has no tokens: remove it")
-        new_tokens = self.max_new_tokens
+        new_tokens = self.options.max_new_tokens
         if positions is not None:
             longest = max(lengths)
             if longest >= positions:
@@ -137,11 +113,13 @@ class SampleGenerationCallback(AdapterCallback):
         stops = stop_tokens(model.generation_config, tokenizer)
         pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(stops), 0)
         sampling = (
-            {"temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.temperature else {}
+            {"temperature": self.options.temperature, "top_k": 0, "top_p": 1.0}
+            if self.options.temperature
+            else {}
         )
         return GenerationConfig(
             max_new_tokens=new_tokens,
-            do_sample=self.temperature > 0,
+            do_sample=self.options.temperature > 0,
             num_beams=1,
             use_cache=True,
             eos_token_id=stops or None,
@@ -152,7 +130,7 @@ class SampleGenerationCallback(AdapterCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step % self.every_steps:
+        if state.global_step % self.options.every_steps:
             return
         adapter = TrainerAdapter.current()
         adapter.phase_ended(COMPUTE)
@@ -208,8 +186,8 @@ class SampleGenerationCallback(AdapterCallback):
 
     def _answer(self, model: Any, index: int, tokenizer: Any, *, together: bool) -> dict[str, Any]:
         ids = torch.tensor([self._ids[index]], device=model.device)
-        if self.temperature:
-            torch.manual_seed(self.seed + index)
+        if self.options.temperature:
+            torch.manual_seed(self.options.seed + index)
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -239,57 +217,6 @@ class SampleGenerationCallback(AdapterCallback):
                 _shortened(sample["generation"]),
             )
         log_samples(state.global_step, samples)
-
-
-def read_prompts(path: Path | str) -> list[Prompt]:
-    """Read prompts from a text file with one per line, or from a .jsonl file with one record per line.
-
-    A record has `prompt` (a text, which the model continues as it is, or a list of messages) or `messages`, and may
-    have `tools`. Empty lines are skipped.
-
-    Args:
-        path (`Path` or `str`): the file.
-
-    Raises:
-        DataError: the file cannot be read, has no prompt, or has a record of another form.
-    """
-    path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise DataError(f"the prompts {path} cannot be read: {reason}") from error
-    is_records = path.suffix in (".jsonl", ".json")
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    prompts = [
-        _prompt_of(line, f"{path}:{number}") if is_records else line for number, line in numbered
-    ]
-    if not prompts:
-        raise DataError(f"{path} has no prompt: write one per line")
-    return prompts
-
-
-def _prompt_of(line: str, place: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place} is not JSON: {error.msg}: write one record per line") from error
-    prompt = record.get("messages", record.get("prompt")) if isinstance(record, dict) else None
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if not (
-        isinstance(prompt, list)
-        and prompt
-        and all(isinstance(turn, dict) and "role" in turn for turn in prompt)
-    ):
-        raise DataError(
-            f'{place} has neither "prompt" (a text or messages) nor "messages" (each with a role): add one of them'
-        )
-    if prompt[-1]["role"] == "assistant":
-        raise DataError(
-            f"{place}: the last message is the assistant's, which the model is to write: remove it"
-        )
-    return {"messages": prompt, **({"tools": record["tools"]} if record.get("tools") else {})}
 
 
 def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, number: int) -> str:

@@ -7,8 +7,9 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from hfscale.core.options import options_of
 from hfscale.core.spelling import speaking
-from hfscale.planner.option_fields import GROUPS, REQUIRED, Option, default_of, flag_of, options_of
+from hfscale.planner.option_fields import GROUPS, REQUIRED, PlanOption, default_of, flag_of
 
 
 def make_command(
@@ -69,10 +70,10 @@ def _default(cls: type, name: str, function: str) -> Any:
     return None if default is MISSING else default
 
 
-def _flag(function: str, name: str, declared: Option, kind: Any, default: Any) -> Any:
+def _flag(function: str, name: str, declared: PlanOption, kind: Any, default: Any) -> Any:
     """The annotation of a flag."""
     kind = str if declared.text else kind
-    flag = declared.flag or flag_of(name)
+    flag = flag_of(declared.flag or name)
     if default is None:
         if kind == bool | None:
             flag = f"{flag}/--no-{name}"

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
+from hfscale.core.options import options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.hardware import find_accelerator, peak_dtype, peak_tflops
@@ -22,7 +23,7 @@ from hfscale.planner.memory import (
     node_host_gib,
     peak_of,
 )
-from hfscale.planner.option_fields import options_of, python_options, with_options
+from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hfscale.core.options import check_options
 from hfscale.core.spelling import speaking
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import find_accelerator
@@ -18,7 +19,7 @@ from hfscale.planner.command_line import make_command
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure
 from hfscale.planner.memory import GIB, allocated_gib
-from hfscale.planner.option_fields import check_options, make_options
+from hfscale.planner.option_fields import make_options
 from hfscale.planner.options import (
     MAX_RANKS,
     AxisOptions,
@@ -59,7 +60,7 @@ def run(
     gpu = given["gpu"]
     gpus = gpu_flags["gpus"]
     axes = AxisOptions(**axis_flags)
-    check_options(axes)
+    check_options(AxisOptions, vars(axes))
     zero = given["zero"]
     if source.script is not None:
         argv = [str(source.script), *([] if model is None else [model]), *(arguments or [])]
@@ -75,7 +76,7 @@ def run(
         raise UsageError(
             "give a MODEL and --gpu, such as llama-3.1-8b --gpu H100-80GB, or --table FILE.csv"
         )
-    at_most(MAX_RANKS)("--gpus", gpus)
+    at_most(MAX_RANKS)("gpus", gpus)
     check_pure(given["pure_bf16"], given["precision"])
     layout = _fill_layout(gpus, axes, zero)
     if zero is None:
@@ -103,7 +104,7 @@ def _run_script(
     zero = given["zero"]
     precision = given["precision"]
     a_zero_stage("--zero", zero)
-    at_most(MAX_RANKS)("--gpus", gpus)
+    at_most(MAX_RANKS)("gpus", gpus)
     for name in ("cp", "tp", "pp"):
         if getattr(axes, name) > 1:
             raise UsageError(

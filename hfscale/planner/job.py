@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, get_args
 
+from hfscale.core.options import check_options
 from hfscale.core.spelling import spelled
 from hfscale.core.tables import read_table
 from hfscale.errors import LayoutError, UnsupportedModelError, UsageError
@@ -13,7 +14,6 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name
 from hfscale.facts.support import Combination, check_support
-from hfscale.planner.option_fields import check_options
 from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, Schedule
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
@@ -230,7 +230,7 @@ class Job(LayoutOptions):
             UnsupportedModelError: the key-value heads do not divide the attention heads.
             UsageError: an option is unknown, or the device does not support the precision.
         """
-        check_options(self)
+        check_options(type(self), vars(self))
         if self.layout.world_size > MAX_RANKS:
             raise LayoutError(
                 f"layout {self.layout} has {self.layout.world_size:,} ranks: use at most {MAX_RANKS:,}"

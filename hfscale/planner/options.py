@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hfscale.errors import LayoutError, UsageError
+from hfscale.core.options import Check
+from hfscale.core.spelling import spelled
+from hfscale.errors import LayoutError, ParameterError
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.option_fields import (
@@ -26,7 +28,6 @@ from hfscale.planner.option_fields import (
     OUTPUT,
     REQUIRED,
     SEARCH,
-    Check,
     option,
 )
 
@@ -70,15 +71,15 @@ def is_integer(value: Any) -> bool:
 def a_size(name: str, value: Any) -> None:
     """Check that a size is an integer from 1 to `MAX_SIZE`."""
     if not is_integer(value) or value < 1:
-        raise LayoutError(f"{name} is {value!r}: it must be an integer of at least 1")
+        raise LayoutError(f"{spelled(name)} is {value!r}: it must be an integer of at least 1")
     if value > MAX_SIZE:
-        raise LayoutError(f"{name} is {value}: it must be at most {MAX_SIZE:,}")
+        raise LayoutError(f"{spelled(name)} is {value}: it must be at most {MAX_SIZE:,}")
 
 
 def an_amount(name: str, value: Any) -> None:
     """Check that an amount is above 0 and finite."""
     if not 0 < value < math.inf:
-        raise UsageError(f"{name} is {value}: it must be a finite number above 0")
+        raise ParameterError(name, value, "it must be a finite number above 0")
 
 
 def at_most(limit: int) -> Check:
@@ -86,7 +87,7 @@ def at_most(limit: int) -> Check:
 
     def check(name: str, value: Any) -> None:
         if not is_integer(value) or not 1 <= value <= limit:
-            raise LayoutError(f"{name} is {value}: give a number from 1 to {limit:,}")
+            raise LayoutError(f"{spelled(name)} is {value}: give a number from 1 to {limit:,}")
 
     return check
 
@@ -94,30 +95,29 @@ def at_most(limit: int) -> Check:
 def a_zero_stage(name: str, value: Any) -> None:
     """Check that a value is a stage of ZeRO."""
     if value not in (0, 1, 2, 3):
-        raise LayoutError(f"{name} is {value!r}: use a ZeRO stage of 0, 1, 2 or 3")
+        raise LayoutError(f"{spelled(name)} is {value!r}: use a ZeRO stage of 0, 1, 2 or 3")
 
 
 def interruptions(name: str, value: Any) -> None:
     """Check a number of preemptions per spot node and hour."""
     if not 0 <= value <= MAX_INTERRUPTIONS:
-        raise UsageError(
-            f"{name} is {value}: give preemptions per spot node and hour, from 0 to {MAX_INTERRUPTIONS:g}, such as "
+        rule = (
+            f"give preemptions per spot node and hour, from 0 to {MAX_INTERRUPTIONS:g}, such as "
             "0.02 for one in two days"
         )
+        raise ParameterError(name, value, rule)
 
 
 def a_factor(name: str, value: Any) -> None:
     """Check that a ratio of the largest to the average is at least 1 and finite."""
     if not 1 <= value < math.inf:
-        raise UsageError(
-            f"{name} is {value}: it must be a finite number of at least 1, such as 1.2"
-        )
+        raise ParameterError(name, value, "it must be a finite number of at least 1, such as 1.2")
 
 
 def a_count(name: str, value: Any) -> None:
     """Check that there is at least one of something."""
     if value < 1:
-        raise UsageError(f"{name} is {value}: it must be at least 1")
+        raise ParameterError(name, value, "it must be at least 1")
 
 
 # -- the options ------------------------------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ class JsonOption:
     as_json: bool = option(
         False,
         group=OUTPUT,
-        flag="--json",
+        flag="json",
         help="Print one JSON object",
         flag_of=("plan", "estimate", "tune"),
     )

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from typing import Any
 
+from hfscale.core.options import options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, UnknownHardwareError, UsageError
 from hfscale.facts.hardware import find_accelerator
@@ -21,7 +22,7 @@ from hfscale.planner.frameworks import find_framework
 from hfscale.planner.improvements import Improvement, improvements
 from hfscale.planner.job import layout_sizes, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
-from hfscale.planner.option_fields import options_of, python_options, with_options
+from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
 from hfscale.planner.request import PlanRequest
 from hfscale.planner.search import Rejected, search
@@ -204,7 +205,7 @@ def plan(model: str | ModelShape, **options: Any) -> Plan:
 
 def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
     """Rank the layouts as `plan`, whose options were checked (`make_options`)."""
-    at_most(MAX_GPUS)(spelled("gpus"), options.gpus)
+    at_most(MAX_GPUS)("gpus", options.gpus)
     needs_tokens = options.objective == "cost" or options.deadline or options.budget
     if options.tokens is None and needs_tokens:
         raise UsageError(

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from hfscale.core.flags import parse_bandwidth
-from hfscale.core.spelling import speaking
+from hfscale.core.options import names_of, options_of
 from hfscale.errors import UsageError
 from hfscale.facts.compression import Compression
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.command_line import make_command
 from hfscale.planner.islands import Islands, judge_islands
 from hfscale.planner.job import check_pure
-from hfscale.planner.option_fields import default_of, flag_of, make_options, options_of
+from hfscale.planner.option_fields import default_of, flag_of, make_options
 from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput
 from hfscale.planner.plan import plan_gpu_types, plan_with
 
@@ -112,7 +112,7 @@ def _typed(model: str, given: Mapping[str, Any]) -> list[str]:
         cls = PlanOutput if name == "choice" else PlanOptions
         if value is None or value == default_of(cls, name, "plan"):
             continue
-        flag = options_of(cls)[name].flag or flag_of(name)
+        flag = flag_of(options_of(cls)[name].flag or name)
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag.removeprefix('--')}")
         else:
@@ -122,7 +122,7 @@ def _typed(model: str, given: Mapping[str, Any]) -> list[str]:
 
 def _islands(flags: IslandOptions) -> Islands | None:
     """Return what `--islands` and its options describe; None without it."""
-    with speaking("command", {"bits": "island_bits", "density": "island_density"}):
+    with names_of(Compression):
         compression = Compression(bits=flags.island_bits, density=flags.island_density)
     bandwidth = flags.island_bandwidth
     if flags.islands is None:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
+from hfscale.core.options import options_of
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.job import Job, splits_activations
 from hfscale.planner.launchable import can_fuse_loss, chunks_loss, compiles_by_default
-from hfscale.planner.option_fields import options_of
 from hfscale.planner.options import Offload, RunOptions
 
 

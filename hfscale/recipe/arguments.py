@@ -20,17 +20,22 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
 from hfscale.core.flags import flag, require_from_0, require_positive
 from hfscale.core.nvidia_driver import check_gpus_of_driver
+from hfscale.core.options import check_flags, options_taken_by, with_flags_of
+from hfscale.core.spelling import spelled
 from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
-from hfscale.facts.lr_rules import RULES
+from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
-from hfscale.islands.flags import ISLAND_FLAGS, IslandArguments
+from hfscale.islands.options import IslandOptions
+from hfscale.metrics.options import AlertOptions, ProfilerOptions, SampleOptions
 from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
 from hfscale.recipe.fused_loss import FUSED_LOSSES
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.optimizer import DEFAULT_OPTIMIZER, OPTIMIZERS, hidden_from_transformers
 from hfscale.recipe.recompute import RECOMPUTE_POLICIES, checkpointing_kwargs
 from hfscale.recipe.resume import keep_global_batch
+from hfscale.scaling import PARTS
+from hfscale.why.options import TraceOptions
 
 # The mixin is used in front of subclasses of TrainingArguments; as a subclass itself it would reset their defaults.
 if TYPE_CHECKING:
@@ -43,16 +48,16 @@ LOSS_ON = ("assistant", "completion", "all")
 PACKINGS = ("none", "concat", "bestfit")
 """Values of `--packing`."""
 
-CALLBACK_FLAGS = {
-    "rule": "lr_scaling_rule",
-    "every_minutes": "save_minutes",
-    "asynchronous": "asynchronous_save",
-    "remote": "checkpoint_remote",
-    "baseline": "scaling_baseline",
-    "steps": "profile_steps",
-    **ISLAND_FLAGS,
-}
-"""Parameter of a callback -> the flag of the recipes that gives its value, where it has another name."""
+OF_CALLBACKS = (
+    *map(options_taken_by, PARTS.values()),
+    IslandOptions,
+    Compression,
+    SampleOptions,
+    TraceOptions,
+    ProfilerOptions,
+    AlertOptions,
+)
+"""The options of the callbacks, from which their flags follow."""
 
 JSON_FLAGS = (
     "lr_scheduler_kwargs",
@@ -100,12 +105,6 @@ class SourceArguments:
     max_eval_samples: int | None = flag(
         "Limit on the number of evaluation sequences (TRL: records)."
     )
-    sample_prompts: str | None = flag(
-        "File of prompts from which the model generates during training: .txt, one per line, or .jsonl with messages."
-    )
-    sample_steps: int = flag(
-        "Optimizer steps between two generations from --sample_prompts.", default=500
-    )
 
     def __post_init__(self) -> None:
         self.named_by: str | None = None  # the line of --data_mix that names this source
@@ -126,7 +125,7 @@ class SourceArguments:
             raise UsageError(
                 f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name: give both"
             )
-        require_positive(self, "max_train_samples", "max_eval_samples", "sample_steps")
+        require_positive(self, "max_train_samples", "max_eval_samples")
         require_from_0(self, validation_split_percentage=100)
 
 
@@ -177,76 +176,29 @@ class DataArguments(SourceArguments):
 
 
 @dataclass(kw_only=True)
-class ScalingArguments(IslandArguments):
-    """Options of hfscale's callbacks.
+@with_flags_of(*OF_CALLBACKS)
+class ScalingArguments:
+    """Options of the callbacks: a field for each of their flags.
 
     Raises:
         UsageError: a value is out of range, or the baseline is not a file.
     """
 
-    lr_scaling_rule: str = flag(
-        "How the learning rate follows the global batch: " + ", ".join(RULES) + ".",
-        default="auto",
-        choices=RULES,
-    )
-    base_global_batch_size: int | None = flag(
-        "Sequences per step for which --learning_rate was tuned."
-    )
-    base_block_size: int | None = flag(
-        "Tokens per sequence for which it was tuned, if that was another length."
-    )
-    critical_batch_size: int | None = flag(
-        "Sequences per step above which the learning rate stops growing."
-    )
-    warmup_scale: float = flag("Factor on the number of warm-up steps.", default=1.0)
-    save_minutes: float | None = flag(
-        "Longest time between two checkpoints, in minutes.", default=15.0
-    )
-    notice_s: float | None = flag(
-        "Seconds from a signal to the end of the process. Default: the time that the launcher waits."
-    )
-    asynchronous_save: bool = flag(
-        "Write checkpoints in the background during training, if the result is exact.", default=True
-    )
-    checkpoint_remote: str | None = flag(
-        "Remote copy of the checkpoints: s3://…, gs://…, hf://buckets/…, file://…"
-    )
-    resume_with_other: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "What may be another one than in the run that wrote the checkpoint, which is refused otherwise: "
-            "trainer, model, adapter, tokenizer, data."
-        },
-    )
-    peak_tflops: float | None = flag(
-        "Dense peak of one device in TFLOP/s, for MFU on hardware that is not in the table."
-    )
-    usd_per_gpu_hour: float | None = flag(
-        "Price of one device, for scaling/usd. Default: from the price list."
-    )
-    scaling_baseline: str | None = flag(
-        "File of `hfscale sweep` with which scaling/efficiency is compared."
-    )
-    noise_scale: bool = flag(
-        "Measure the gradient noise scale at the steps that are logged.", default=False
-    )
-    trace_steps: str | None = flag("Optimizer steps to trace for `hfscale why`, such as 5,6.")
-    alert_webhook: str | None = flag(
-        "URL to which hangs, restarts, the end of the run and so on are posted as JSON."
-    )
     early_stopping_patience: int | None = flag(
         "Stop after this many evaluations without a lower loss."
     )
 
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
     def __post_init__(self) -> None:
-        numbers = {name for name, value in vars(self).items() if type(value) in (int, float)}
-        require_positive(
-            self, *sorted(numbers - {"island_rank", "island_overlap_steps", "outer_momentum"})
-        )
-        require_from_0(self, "island_rank", "island_overlap_steps", outer_momentum=1)
-        if self.scaling_baseline is not None and not Path(self.scaling_baseline).is_file():
+        require_positive(self, "early_stopping_patience")
+        check_flags(self, *OF_CALLBACKS)
+        baseline = self.scaling_baseline
+        if baseline is not None and not Path(baseline).is_file():
             raise UsageError(
-                f"--scaling_baseline {self.scaling_baseline} is not a file: record one with hfscale sweep"
+                f"{spelled('scaling_baseline', baseline)} is not a file: record one with hfscale sweep"
             )
 
 
@@ -307,10 +259,6 @@ class RecipeTrainingMixin(_TrainingArguments):
             "nargs": "?",
             "const": True,
         },
-    )
-    profile_steps: list[int] | None = field(
-        default=None,
-        metadata={"help": "Optimizer steps whose trace is written to output_dir/profile."},
     )
     ddp_find_unused_parameters: bool | None = flag(
         "Search each backward pass for parameters without a gradient; only models that skip some need it.",

@@ -19,10 +19,11 @@ from hfscale.core import distributed
 from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.disk_errors import storage_error
 from hfscale.core.logging import is_main_process, print_line
+from hfscale.core.options import names_of
 from hfscale.core.rank_link import connect
 from hfscale.core.spelling import speaking
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
-from hfscale.recipe.arguments import CALLBACK_FLAGS, one_line
+from hfscale.recipe.arguments import OF_CALLBACKS, one_line
 
 if TYPE_CHECKING:
     from hfscale.scaling import ScalingCallback
@@ -60,7 +61,7 @@ def run(main: Callable[[], None]) -> None:
     # One bar per saved file would interrupt the training's own bar
     transformers.utils.logging.disable_progress_bar()
     try:
-        with watch.restored_by_an_error(), speaking("recipe", CALLBACK_FLAGS):
+        with watch.restored_by_an_error(), speaking("recipe"), names_of(*OF_CALLBACKS):
             main()
     except Preempted as ended:
         preempted = ended

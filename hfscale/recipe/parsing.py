@@ -4,9 +4,10 @@ import re
 import sys
 import textwrap
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from enum import Enum
+from functools import wraps
 from importlib import import_module
 from typing import Any, NoReturn, get_args, get_type_hints
 
@@ -65,8 +66,24 @@ def flag_groups(task: str = "text") -> tuple[type, ...]:
     return (*groups, RewardArguments) if task == "grpo" else groups
 
 
+def _or_none(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return the reading of a value that may be `none`, under the name that argparse has for the type in errors."""
+
+    @wraps(read, updated=())
+    def value_or_none(text: str) -> Any:
+        return None if text == "none" else read(text)
+
+    return value_or_none
+
+
 class _Parser(HfArgumentParser):
     """Raises a UsageError where argparse would print its usage and exit."""
+
+    def add_argument(self, *names: Any, or_none: bool = False, **kwargs: Any) -> Any:
+        """Add a flag; with `or_none` it may have the value `none`, as an option that can be switched off."""
+        if or_none:
+            kwargs["type"] = _or_none(kwargs["type"])
+        return super().add_argument(*names, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(re.sub(r"^argument (--\w+)\S*: ", r"\1: ", message))
@@ -213,7 +230,7 @@ _TITLES = {
     ModelArguments: "Model",
     SourceArguments: "Data",
     DataArguments: "Data",
-    ScalingArguments: "Learning rate, checkpoints and metrics (hfscale)",
+    ScalingArguments: "Learning rate, checkpoints, health and metrics (hfscale)",
     ParallelArguments: "Parallel axes",
 }
 

@@ -1,24 +1,22 @@
 """The start of a run: its flags are checked together, its output directory is locked, its checkpoint is found."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
-from hfscale.checkpoint.callback import SpotCheckpointCallback
 from hfscale.checkpoint.loading import readable_checkpoint
+from hfscale.core.options import from_flags, names_of
 from hfscale.core.spelling import speaking
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
-from hfscale.health.callback import CommHealthCallback
 from hfscale.islands.flags import island_callbacks
-from hfscale.lr_scaling.callback import LRScalingCallback
 from hfscale.metrics.alerts import AlertCallback
-from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.metrics.profiler import ProfilerCallback
-from hfscale.metrics.sample_generation import SampleGenerationCallback, read_prompts
+from hfscale.metrics.sample_generation import SampleGenerationCallback
 from hfscale.parallel.arguments import ParallelArguments, plan_stages
 from hfscale.recipe.arguments import (
-    CALLBACK_FLAGS,
+    OF_CALLBACKS,
     DataArguments,
     RecipeTrainingMixin,
     ScalingArguments,
@@ -32,10 +30,10 @@ from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
 from hfscale.recipe.router_bias import check_router_bias
-from hfscale.scaling import ScalingCallback
+from hfscale.scaling import PARTS, ScalingCallback
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategies.requested import check_launch
-from hfscale.why.callback import TraceCallback, read_steps
+from hfscale.why.callback import TraceCallback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +49,7 @@ class RunStart:
     `--early_stopping_patience`."""
 
 
-@speaking("recipe", CALLBACK_FLAGS)
+@speaking("recipe")
 def start_run(
     model_args: ModelArguments,
     data_args: SourceArguments,
@@ -101,7 +99,8 @@ def start_run(
     callbacks = _callbacks(
         data_args, scaling_args, training_args, layout, can_generate=not parallel_trainer
     )
-    checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
+    with names_of(*OF_CALLBACKS):
+        checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
     training_args.keep_global_batch(checkpoint, data_parallel_size=layout.data_parallel_size)
     if is_native(layout):
         check_same_experts(checkpoint, model_args)
@@ -133,46 +132,41 @@ def _callbacks(
     """Return the callbacks that the flags ask for. The first one is `ScalingCallback`."""
     callbacks: list[TrainerCallback] = [_scaling_callback(data_args, scaling_args, training_args)]
     callbacks += island_callbacks(scaling_args)
-    if data_args.sample_prompts is not None:
-        callbacks.append(sample_generation(data_args, layout, can_generate=can_generate))
-    callbacks.append(ProfilerCallback(training_args.profile_steps or ()))
+    if scaling_args.sample_prompts is not None:
+        callbacks.append(sample_generation(scaling_args, layout, can_generate=can_generate))
+    callbacks.append(from_flags(ProfilerCallback, scaling_args))
     if scaling_args.trace_steps is not None:
-        with speaking("recipe", {"steps": "trace_steps"}):
-            callbacks.append(TraceCallback(read_steps(scaling_args.trace_steps)))
+        callbacks.append(from_flags(TraceCallback, scaling_args))
     if scaling_args.alert_webhook is not None:
-        with speaking("recipe", {"webhook": "alert_webhook"}):
-            callbacks.append(AlertCallback(webhook=scaling_args.alert_webhook))
+        callbacks.append(from_flags(AlertCallback, scaling_args))
     if scaling_args.early_stopping_patience is not None:
         callbacks.append(EarlyStoppingCallback(scaling_args.early_stopping_patience))
     return callbacks
 
 
 def sample_generation(
-    data_args: SourceArguments, layout: ParallelLayout, *, can_generate: bool
+    scaling_args: ScalingArguments, layout: ParallelLayout, *, can_generate: bool
 ) -> SampleGenerationCallback:
     """Return the callback for `--sample_prompts`.
 
     Args:
-        data_args (`SourceArguments`): the file of prompts, and how often to generate from it.
+        scaling_args (`ScalingArguments`): the file of prompts, and how often to generate from it.
         layout (`ParallelLayout`): the axes of the run.
         can_generate (`bool`): whether the trainer's model can generate; that of `ParallelTrainer` cannot.
 
     Raises:
         UsageError: the run cannot generate, or the prompts cannot be read.
     """
-    assert data_args.sample_prompts is not None
     engine = "trainer" if can_generate else "parallel_trainer"
     asked = Combination(
         engine=engine,
         strategy="native" if is_native(layout) else None,
         tp=layout.tp,
         cp=layout.cp,
-        sample_prompts=data_args.sample_prompts,
+        sample_prompts=scaling_args.sample_prompts,
     )
     check_support(asked, "sample_prompts")
-    with speaking("recipe", {"every_steps": "sample_steps", "prompts": "sample_prompts"}):
-        prompts = read_prompts(data_args.sample_prompts)
-        return SampleGenerationCallback(prompts, every_steps=data_args.sample_steps)
+    return from_flags(SampleGenerationCallback, scaling_args)
 
 
 def _scaling_callback(
@@ -183,28 +177,11 @@ def _scaling_callback(
         block_size: int | None = data_args.block_size
     else:
         block_size = vars(training_args).get("max_length")  # of SFT and DPO; GRPO has none
-    return ScalingCallback(
-        comm_health=CommHealthCallback(),
-        lr_scaling=LRScalingCallback(
-            rule=scaling_args.lr_scaling_rule,
-            base_global_batch_size=scaling_args.base_global_batch_size,
-            block_size=block_size,
-            base_block_size=scaling_args.base_block_size,
-            critical_batch_size=scaling_args.critical_batch_size,
-            warmup_scale=scaling_args.warmup_scale,
-        ),
-        spot_checkpoint=SpotCheckpointCallback(
-            on_preemption="return",  # `train` ends the recipe
-            every_minutes=scaling_args.save_minutes,
-            asynchronous=scaling_args.asynchronous_save,
-            remote=scaling_args.checkpoint_remote,
-            notice_s=scaling_args.notice_s,
-            resume_with_other=scaling_args.resume_with_other or (),
-        ),
-        metrics=ScalingMetricsCallback(
-            peak_tflops=scaling_args.peak_tflops,
-            usd_per_gpu_hour=scaling_args.usd_per_gpu_hour,
-            baseline=scaling_args.scaling_baseline,
-            noise_scale=scaling_args.noise_scale,
-        ),
-    )
+    others: dict[str, dict[str, Any]] = {
+        "lr_scaling": {"block_size": block_size},
+        "spot_checkpoint": {"on_preemption": "return"},  # `train` ends the recipe
+    }
+    parts = {}
+    for name, part in PARTS.items():
+        parts[name] = from_flags(part, scaling_args, **others.get(name, {}))
+    return ScalingCallback(**parts)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.clocks import PhaseClock
 from hfscale.core.collectives import TRAINING
+from hfscale.core.options import describe_options, fill_in_options
 from hfscale.core.rank_link import connect
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.core.versions import has_epoch_methods
@@ -740,6 +741,13 @@ class AdapterCallback(ResetOnCopy, TrainerCallback):
 
     One instance can serve several Trainers: see `ResetOnCopy`.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Describe the options of a callback in its docstring."""
+        super().__init_subclass__(**kwargs)
+        options = getattr(vars(cls).get("__init__"), "options", None)
+        if options is not None:
+            cls.__doc__ = fill_in_options(cls.__doc__ or "", describe_options(options))
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

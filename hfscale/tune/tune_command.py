@@ -16,18 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hfscale.core.disk_errors import writing
+from hfscale.core.options import check_options
 from hfscale.core.shipped import find_config, shipped_root
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
 from hfscale.planner.command_line import make_command
-from hfscale.planner.option_fields import (
-    HARDWARE,
-    OUTPUT,
-    SEARCH,
-    check_options,
-    option,
-    same_option,
-)
+from hfscale.planner.option_fields import HARDWARE, OUTPUT, SEARCH, option, same_option
 from hfscale.planner.options import JsonOption, PlanOptions, a_count
 from hfscale.planner.plan import Plan, plan
 from hfscale.tune.decisions import (
@@ -111,7 +105,7 @@ def run(command: list[str] | None, flags: dict[str, Any]) -> int:
         flags (`dict[str, Any]`): the flags of `TuneOptions`.
     """
     options = TuneOptions(**flags)
-    check_options(options)
+    check_options(TuneOptions, vars(options))
     if (options.budget is None) != (options.usd_per_gpu_hour is None):
         raise UsageError("--budget and --usd-per-gpu-hour belong together: give both or neither")
     from hfscale.tune.launch_command import read_command

@@ -1,38 +1,22 @@
 """`TraceCallback`: writes what chosen steps compute, for the comparison with another run by `hfscale why`."""
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.logging import get_logger
+from hfscale.core.options import takes_options
 from hfscale.core.replaying import is_replaying
 from hfscale.core.run_files import TRACES_NAME
-from hfscale.errors import ParameterError, UsageError
+from hfscale.errors import UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.strategies import Strategy
+from hfscale.why.options import TraceOptions
 from hfscale.why.recording import StepRecorder
 
 logger = get_logger(__name__)
-MAX_STEPS = 32
-"""Steps that one callback traces at most, which bounds the files."""
-
-
-def read_steps(text: str) -> list[int]:
-    """Read numbers of steps that are separated by commas or spaces.
-
-    Args:
-        text (`str`): such as `5,6`.
-
-    Raises:
-        ParameterError: one of them is not a number.
-    """
-    words = text.replace(",", " ").split()
-    if not words or not all(word.lstrip("-").isdigit() for word in words):
-        raise ParameterError("steps", text, "give numbers of steps, such as 5,6")
-    return [int(word) for word in words]
 
 
 class TraceCallback(AdapterCallback):
@@ -47,8 +31,7 @@ class TraceCallback(AdapterCallback):
     Under torch.compile modules and operations are not traced, only the rest.
 
     Args:
-        steps (`Sequence[int]`): numbers of the optimizer steps to trace, counted from 1, at most 32.
-        operations (`bool`): whether each operation (`aten.mm`, …) is traced too, which takes most of the time.
+        **options: the options, see below.
 
     Raises:
         ParameterError: a step is below 1, or there are more than 32.
@@ -56,18 +39,10 @@ class TraceCallback(AdapterCallback):
             between their parts.
     """
 
-    def __init__(self, steps: Sequence[int], *, operations: bool = True) -> None:
-        for step in steps:
-            if step < 1:
-                raise ParameterError(
-                    "steps", list(steps), f"{step} is below 1, and steps are counted from 1"
-                )
-        if len(set(steps)) > MAX_STEPS:
-            raise ParameterError(
-                "steps", f"a list of {len(set(steps))}", f"at most {MAX_STEPS} steps can be traced"
-            )
-        self.steps = frozenset(steps)
-        self.operations = operations
+    @takes_options(TraceOptions)
+    def __init__(self, options: TraceOptions) -> None:
+        self.options = options
+        self.steps = frozenset(options.steps)
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -118,7 +93,7 @@ class TraceCallback(AdapterCallback):
             adapter = TrainerAdapter.current()
             step = state.global_step + 1
             self._recorder = StepRecorder(
-                adapter.trainer, adapter.run_dir(), step, operations=self.operations
+                adapter.trainer, adapter.run_dir(), step, operations=self.options.operations
             )
             self._recorder.begin()
 

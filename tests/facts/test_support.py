@@ -152,7 +152,7 @@ def consumers(monkeypatch):
         return message_of(check_router_bias, ModelArguments(**model), args, islands=islands)
 
     def samples(layout=None, can_generate=True):
-        prompts = SimpleNamespace(sample_prompts="prompts.txt", sample_steps=None)
+        prompts = SimpleNamespace(sample_prompts="prompts.txt")
         return message_of(sample_generation, prompts, layout_of(layout or {}), can_generate=can_generate)
 
     def compressed(method, world_size=1, optim="adamw_torch", precision="no", optimizer=None):

@@ -1,9 +1,11 @@
 """Replays of a step: they change nothing, find a flipped bit and its rank, and leave out what is not deterministic."""
 
+import json
 import os
 
 import pytest
 import torch
+from conftest import RECIPE
 from forked_ranks import run_ranks
 from recipe_runs import environment_of
 from tiny import logged, tiny_model, tiny_trainer
@@ -50,6 +52,16 @@ class Noisy(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x) * (1 + int.from_bytes(os.urandom(2), "little") * 1e-6)
+
+
+def test_the_flag_of_a_recipe_replays(python, tmp_path):
+    short = "--max_steps 4 --block_size 32 --max_train_samples 16 --logging_steps 1 --disable_tqdm true"
+    flags = f"{short} --replay_every_steps 2 --hang_after_s none --preflight false --output_dir out".split()
+    done = python(RECIPE, *flags)
+    assert done.code == 0, done.err[-3000:]
+    records = [json.loads(line) for line in (tmp_path / "out" / "scaling.jsonl").read_text().splitlines()]
+    assert [record["health/replay_mismatches"] for record in records] == [0.0] * 4
+    assert sum(record["health/replay_s"] for record in records) > 0
 
 
 def test_a_replay_changes_nothing_and_counts_nothing(tmp_path):

@@ -30,7 +30,7 @@ class CountsCompared(TrainerCallback):
         self.health, self.counts = health, []
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        if (state.global_step + 1) % self.health.replay_every_steps == 0:
+        if (state.global_step + 1) % self.health.options.replay_every_steps == 0:
             self.counts.append(self.health._replay._states.compared)
 
 

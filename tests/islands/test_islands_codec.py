@@ -6,8 +6,9 @@ import torch
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.compression import BLOCK, CHUNK, SPARSE_DECAY, Compression
 from hfscale.islands.codec import decode, encode, encode_with_feedback
-from hfscale.islands.flags import IslandArguments, island_callbacks
+from hfscale.islands.flags import island_callbacks
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
+from hfscale.recipe.arguments import ScalingArguments
 
 FORMATS = [
     Compression(),
@@ -124,5 +125,6 @@ def test_a_format_that_does_not_exist_is_refused(flags, named):
 def test_an_error_of_the_format_names_the_flag_of_a_recipe(flag, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, "secret")
     [(name, value)] = flag.items()
+    args = ScalingArguments(islands=2, **flag)
     with pytest.raises(UsageError, match=f"^--{name} is {value}: "):
-        island_callbacks(IslandArguments(islands=2, **flag))
+        island_callbacks(args)

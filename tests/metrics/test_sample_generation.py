@@ -14,7 +14,7 @@ import hfscale.trainer.generation
 from hfscale import SampleGenerationCallback, ScalingCallback
 from hfscale.errors import DataError, HfScaleError, UsageError
 from hfscale.health.diagnosis import slow_activity
-from hfscale.metrics.sample_generation import read_prompts
+from hfscale.metrics.prompts import read_prompts
 from hfscale.recipe.parsing import parse_arguments
 
 TEMPLATE = (

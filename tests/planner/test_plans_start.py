@@ -7,7 +7,7 @@ import pytest
 from emitted_plans import check_files, choices_of, emit_choice, start
 from plan_requests import NOT_SAMPLED, SAMPLERS, Request, built_in
 
-from hfscale.planner.option_fields import options_of
+from hfscale.core.options import options_of
 from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput
 
 PLANS = {

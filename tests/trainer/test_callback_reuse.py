@@ -73,8 +73,8 @@ def test_a_copy_keeps_the_options_and_the_notices_of_the_process():
     callback.spot_checkpoint.cadence.every_minutes = 3
     copied = pickled(callback)
     spot = copied.spot_checkpoint
-    assert (spot.cadence.every_steps, spot.cadence.every_minutes, spot.on_preemption) == (7, 3, "return")
-    assert (copied.lr_scaling.base_global_batch_size, spot.preemption.notice_s) == (8, 5)
+    assert (spot.cadence.every_steps, spot.cadence.every_minutes, spot.options.on_preemption) == (7, 3, "return")
+    assert (copied.lr_scaling.options.base_global_batch_size, spot.preemption.notice_s) == (8, 5)
     assert spot.preemption.notices is NOTICES
 
 

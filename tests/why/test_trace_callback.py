@@ -10,7 +10,7 @@ from why_runs import Training, launch, make_trainer
 from hfscale import TraceCallback
 from hfscale.errors import ParameterError, UsageError
 from hfscale.why.answer import compare_runs
-from hfscale.why.callback import read_steps
+from hfscale.why.options import read_steps
 from hfscale.why.trace_files import read_trace
 
 FAST = (

@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 
 from hfscale.checkpoint.preemption.notice import AWS, AZURE, GCP, NOTICES, Notice, PreemptionNotices
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled_value
 from hfscale.errors import ParameterError, UsageError
 
 logger = get_logger(__name__)
@@ -307,14 +308,11 @@ def detect_cloud(root: Path = DMI) -> str | None:
     return "azure" if _read(root / "chassis_asset_tag") == AZURE_ASSET_TAG else None
 
 
-def check_cloud(cloud: str | None) -> None:
-    """Check that `cloud` is one of `CLOUDS`, "auto" or None.
-
-    Raises:
-        ParameterError: it is none of these.
-    """
-    if cloud not in (None, "auto", *CLOUDS):
-        raise ParameterError("cloud", cloud, f"use auto, {', '.join(CLOUDS)}, or None")
+def check_cloud(name: str, value: Any) -> None:
+    """Check that a value is one of `CLOUDS`, "auto" or None."""
+    if value not in (None, "auto", *CLOUDS):
+        rule = f"use auto, {', '.join(CLOUDS)}, or {spelled_value(None)}"
+        raise ParameterError(name, value, rule)
 
 
 def watch_cloud(
@@ -341,7 +339,7 @@ def watch_cloud(
     Raises:
         UsageError: `cloud` or `HFSCALE_CLOUD` has an unknown value.
     """
-    check_cloud(cloud)
+    check_cloud("cloud", cloud)
     if cloud == "auto" and OVERRIDE in environ:
         cloud = environ[OVERRIDE].lower()
         if cloud not in ("none", *CLOUDS):

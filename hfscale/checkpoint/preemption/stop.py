@@ -41,7 +41,7 @@ from hfscale.checkpoint.preemption import (
     stop_watching_peers,
     watch_signals,
 )
-from hfscale.checkpoint.preemption.clouds import check_cloud, watch_cloud
+from hfscale.checkpoint.preemption.clouds import watch_cloud
 from hfscale.checkpoint.preemption.notice import AWS, STOP_FILE
 from hfscale.core import distributed
 from hfscale.core.alarms import PREEMPTION, raise_alarm
@@ -49,7 +49,6 @@ from hfscale.core.collectives import TRAINING, StepAgreement
 from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.processes import describe_process
 from hfscale.core.run_state import ResetOnCopy
-from hfscale.errors import ParameterError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import is_training_in
 from hfscale.trainer.state import output_folder
@@ -140,9 +139,6 @@ class PreemptionStop(ResetOnCopy):
         stop_file (`str`, *optional*): a file, in the output directory unless its path is absolute, whose presence
             stops the run; it is removed when the run has stopped. None: no such file.
         notices (`PreemptionNotices`): where notices are added.
-
-    Raises:
-        ParameterError: `notice_s` is not positive, or the cloud is unknown.
     """
 
     exchange_every_s = EXCHANGE_EVERY_S
@@ -155,11 +151,6 @@ class PreemptionStop(ResetOnCopy):
         stop_file: str | None = STOP_FILE_NAME,
         notices: PreemptionNotices = NOTICES,
     ) -> None:
-        if notice_s is not None and not notice_s > 0:
-            raise ParameterError(
-                "notice_s", notice_s, "it must be greater than 0, in seconds, or None"
-            )
-        check_cloud(cloud)
         self.notice_s = notice_s
         self.cloud = cloud
         self.stop_file = stop_file

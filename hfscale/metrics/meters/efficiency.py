@@ -22,11 +22,13 @@ class EfficiencyMeter(Meter):
     """Measures `scaling/efficiency`: tokens/s/GPU over those of a recorded baseline of the same work.
 
     Args:
-        path (`Path`, *optional*): the baselines file; None: the user's own, if it exists.
+        path (`Path` or `str`, *optional*): the baselines file; None: the user's own, if it exists.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | str | None) -> None:
+        self._path: Path | None = None
+        if path is not None:
+            self._path = Path(path)
         self._match: Match | None = None
         self.workload: Workload | None = None
         """What the run does; None before the first log."""

@@ -1,0 +1,130 @@
+"""The options of the callbacks of this package."""
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hfscale.core.options import Options, as_option, from_0, option, positive
+from hfscale.errors import ParameterError
+from hfscale.metrics.prompts import Prompt, read_prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsOptions(Options):
+    """The options of `ScalingMetricsCallback`."""
+
+    peak_tflops: float | None = option(
+        None,
+        check=positive,
+        unit="TFLOP/s",
+        help="Dense peak of one device in TFLOP/s, for MFU on hardware that is not in the table",
+    )
+    usd_per_gpu_hour: float | None = option(
+        None,
+        check=positive,
+        unit="USD",
+        help="Price of one device and hour in USD, for scaling/usd",
+        unset="from the price list",
+    )
+    baseline: str | Path | None = option(
+        None,
+        flag="scaling_baseline",
+        flag_type=str,
+        help="File of `hfscale sweep` with which scaling/efficiency is compared",
+        unset="~/.config/hfscale/baselines.json, if it exists",
+    )
+    noise_scale: bool = option(
+        False,
+        help="The gradient noise scale is measured at steps that are logged, at most one in fifty",
+        details="It puts hooks on the parameters or, under FSDP2, on the communication.",
+    )
+
+
+def a_web_address(name: str, value: Any) -> None:
+    """Check that a value is a URL with http or https, without naming it: it may be a secret."""
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        shown = f"{parts.scheme}:…" if parts.scheme else "…"
+        raise ParameterError(name, shown, "give a URL that begins with https:// or http://")
+
+
+@dataclass(frozen=True, repr=False)
+class AlertOptions(Options):
+    """The options of `AlertCallback`."""
+
+    webhook: str = field(
+        metadata=as_option(
+            flag="alert_webhook",
+            check=a_web_address,
+            help="URL to which hangs, restarts, the end of the run and so on are posted as JSON",
+            details="It is a secret where it has a token in it.",
+        )
+    )
+
+
+def a_list_of_prompts(name: str, value: Any) -> None:
+    """Check that there is a list with prompts."""
+    if isinstance(value, str) or not value:
+        raise ParameterError(name, value, "give a list with one prompt or more")
+
+
+@dataclass(frozen=True)
+class SampleOptions(Options):
+    """The options of `SampleGenerationCallback`."""
+
+    prompts: Sequence[Prompt] = field(
+        metadata=as_option(
+            flag="sample_prompts",
+            flag_type=str,
+            read=read_prompts,
+            check=a_list_of_prompts,
+            help="Prompts from which the model generates during training; on the command line a file of them: .txt, "
+            "one per line, or .jsonl with messages",
+            details="A text is continued as it is; to a conversation, a mapping with `messages`, the tokenizer's chat "
+            "template is applied.",
+        )
+    )
+    _: KW_ONLY
+    every_steps: int = option(
+        500,
+        flag="sample_steps",
+        check=positive,
+        help="Optimizer steps between two generations from the prompts",
+    )
+    max_new_tokens: int = option(
+        128,
+        flag="sample_max_new_tokens",
+        check=positive,
+        help="Most tokens of a generation; fewer where the model's positions end before",
+    )
+    temperature: float = option(
+        0.0,
+        flag="sample_temperature",
+        check=from_0,
+        help="Temperature of the generations: 0 takes the most likely token each time, a greater value samples",
+    )
+    seed: int = option(
+        0, flag="sample_seed", help="Seed of the sampling, which is the same for each generation"
+    )
+
+
+def from_step_1(name: str, value: Any) -> None:
+    """Check that steps are counted from 1."""
+    for step in value:
+        if step < 1:
+            rule = f"{step} is below 1, and steps are counted from 1"
+            raise ParameterError(name, list(value), rule)
+
+
+@dataclass(frozen=True)
+class ProfilerOptions(Options):
+    """The options of `ProfilerCallback`."""
+
+    steps: Sequence[int] = option(
+        (),
+        flag="profile_steps",
+        check=from_step_1,
+        help="Optimizer steps whose trace is written to output_dir/profile, counted from 1",
+    )
