@@ -12,7 +12,7 @@ which is 64 of 4,096 values: 64 * (12 + 2) bits instead of 4,096 * 32, 146 times
 
 from dataclasses import dataclass
 
-from hfscale.core.options import option
+from hfscale.core.options import option, positive
 from hfscale.errors import ParameterError
 
 BLOCK = 256
@@ -34,11 +34,13 @@ class Compression:
     bits: int = option(
         32,
         flag="island_bits",
+        check=positive,
         help="Bits per value that islands exchange: 32, 8, 4, and 2 with a density",
     )
     density: float | None = option(
         None,
         flag="island_density",
+        check=positive,
         help="Fraction of the values that islands exchange (top-k), such as 0.0156",
         unset="all of them",
     )

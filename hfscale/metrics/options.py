@@ -106,7 +106,10 @@ class SampleOptions(Options):
         help="Temperature of the generations: 0 takes the most likely token each time, a greater value samples",
     )
     seed: int = option(
-        0, flag="sample_seed", help="Seed of the sampling, which is the same for each generation"
+        0,
+        flag="sample_seed",
+        check=from_0,
+        help="Seed of the sampling, which is the same for each generation",
     )
 
 
