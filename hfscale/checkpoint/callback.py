@@ -57,7 +57,6 @@ from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
 from hfscale.trainer.state import output_folder, saved_state
 from hfscale.trainer.strategies import Strategy
-from hfscale.trainer.strategies.adapters import check_adapters
 from hfscale.trainer.strategies.native import Native
 
 logger = get_logger(__name__)
@@ -218,7 +217,6 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         adapter = TrainerAdapter.current()
         switch_off_jit_checkpoint(adapter.trainer)
-        check_adapters(adapter.trainer)
         lock_for_all_ranks(output_folder(args), is_holder=args.should_save)
         self.check_identity(adapter.trainer, adapter.resumes_from)
         self._refuse_to_discard(adapter, state)

@@ -35,6 +35,21 @@ class StrategyFacts:
     """Whether its checkpoints are read on another number of ranks than wrote them, without a conversion."""
 
     @property
+    def is_replicated(self) -> bool:
+        """Whether neither DeepSpeed nor FSDP is asked for: one process, or DDP."""
+        return self.file_layout == "unsharded"
+
+    @property
+    def by_fsdp(self) -> bool:
+        """Whether Accelerate's FSDP shards the model."""
+        return self.family == "fsdp"
+
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether DeepSpeed's engine holds the optimizer."""
+        return self.family == "zero"
+
+    @property
     def zero(self) -> int:
         """The stage of ZeRO that shards the same: 0 to 3 (Rajbhandari et al., arXiv 1910.02054, section 3)."""
         return len(self.shards)

@@ -29,6 +29,8 @@ class Combination:
 
     planned: bool | None = None
     """Whether the planner asks: it offers less than what runs, such as nothing that no test has compared."""
+    recipe: bool | None = None
+    """Whether a recipe trains: it promises more than a script does, such as an exported model at the end."""
     engine: str | None = None
     """What trains: `trainer` (Trainer and Accelerate, TRL's Trainers included), `parallel_trainer`, or another stack
     that the planner estimates, `titan` or `megatron`."""
@@ -89,13 +91,15 @@ class Combination:
     fused_loss: bool | None = None
     """Whether the loss never holds all logits at once (Liger Kernel)."""
     liger: bool | None = None
-    """Whether Liger Kernel computes the layers."""
+    """Whether Liger Kernel computes the matrices of the layers."""
     method: str | None = None
     """Which parameters train: `full`, `lora` or `qlora`."""
     adapter: str | None = None
     """The kind of the adapters, PEFT's `peft_type` in lower case, such as `lora`."""
     frozen_adapter: bool | None = None
     """Whether parameters of the adapters do not train, and begin at random."""
+    saves: bool | None = None
+    """Whether the training writes checkpoints."""
     recompute: str | None = None
     """What is computed again in the backward pass: `none`, `selective` or `full`."""
     expert_adapters: bool | None = None
@@ -103,7 +107,7 @@ class Combination:
     merge_adapters: bool | None = None
     """Whether the adapters are merged into the model at the end."""
     optimizer: str | None = None
-    """The name of the optimizer: the planner's in a plan, Trainer's in a run."""
+    """The name of the optimizer: the planner's in a plan, Trainer's in a run, its class where a script has made it."""
     deepspeed_optimizer: str | None = None
     """The type of the optimizer in the DeepSpeed config."""
     offload: str | None = None
@@ -111,7 +115,7 @@ class Combination:
     param_device: str | None = None
     """Where ZeRO-3 offloads parameters: `none`, `cpu` or `nvme`."""
     fp32_accumulation: bool | None = None
-    """Whether DeepSpeed accumulates in fp32 the gradients that it computes in bf16."""
+    """Whether DeepSpeed accumulates gradients in fp32, whatever it computes them in."""
     gathers_weights: bool | None = None
     """Whether the DeepSpeed config gathers the weights of stage 3 for a save."""
     autotp: int | None = None
@@ -152,6 +156,11 @@ class Combination:
     """The learning rate schedule."""
 
     @property
+    def for_recipe(self) -> bool:
+        """Whether a recipe trains or would train: plans are for recipes."""
+        return bool(self.recipe or self.planned)
+
+    @property
     def strategy_family(self) -> str | None:
         """The strategy without version and stage: `single`, `ddp`, `fsdp`, `zero` or `parallel`."""
         return None if self.strategy is None else self.strategy.rstrip("0123")
@@ -180,7 +189,7 @@ _ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 
 PROPERTIES = tuple(field.name for field in fields(Combination))
 """Names of the properties that a consumer gives."""
-_DERIVED = ("strategy_family", "model_parallel", "ranks_per_replica", "one_bit")
+_DERIVED = ("for_recipe", "strategy_family", "model_parallel", "ranks_per_replica", "one_bit")
 _TYPES = {field.name: str(field.type) for field in fields(Combination)}
 
 
@@ -255,6 +264,21 @@ class Rule:
             combination (`Combination`): what is asked for.
         """
         return all(_holds(condition, name, combination) for name, condition in self.when.items())
+
+    @property
+    def properties(self) -> frozenset[str]:
+        """Names of the properties in the conditions and in the sentence."""
+        in_sentence = (name for _, name, _, _ in string.Formatter().parse(self.why))
+        return frozenset({*self.when, *(name for name in in_sentence if name)})
+
+    def refusal(self, combination: Combination) -> errors.HfScaleError:
+        """Return the error with which a combination is refused.
+
+        Args:
+            combination (`Combination`): what is asked for.
+        """
+        kind: type[errors.HfScaleError] = getattr(errors, self.error)
+        return kind(self.text(combination))
 
     def text(self, combination: Combination) -> str:
         """Return the sentence for a combination, in which parameters are spelled as their caller writes them.
@@ -388,5 +412,4 @@ def check_support(combination: Combination, *about: str) -> None:
     """
     rule = find_rule(combination, *about)
     if rule is not None:
-        kind: type[errors.HfScaleError] = getattr(errors, rule.error)
-        raise kind(rule.text(combination))
+        raise rule.refusal(combination)

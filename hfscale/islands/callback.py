@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,8 @@ class DiLoCoCallback(AdapterCallback):
         if self.options.islands == 1:
             return
         self._adapter = adapter
-        check_support(Strategy.of(adapter.trainer).combination())
+        run = replace(Strategy.of(adapter.trainer).combination(), islands=self.options.islands)
+        check_support(run, "islands")
         self._part = PartOfParameters(adapter.trainer, self.options.fragments)
         parameters = sum(parameter.numel() for parameter in model_of(adapter.trainer).parameters())
         # Of the largest pipeline stage: a number that all ranks have, and of which islands must have the same.

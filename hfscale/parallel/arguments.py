@@ -1,7 +1,7 @@
 """The flags of the parallel axes, the layout and stages that they ask for, and the arguments that are refused."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import TrainingArguments
@@ -11,10 +11,10 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.parallel.stages import StagePlan
-from hfscale.trainer.state import requested_optimizer
-from hfscale.trainer.strategies.requested import gradient_compression, requested_family
+from hfscale.trainer.strategies.description import describe_request
+from hfscale.trainer.strategies.requested import requested
 
 
 @dataclass(kw_only=True)
@@ -143,7 +143,7 @@ def plan_stages(
         UsageError: the schedule is unknown, does not support this number of stages per rank, or a size is none of
             `ParallelTrainer`'s.
     """
-    asked = Combination(engine="parallel_trainer", fsdp_size=parallel.fsdp_size)
+    asked = replace(describe_request(args), engine="parallel_trainer", fsdp_size=parallel.fsdp_size)
     check_support(asked, "fsdp_size")
     layout = decide_layout(
         world_size or args.world_size,
@@ -182,31 +182,16 @@ def check_arguments(
     Raises:
         UsageError: one of the arguments is not supported; the message names it and how to fix it.
     """
-    precision = "bf16" if args.bf16 else "fp32"
-    asked = Combination(
+    by_launcher = requested(args)
+    asked = replace(
+        describe_request(args),
         engine="parallel_trainer",
-        strategy=_strategy(args),
+        # Without DeepSpeed and FSDP the launcher leaves the distribution to this Trainer
+        strategy="parallel" if by_launcher.is_replicated else by_launcher.name,
         cp=cp,
-        precision="fp16" if args.fp16 else precision,
-        compile=bool(args.torch_compile),
-        fused_loss=bool(args.use_liger_kernel)
-        or getattr(args, "fused_loss", "none") in ("chunked", "liger"),
-        optimizer=requested_optimizer(args),
-        compression=gradient_compression(args),
         compute_metrics=bool(compute_metrics),
         compute_loss_func=bool(compute_loss_func),
         model_init=bool(model_init),
         optimizers=bool(optimizers[0]),
-        average_tokens_across_devices=bool(args.average_tokens_across_devices),
-        auto_find_batch_size=bool(args.auto_find_batch_size),
-        neftune=args.neftune_noise_alpha,
-        tokens_seen=str(args.include_num_input_tokens_seen),
-        lr_scheduler=str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
     )
     check_support(asked)
-
-
-def _strategy(args: TrainingArguments) -> str:
-    """Return the strategy of the launcher; without DeepSpeed and FSDP it leaves the distribution to this Trainer."""
-    family = requested_family(args)
-    return "parallel" if family in ("single", "ddp") else family

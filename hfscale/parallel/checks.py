@@ -1,16 +1,18 @@
 """Checks of a model's config against a layout, made before a model is built or a process group exists."""
 
+from dataclasses import replace
+
 from transformers import PreTrainedConfig
 
 from hfscale.core.logging import get_logger
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
-from hfscale.facts.experts import check_experts_divide, spreads_experts
+from hfscale.facts.experts import check_experts_divide
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
-from hfscale.facts.support import PIPELINE_TESTED, Combination, check_support
+from hfscale.facts.support import PIPELINE_TESTED, check_support
 from hfscale.parallel.key_value_heads import can_share_heads
 from hfscale.parallel.stages import StagePlan
-from hfscale.trainer.attention import attention_implementation
+from hfscale.trainer.strategies.description import describe_config
 
 logger = get_logger(__name__)
 
@@ -37,20 +39,14 @@ def check_config(
             one of the axes.
     """
     text = config.get_text_config()
-    asked = Combination(
+    asked = replace(
+        describe_config(config),
         engine="parallel_trainer",
         tp=layout.tp,
         pp=layout.pp,
         cp=layout.cp,
         expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
-        ep_plan=spreads_experts(text),
         sequence_parallel=sequence_parallel,
-        family=config.model_type,
-        tp_plan=bool(text.base_model_tp_plan),
-        rope_type=_rope_type(config),
-        quantized=bool(getattr(config, "quantization_config", None)),
-        # A bare config, which no model has been made from, names none
-        attention=attention_implementation(config),
     )
     check_support(asked)
     if plan.stages > 1 and config.model_type not in PIPELINE_TESTED:
@@ -97,12 +93,3 @@ def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
 def _divides_or_shares(tp: int, kv_heads: int, *, shares: bool) -> bool:
     """Return whether each rank gets whole key-value heads, or several ranks share one."""
     return kv_heads % tp == 0 or (shares and tp % kv_heads == 0)
-
-
-def _rope_type(config: PreTrainedConfig) -> str | None:
-    """Return how a model computes rotary angles, of which some depend on the longest position; None if unknown."""
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)} - {
-        None
-    }
-    return min(kinds, key=lambda kind: (kind not in ("dynamic", "longrope"), kind), default=None)

@@ -17,6 +17,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -31,10 +32,11 @@ from transformers.masking_utils import find_packed_sequence_indices
 from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import without_dispatch_modes
 from hfscale.errors import UnsupportedModelError, UsageError
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.parallel.losses import IGNORED_LABEL
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.batches import NOT_PADDING
+from hfscale.trainer.strategies.description import describe_config
 
 # Positions of complete sequences, passed along with the model's keywords
 _PACKED_POSITIONS = "packed_position_ids"
@@ -101,7 +103,7 @@ class ContextParallel:
         self.kernel = f"context_parallel_{next(_kernel_numbers)}"
         """The name under which this attention is registered, one for each model."""
         self._original = str(attention_implementation(model.config))
-        asked = Combination(engine="parallel_trainer", cp=self.ranks, attention=self._original)
+        asked = replace(describe_config(model.config), engine="parallel_trainer", cp=self.ranks)
         check_support(asked, "attention")  # others make masks of their own
         self._chunks = (self.rank, 2 * self.ranks - 1 - self.rank)
         self._causal_biases: dict[tuple[int, int], torch.Tensor] = {}

@@ -23,6 +23,7 @@ match.
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,11 +36,12 @@ from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_lora_layer
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.experts import DISPATCH_STYLE, expert_rules
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.parallel.mesh import ParallelMesh, local_tensor
 from hfscale.parallel.overlap import Turns, register_overlapped_exchange
 from hfscale.parallel.tensor import PackedParameter
 from hfscale.trainer.expert_adapters import is_wrapped_parameter
+from hfscale.trainer.strategies.description import describe_config
 
 _SHARDED_STYLE = "grouped_gemm"
 """transformers' style of the parameters of such a module: sharded by expert."""
@@ -94,7 +96,13 @@ def check_adapters_of_experts(model: PreTrainedModel, tp: int) -> None:
         UsageError: the experts have adapters, and `tp` is greater than 1.
     """
     adapted = any(is_wrapped_parameter(module) for module in model.modules())
-    asked = Combination(strategy="parallel", tp=tp, expert_parallel=1, expert_adapters=adapted)
+    asked = replace(
+        describe_config(model.config),
+        strategy="parallel",
+        tp=tp,
+        expert_parallel=1,
+        expert_adapters=adapted,
+    )
     check_support(asked, "expert_adapters")
 
 

@@ -6,15 +6,16 @@ than one micro-batch the earlier ones count several times. Here no hook is insta
 gradients are summed once per step (`hfscale.parallel.gradients.sum_partial_gradients`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.parallel.partition import IdentityStage
+from hfscale.trainer.strategies.description import describe_config, with_plans
 
 PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
 """transformers' style of parameters that every rank holds, with the gradient of its own heads only."""
@@ -47,13 +48,8 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
     Raises:
         UnsupportedModelError: transformers has no plan for the model.
     """
-    asked = Combination(
-        engine="parallel_trainer",
-        tp=tp_size,
-        family=model.config.model_type,
-        tp_plan=bool(model.tp_plan),
-    )
-    check_support(asked, "tp_plan")
+    asked = replace(describe_config(model.config), engine="parallel_trainer", tp=tp_size)
+    check_support(with_plans(asked, model), "tp_plan")
     # No public way: the expansion of a plan to this model's own modules. test_parallel_sequence.py fails when it
     # moves.
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=tp_size))

@@ -2,10 +2,9 @@
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
@@ -13,18 +12,10 @@ from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import RecipeTrainingMixin
-from hfscale.recipe.layout import NativeParallelLayout, is_native
+from hfscale.recipe.layout import NativeParallelLayout, strategy_of
 from hfscale.recipe.model_arguments import ModelArguments
-from hfscale.trainer.state import requested_optimizer
-from hfscale.trainer.strategies.requested import (
-    compiles_full_model,
-    gradient_compression,
-    requested_family,
-    requested_strategy,
-)
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
+from hfscale.trainer.strategies.description import describe_request, offload_device
+from hfscale.trainer.strategies.requested import deepspeed_config, requested
 
 logger = get_logger(__name__)
 
@@ -36,6 +27,8 @@ def check_compatibility(
     model_args: ModelArguments,
     training_args: RecipeTrainingMixin,
     layout: ParallelLayout | None = None,
+    *,
+    islands: int = 1,
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.
 
@@ -43,13 +36,17 @@ def check_compatibility(
         model_args (`ModelArguments`): the flags of the model and of the adapters.
         training_args (`RecipeTrainingMixin`): the flags of the training.
         layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
+        islands (`int`): number of islands that train together.
 
     Raises:
         UsageError: two of them exclude each other; the message names both and how to fix it.
         MissingDependencyError: a package that one of them needs is not installed.
     """
-    config = _deepspeed_config(training_args)
-    check_support(_describe(model_args, training_args, layout, config))
+    layout = layout or ParallelLayout()
+    asked = replace(_describe(model_args, training_args, layout), islands=islands)
+    check_support(asked)
+    uses_deepspeed = requested(training_args).by_deepspeed
+    config = deepspeed_config(training_args.deepspeed_plugin) if uses_deepspeed else {}
     if model_args.load_in_4bit:
         require("QLoRA", "--load_in_4bit")
     _check_nvme(config)
@@ -57,83 +54,34 @@ def check_compatibility(
 
 
 def _describe(
-    model_args: ModelArguments,
-    args: RecipeTrainingMixin,
-    layout: ParallelLayout | None,
-    config: dict[str, Any],
+    model_args: ModelArguments, args: RecipeTrainingMixin, layout: ParallelLayout
 ) -> Combination:
-    """Describe a run for the rules of `hfscale.facts.support`."""
-    layout = layout or ParallelLayout()
-    family = requested_family(args)
-    zero = config.get("zero_optimization", {})
-    # A layout with axes of its own decides over the launcher's strategy, which is then that of plain processes.
-    if family in ("single", "ddp") and layout.tp > 1:
-        strategy = "parallel"
-    elif is_native(layout):
-        strategy = "native"
-    elif family == "zero":
-        strategy = family
-    else:
-        strategy = requested_strategy(args)
+    """Describe a run by its flags, the launcher's config and the layout that both have given."""
     if model_args.load_in_4bit:
         method = "qlora"
     elif model_args.use_peft:
         method = "lora"
     else:
         method = "full"
-    return Combination(
-        engine="trainer",
-        strategy=strategy,
-        zero=zero.get("stage", 0) if family == "zero" else None,
+    return replace(
+        describe_request(args),
+        strategy=strategy_of(layout, requested(args)),
         tp=layout.tp,
         cp=layout.cp,
         expert_parallel=layout.ep if isinstance(layout, NativeParallelLayout) else None,
-        liger=bool(args.use_liger_kernel) or getattr(args, "fused_loss", "none") == "liger",
         method=method,
+        trl=args.records is not None,
         task=_TASKS.get(args.records or "", "text"),
-        compile=bool(args.torch_compile),
-        compile_full=compiles_full_model(args),
-        has_cuda=torch.cuda.is_available(),
-        device="cpu" if args.use_cpu else "gpu",
-        optimizer=requested_optimizer(args),
-        compression=gradient_compression(args),
-        precision=args.mixed_precision,
-        deepspeed_optimizer=str(config.get("optimizer", {}).get("type", "")),
-        autotp=config.get("tensor_parallel", {}).get("autotp_size", 1),
-        fp32_accumulation=args.bf16 is True
-        and config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
-        recompute=args.recompute,
-        gathers_weights=bool(zero.get("stage3_gather_16bit_weights_on_model_save")),
-        param_device=_device_of(config, "param"),
         attention=model_args.attn_implementation,
-        launcher_attention=launcher_attention(family),
+        router_bias=vars(args).get("router_bias_update_rate"),
     )
-
-
-def launcher_attention(family: str) -> str:
-    """Return the attention with which the launcher splits sequences over ranks.
-
-    Args:
-        family (`str`): the family of strategies, as `requested_family` returns it.
-    """
-    if family != "zero":
-        return "sdpa"
-    return os.environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
-
-
-def _deepspeed_config(args: "TrainingArguments") -> dict[str, Any]:
-    if requested_family(args) != "zero":
-        return {}
-    assert args.deepspeed_plugin is not None
-    config: dict[str, Any] = args.deepspeed_plugin.hf_ds_config.config
-    return config
 
 
 def _check_nvme(config: dict[str, Any]) -> None:
     """Raise an error if states are offloaded to a disk that is not there, or without the library that it needs."""
     zero = config.get("zero_optimization", {})
     for part in ("optimizer", "param"):
-        if _device_of(config, part) != "nvme":
+        if offload_device(config, part) != "nvme":
             continue
         path = zero[f"offload_{part}"].get("nvme_path")
         if not path or not Path(path).is_dir() or not os.access(path, os.W_OK):
@@ -180,7 +128,3 @@ def _check_async_io() -> None:
             "DeepSpeed's NVMe offload needs libaio: install its headers (libaio-dev), or offload to the CPU with "
             "accelerate_configs/zero3_offload.yaml"
         )
-
-
-def _device_of(config: dict[str, Any], part: str) -> str:
-    return str(config.get("zero_optimization", {}).get(f"offload_{part}", {}).get("device", "none"))

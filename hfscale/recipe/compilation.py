@@ -8,7 +8,6 @@
 from typing import Any
 
 from accelerate.utils import DynamoBackend
-from torch.distributed.fsdp import CPUOffloadPolicy
 from transformers import Trainer
 
 from hfscale.core.logging import get_logger
@@ -20,9 +19,7 @@ from hfscale.recipe.arguments import (
     use_regional_compilation,
 )
 from hfscale.recipe.kernels import Kernels, why_split
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
-from hfscale.trainer.strategies.requested import gradient_compression
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -62,25 +59,25 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
 
 def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> str | None:
     """Return why the layers are not compiled; None if they are."""
-    if is_parallel_trainer(trainer):
+    strategy = Strategy.of(trainer)
+    if strategy.runs_stages:
         return "pipeline stages are not"
     if kernels.capability is None or kernels.capability < _VOLTA or not kernels.can_compile:
         return "Triton, a GPU for which it writes kernels, and a C compiler with the headers of Python are needed"
-    model: Any = trainer.model
+    run = strategy.combination()
     reason = why_split(trainer) or why_not_compiled(
         task="text" if isinstance(args, RecipeTrainingArguments) else "trl",
-        family=model.config.model_type,
-        method="qlora" if getattr(model, "is_quantized", False) else "full",
-        strategy=running_strategy(trainer),
+        family=str(run.family),
+        method="qlora" if run.quantized else "full",
+        strategy=strategy.name,
         ranks_per_replica=1,
-        precision=trainer.accelerator.mixed_precision,
+        precision=str(run.precision),
     )
     # What the rules do not know: each was tried and failed, or compiles again in every step.
     reasons = {
-        "parameters are offloaded": trainer.is_fsdp_enabled
-        and isinstance(trainer.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy),
+        "parameters are offloaded": run.offload == "full",
         "attention is cut between packed documents": args.cuts_attention,
-        "gradients are compressed": gradient_compression(args) != "none",
+        "gradients are compressed": run.compression != "none",
         "islands exchange parameters": any(
             isinstance(c, DiLoCoCallback) for c in trainer.callback_handler.callbacks
         ),

@@ -12,7 +12,7 @@ checkpoint: a resumed run starts with a residual of zero.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from hfscale.core.logging import get_logger
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.recipe.onebit import OneBitAdam, OneBitLamb, WarmUp, average, leave_or_average
 from hfscale.trainer.hooks import use_optimizer
-from hfscale.trainer.state import requested_optimizer
-from hfscale.trainer.strategy import running_strategy
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -66,13 +65,7 @@ def compress_gradients(
     """
     if method == "none":
         return
-    asked = Combination(
-        compression=method,
-        strategy=running_strategy(trainer),
-        device="cpu" if trainer.args.use_cpu else "gpu",
-        precision=trainer.accelerator.mixed_precision,
-        optimizer=_optimizer_of(trainer),
-    )
+    asked = replace(Strategy.of(trainer).combination(), compression=method)
     check_support(asked, "compression")
     if method in ONE_BIT_OPTIMIZERS:
         _use_one_bit_optimizer(trainer, method, start_step)
@@ -95,15 +88,6 @@ def compress_gradients(
         comm_hook=hook,
         comm_state_option=state_options if method == "powersgd" else {},
     )
-
-
-def _optimizer_of(trainer: "Trainer") -> str:
-    """Return Trainer's name of the optimizer that it will make, or the class that it was given."""
-    if trainer.optimizer is not None:
-        return type(trainer.optimizer).__name__
-    if trainer.optimizer_cls_and_kwargs is not None:
-        return trainer.optimizer_cls_and_kwargs[0].__name__
-    return requested_optimizer(trainer.args)
 
 
 def _use_one_bit_optimizer(trainer: "Trainer", method: str, warm_up_steps: int) -> None:

@@ -21,7 +21,6 @@ from hfscale.core.logging import get_logger
 from hfscale.core.versions import (
     context_parallel_size,
     is_at_least,
-    is_distributed_by_transformers,
     require,
     sequence_parallel_size,
 )
@@ -36,7 +35,7 @@ from hfscale.recipe.fused_loss import (
     reason_not_to_chunk,
 )
 from hfscale.trainer.attention import attention_implementation
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
+from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import compiles_full_model
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def choose_loss(trainer: Trainer, kernels: Kernels) -> None:
         MissingDependencyError: the flag asks for Liger, which is not installed or too old.
     """
     args = trainer.args
-    if not isinstance(args, RecipeTrainingArguments) or is_parallel_trainer(trainer):
+    if not isinstance(args, RecipeTrainingArguments) or Strategy.of(trainer).runs_stages:
         return
     asked = "liger" if args.fused_loss == "auto" and args.use_liger_kernel else args.fused_loss
     args.fused_loss = _automatic_loss(trainer, kernels) if asked == "auto" else asked
@@ -229,7 +228,7 @@ def _why_not_liger(trainer: Trainer, kernels: Kernels) -> str | None:
     family = model.config.model_type
     if family not in LISTS["liger_families"]:
         return f"Liger has no kernels for {family}"
-    if is_distributed_by_transformers(trainer):
+    if Strategy.of(trainer).facts.is_set_by_script:
         return "transformers itself has sharded the model"
     return why_split(trainer)
 

@@ -21,18 +21,34 @@ from transformers.distributed import DistributedConfig
 from hfscale.core.spelling import Speaker, speaking
 from hfscale.core.versions import require
 from hfscale.errors import LayoutError, UsageError
-from hfscale.facts.experts import check_experts_divide, spreads_experts
+from hfscale.facts.experts import check_experts_divide
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.strategies import StrategyFacts
+from hfscale.facts.support import check_support
 from hfscale.parallel.arguments import ParallelArguments
+from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.description import (
+    describe_config,
+    describe_request,
+    quantization_of,
+)
 from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
-from hfscale.trainer.strategies.requested import requested_family
+from hfscale.trainer.strategies.requested import launched_size, request_size, requested
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
-# Where `accelerate launch` puts a config's `parallelism_config`
-_ENVIRONMENT = "PARALLELISM_CONFIG_{}_SIZE"
+_SIZES = (
+    "tp",
+    "pp",
+    "cp",
+    "expert_parallel",
+    "sequence_parallel",
+    "dry_run",
+    "dp_sizes",
+    "fsdp_size",
+)
+"""Properties of a layout, by which it is checked before the other flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +89,20 @@ def is_native(layout: ParallelLayout | None) -> bool:
     return isinstance(layout, NativeParallelLayout) and layout.world_size > 1
 
 
+def strategy_of(layout: ParallelLayout, by_launcher: StrategyFacts) -> str:
+    """Return the name of the strategy that a layout makes of what the launcher requests, as rules know it.
+
+    Args:
+        layout (`ParallelLayout`): the size of every axis.
+        by_launcher (`StrategyFacts`): what the launcher and the arguments request.
+    """
+    if by_launcher.by_fsdp or by_launcher.by_deepspeed:
+        return by_launcher.name
+    if layout.tp > 1:
+        return "parallel"
+    return "native" if is_native(layout) else by_launcher.name
+
+
 def set_up_parallelism(
     parallel: ParallelArguments,
     args: "TrainingArguments",
@@ -96,19 +126,13 @@ def set_up_parallelism(
         LayoutError: the product of the sizes is not the number of processes.
         UsageError: the strategy does not support one of the sizes, or only recipes/tp_pp does.
     """
-    family = requested_family(args, environ)
-    if family in ("ddp", "single") and (parallel.tp_size or 1) > 1:
-        family = "parallel"
-        # The request, for everything that reads it later
-        environ[_ENVIRONMENT.format("TP")] = str(parallel.tp_size)
-    elif family in ("ddp", "single") and (
-        parallel.ep_size or parallel.fsdp_size or parallel.dp_replicate_size
-    ):
-        family = "native"
-    layout = _layout(parallel, family, args.world_size, environ)
-    asked = Combination(
-        engine="trainer",
-        strategy=family,
+    if requested(args, environ).is_replicated and (parallel.tp_size or 1) > 1:
+        request_size("tp", parallel.tp_size or 1, environ)
+    by_launcher = requested(args, environ)
+    layout = _layout(parallel, by_launcher, args.world_size, environ)
+    asked = replace(
+        describe_request(args, environ),
+        strategy=strategy_of(layout, by_launcher),
         tp=layout.tp,
         pp=parallel.pp_size,
         cp=layout.cp,
@@ -117,10 +141,9 @@ def set_up_parallelism(
         dry_run=parallel.dry_run,
         dp_sizes=bool(parallel.dp_replicate_size or parallel.dp_shard_size),
         fsdp_size=parallel.fsdp_size,
-        device="cpu" if args.use_cpu else "gpu",
     )
     with speaking(_speaker(parallel)):
-        check_support(asked)
+        check_support(asked, *_SIZES)
     if parallel.fsdp_size and parallel.dp_shard_size not in (None, parallel.fsdp_size):
         raise LayoutError(
             f"--fsdp_size {parallel.fsdp_size} and --dp_shard_size {parallel.dp_shard_size} are the same: give one"
@@ -129,13 +152,12 @@ def set_up_parallelism(
     if isinstance(layout, NativeParallelLayout):
         layout.check_experts()
         _require_versions(layout)
-    if family == "zero" and layout.cp > 1:
+    if by_launcher.by_deepspeed and layout.cp > 1:
         require("sequence parallelism of DeepSpeed", "cp_size")
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
-        kernel = environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
         handler = DeepSpeedSequenceParallelConfig(
-            sp_seq_length_is_variable=True, sp_attn_implementation=kernel
+            sp_seq_length_is_variable=True, sp_attn_implementation=asked.launcher_attention
         )
         args.parallelism_config = ParallelismConfig(
             sp_size=layout.cp,
@@ -143,15 +165,15 @@ def set_up_parallelism(
             sp_handler=handler,
             dp_shard_size=layout.dp_shard,
         )
-    elif family == "fsdp" and (layout.dp_replicate > 1 or layout.cp > 1):
+    elif by_launcher.by_fsdp and (layout.dp_replicate > 1 or layout.cp > 1):
         args.parallelism_config = ParallelismConfig(
             dp_replicate_size=layout.dp_replicate, dp_shard_size=layout.dp_shard, cp_size=layout.cp
         )
-    if family in ("parallel", "native"):
+    if isinstance(layout, NativeParallelLayout):
         # Trainer raises otherwise; `SpotCheckpointCallback` saves the complete state
         args.save_only_model = True
     if args.use_cpu:
-        _enable_on_cpu(family, layout)
+        _enable_on_cpu(by_launcher, layout)
     return layout
 
 
@@ -170,7 +192,7 @@ def set_up_data_parallelism(args: "TrainingArguments", *, trl: bool) -> Parallel
         LayoutError: its sizes do not fit the number of processes.
     """
     layout = set_up_parallelism(ParallelArguments(), args)
-    asked = Combination(engine="trainer", trl=trl, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    asked = replace(describe_request(args), trl=trl, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     with speaking("launcher"):
         check_support(asked, "trl")
     if layout.ranks_per_replica > 1:
@@ -182,26 +204,31 @@ def set_up_data_parallelism(args: "TrainingArguments", *, trl: bool) -> Parallel
 
 
 def _layout(
-    parallel: ParallelArguments, family: str, world_size: int, environ: Mapping[str, str]
+    parallel: ParallelArguments,
+    by_launcher: StrategyFacts,
+    world_size: int,
+    environ: Mapping[str, str],
 ) -> ParallelLayout:
     def size(axis: str, flag: int | None) -> int | None:
-        if flag is not None:
-            return flag
-        by_launcher = environ.get(_ENVIRONMENT.format(axis.upper()))
-        return int(by_launcher) if by_launcher else None
+        return flag if flag is not None else launched_size(axis, environ)
 
-    cp = size("sp" if family == "zero" else "cp", parallel.cp_size) or 1
+    cp = size("sp" if by_launcher.by_deepspeed else "cp", parallel.cp_size) or 1
     tp = size("tp", parallel.tp_size) or 1
-    if family in ("ddp", "single"):
+    has_native_flags = parallel.ep_size or parallel.fsdp_size or parallel.dp_replicate_size
+    if by_launcher.is_replicated and not has_native_flags:
         return ParallelLayout(dp_replicate=world_size, cp=cp, tp=tp)
     dp_replicate = size("dp_replicate", parallel.dp_replicate_size) or 1
     dp_shard = parallel.fsdp_size or size("dp_shard", parallel.dp_shard_size)
     # Not given, or given by a launcher's config whose other axes a flag has changed: the processes that are left.
     is_given = parallel.fsdp_size is not None or parallel.dp_shard_size is not None
-    if dp_shard is None or family == "zero" or (not is_given and _changes_another_axis(parallel)):
+    if (
+        dp_shard is None
+        or by_launcher.by_deepspeed
+        or (not is_given and _changes_another_axis(parallel))
+    ):
         dp_shard = max(1, world_size // (dp_replicate * cp * tp))
     sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-    if family in ("parallel", "native"):
+    if not (by_launcher.by_fsdp or by_launcher.by_deepspeed):
         return NativeParallelLayout(**sizes, ep=parallel.ep_size or 1)
     return ParallelLayout(**sizes)
 
@@ -224,11 +251,11 @@ def _changes_another_axis(parallel: ParallelArguments) -> bool:
     )
 
 
-def _enable_on_cpu(family: str, layout: ParallelLayout) -> None:
+def _enable_on_cpu(by_launcher: StrategyFacts, layout: ParallelLayout) -> None:
     """Let FSDP and meshes run on gloo. Accelerate turns FSDP into DDP on CPUs, and refuses the rest."""
-    if family in ("fsdp", "parallel"):
+    if by_launcher.by_fsdp or by_launcher.is_set_by_script:
         let_fsdp_run_on_cpu()
-    if family == "zero" and layout.cp > 1:
+    if by_launcher.by_deepspeed and layout.cp > 1:
         import deepspeed
 
         deepspeed.init_distributed(
@@ -238,7 +265,7 @@ def _enable_on_cpu(family: str, layout: ParallelLayout) -> None:
 
 def finish_on_cpu(trainer: "Trainer") -> None:
     """Keep FSDP2's CPU offload from pinning memory if there is no accelerator. Call it when the Trainer exists."""
-    if not trainer.args.use_cpu or not trainer.is_fsdp_enabled:
+    if not trainer.args.use_cpu or not Strategy.of(trainer).facts.by_fsdp:
         return
     from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -306,21 +333,11 @@ def check_model(
         UsageError: the table of what works with what refuses the model's family, or its quantised weights.
     """
     text = config.get_text_config()
-    asked = Combination(
-        engine="trainer",
-        tp=layout.tp,
-        family=config.model_type,
-        tp_plan=bool(text.base_model_tp_plan),
-    )
+    asked = replace(describe_config(config), engine="trainer", tp=layout.tp)
+    if quantization_of(config) == "mxfp4":
+        asked = replace(asked, quantized=False)  # `load_weights` dequantises those of gpt-oss
     if isinstance(layout, NativeParallelLayout):
-        asked = replace(
-            asked,
-            strategy="native",
-            expert_parallel=layout.ep,
-            ep_plan=spreads_experts(text),
-            # `load_weights` dequantises those of gpt-oss
-            quantized=quantization_of(config) not in (None, "mxfp4"),
-        )
+        asked = replace(asked, strategy="native", expert_parallel=layout.ep)
     check_support(asked)
     if isinstance(layout, NativeParallelLayout):
         check_experts_divide(layout.ep, text)
@@ -333,7 +350,7 @@ def check_model(
             f"tp_size {layout.tp} does not divide the model's {heads} attention heads and {key_value_heads} "
             f"key-value heads: choose one of {_divisors(math.gcd(heads, key_value_heads))}"
         )
-    if layout.cp > 1 and requested_family(args) == "zero" and heads % layout.cp:
+    if layout.cp > 1 and requested(args).by_deepspeed and heads % layout.cp:
         raise LayoutError(
             f"cp_size {layout.cp} under DeepSpeed does not divide the model's {heads} attention heads: choose one of "
             f"{_divisors(heads)}"
@@ -346,21 +363,6 @@ def check_model(
                 f"cp_size {layout.cp} needs --block_size to be a multiple of {pieces}: {block_size} is not, "
                 f"{block_size // pieces * pieces or pieces} is"
             )
-
-
-def quantization_of(config: "PreTrainedConfig") -> str | None:
-    """Return the method by which the weights of a checkpoint are quantised, such as `mxfp4`; None if they are not.
-
-    Args:
-        config (`PreTrainedConfig`): the config of the checkpoint.
-    """
-    found: Any = getattr(config, "quantization_config", None)
-    method = (
-        found.get("quant_method")
-        if isinstance(found, dict)
-        else getattr(found, "quant_method", None)
-    )
-    return None if found is None else str(getattr(method, "value", method))
 
 
 def _divisors(number: int) -> str:

@@ -1,6 +1,7 @@
 """Loading of the model and the tokenizer that a recipe's flags name, as the strategy needs them."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.experts import number_of_experts, set_expert_rules, unset_expert_rules
 from hfscale.facts.layout import ParallelLayout
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import (
@@ -42,15 +43,15 @@ from hfscale.recipe.layout import (
     check_model,
     distributed_config,
     is_native,
-    quantization_of,
 )
 from hfscale.recipe.modalities import freeze_beside_text, weigh_tokens_equally
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.router_bias import check_has_bias
 from hfscale.recipe.router_loss import name_experts, set_router_loss
 from hfscale.trainer.state import output_folder
+from hfscale.trainer.strategies.description import describe_request, quantization_of
 from hfscale.trainer.strategies.native import native_layout
-from hfscale.trainer.strategies.requested import requested_family
+from hfscale.trainer.strategies.requested import requested
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -389,8 +390,8 @@ def cut_document_attention(
         UsageError: the attention implementation does not cut, or ranks that share a sequence cannot.
         UnsupportedModelError: the architecture cannot be cut.
     """
-    rows = Combination(
-        engine="trainer",
+    rows = replace(
+        describe_request(training_args),
         cp=layout.cp if layout is not None else 1,
         packing=data_args.packing,
         document_attention=data_args.document_attention,
@@ -430,7 +431,7 @@ def _four_bits(training_args: "TrainingArguments") -> dict[str, Any]:
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_quant_storage=torch.bfloat16,
     )
-    is_replicated = requested_family(training_args) in ("single", "ddp")
+    is_replicated = requested(training_args).is_replicated
     placement = {"device_map": {"": PartialState().local_process_index}} if is_replicated else {}
     return {"quantization_config": quantization, **placement}
 

@@ -20,9 +20,10 @@ from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.run_memory import RunMemory
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
+from hfscale.facts.strategies import facts_of
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategies.requested import requested_family
+from hfscale.trainer.strategies.requested import requested
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
@@ -139,8 +140,10 @@ def keep_global_batch(
     trained_by = origin["world_size"]
     ranks = data_parallel_size or world_size
     # The numbers of processes tell the numbers of data-parallel ranks only where no ranks share a batch.
-    shared_batches = origin["strategy"] in ("parallel", "native")
-    shares_batches = ranks < world_size and requested_family(args) in ("single", "ddp", "parallel")
+    shared_batches = facts_of(str(origin["strategy"])).is_set_by_script
+    by_launcher = requested(args)
+    by_script = by_launcher.is_replicated or by_launcher.is_set_by_script
+    shares_batches = ranks < world_size and by_script
     if world_size == trained_by and not shared_batches and not shares_batches:
         return
     split = split_batch(wanted, ranks, args.per_device_train_batch_size)

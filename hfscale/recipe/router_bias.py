@@ -22,9 +22,7 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.distributed import is_distributed
 from hfscale.core.logging import get_logger
 from hfscale.errors import UsageError
-from hfscale.facts.support import Combination, check_support
 from hfscale.recipe.arguments import RecipeTrainingArguments
-from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.trainer.expert_counter import (
     NOTHING_COUNTED,
     counter_of,
@@ -34,35 +32,12 @@ from hfscale.trainer.expert_counter import (
 from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, Trainer, TrainingArguments
+    from transformers import PreTrainedConfig, Trainer
 
 logger = get_logger(__name__)
 
 BIAS = "e_score_correction_bias"
 """transformers' name of the buffer, in the router of a layer or in the module that holds router and experts."""
-
-
-def check_router_bias(
-    model_args: ModelArguments, args: "TrainingArguments", *, islands: int
-) -> None:
-    """Check that a run can update the bias of routers as `--router_bias_update_rate` asks.
-
-    Args:
-        model_args (`ModelArguments`): the flags of the adapters.
-        args (`TrainingArguments`): the flags of the training; those of TRL's recipes have no such flag.
-        islands (`int`): number of islands that train together.
-
-    Raises:
-        UsageError: the method or the islands exclude it.
-    """
-    if not isinstance(args, RecipeTrainingArguments):
-        return
-    asked = Combination(
-        method="lora" if model_args.use_peft else "full",
-        islands=islands,
-        router_bias=args.router_bias_update_rate,
-    )
-    check_support(asked)
 
 
 def check_has_bias(config: "PreTrainedConfig", rate: float) -> None:

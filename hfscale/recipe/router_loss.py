@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from hfscale.core.logging import get_logger
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import RecipeTrainingArguments
-from hfscale.trainer.strategies.parallel import is_parallel_trainer
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer
@@ -72,7 +72,7 @@ def average_router_loss(trainer: "Trainer") -> None:
         trainer (`Trainer`): a trainer of the recipes.
     """
     args = trainer.args
-    if not isinstance(args, RecipeTrainingArguments) or is_parallel_trainer(trainer):
+    if not isinstance(args, RecipeTrainingArguments) or Strategy.of(trainer).runs_stages:
         return
     ranks = args.world_size // trainer.get_tp_size() if args.average_tokens_across_devices else 1
     parts = ranks * args.gradient_accumulation_steps if trainer.model_accepts_loss_kwargs else 1

@@ -11,8 +11,10 @@ import torch
 from torch.utils.data import Dataset
 
 from hfscale.core.versions import sequence_parallel_size
+from hfscale.facts.strategies import WEIGHTS
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -42,7 +44,7 @@ def _fix_gradient(trainer: "Trainer") -> None:
     the logged norm do not); SGD takes steps that are too long by that factor.
     """
     size = sequence_parallel_size(trainer)
-    if trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+    if WEIGHTS in Strategy.of(trainer).shards:
         return
 
     def divide(module: "PreTrainedModel", args: Any, output: Any) -> None:

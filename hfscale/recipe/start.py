@@ -1,6 +1,6 @@
 """The start of a run: its flags are checked together, its output directory is locked, its checkpoint is found."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
@@ -9,7 +9,7 @@ from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.core.options import from_flags, names_of
 from hfscale.core.spelling import speaking
 from hfscale.facts.layout import ParallelLayout
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.support import check_support
 from hfscale.islands.flags import island_callbacks
 from hfscale.metrics.alerts import AlertCallback
 from hfscale.metrics.profiler import ProfilerCallback
@@ -25,14 +25,19 @@ from hfscale.recipe.arguments import (
 )
 from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.entrypoint import check_output_dir
-from hfscale.recipe.layout import is_native, set_up_data_parallelism, set_up_parallelism
+from hfscale.recipe.layout import (
+    is_native,
+    set_up_data_parallelism,
+    set_up_parallelism,
+    strategy_of,
+)
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
-from hfscale.recipe.router_bias import check_router_bias
 from hfscale.scaling import PARTS, ScalingCallback
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategies.requested import check_launch
+from hfscale.trainer.strategies.description import describe_request
+from hfscale.trainer.strategies.requested import check_launch, requested
 from hfscale.why.callback import TraceCallback
 
 
@@ -88,11 +93,10 @@ def start_run(
     check_launch(training_args)
     if parallel_trainer:
         layout, _ = plan_stages(parallel_args or ParallelArguments(), training_args)
-        check_compatibility(model_args, training_args)
+        check_compatibility(model_args, training_args, islands=scaling_args.islands)
     else:
         layout = _layout_of_accelerate(parallel_args, training_args)
-        check_compatibility(model_args, training_args, layout)
-    check_router_bias(model_args, training_args, islands=scaling_args.islands)
+        check_compatibility(model_args, training_args, layout, islands=scaling_args.islands)
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
     check_output_dir(str(output_folder(training_args)))
@@ -133,7 +137,9 @@ def _callbacks(
     callbacks: list[TrainerCallback] = [_scaling_callback(data_args, scaling_args, training_args)]
     callbacks += island_callbacks(scaling_args)
     if scaling_args.sample_prompts is not None:
-        callbacks.append(sample_generation(scaling_args, layout, can_generate=can_generate))
+        callbacks.append(
+            sample_generation(scaling_args, training_args, layout, can_generate=can_generate)
+        )
     callbacks.append(from_flags(ProfilerCallback, scaling_args))
     if scaling_args.trace_steps is not None:
         callbacks.append(from_flags(TraceCallback, scaling_args))
@@ -145,12 +151,17 @@ def _callbacks(
 
 
 def sample_generation(
-    scaling_args: ScalingArguments, layout: ParallelLayout, *, can_generate: bool
+    scaling_args: ScalingArguments,
+    training_args: RecipeTrainingMixin,
+    layout: ParallelLayout,
+    *,
+    can_generate: bool,
 ) -> SampleGenerationCallback:
     """Return the callback for `--sample_prompts`.
 
     Args:
         scaling_args (`ScalingArguments`): the file of prompts, and how often to generate from it.
+        training_args (`RecipeTrainingMixin`): the flags of the training.
         layout (`ParallelLayout`): the axes of the run.
         can_generate (`bool`): whether the trainer's model can generate; that of `ParallelTrainer` cannot.
 
@@ -158,9 +169,10 @@ def sample_generation(
         UsageError: the run cannot generate, or the prompts cannot be read.
     """
     engine = "trainer" if can_generate else "parallel_trainer"
-    asked = Combination(
+    asked = replace(
+        describe_request(training_args),
         engine=engine,
-        strategy="native" if is_native(layout) else None,
+        strategy=strategy_of(layout, requested(training_args)),
         tp=layout.tp,
         cp=layout.cp,
         sample_prompts=scaling_args.sample_prompts,

@@ -93,6 +93,8 @@ class TrainerAdapter:
         if adapter is None:
             adapter = cls(trainer)
             setattr(trainer, _ATTRIBUTE, adapter)
+            if adapter._is_training():
+                Strategy.of(trainer).check_support()
         return adapter
 
     @classmethod
@@ -605,6 +607,7 @@ class TrainerAdapter:
                         callback.before_train(self)
                 for prepare in self._preparations:
                     prepare()
+                Strategy.of(self.trainer).check_support(callback_saves=self.callback_saves)
                 if skips_steps:
                     self._skip_steps()
                 result = train(*args, **kwargs)
@@ -654,10 +657,7 @@ class TrainerAdapter:
 
     def _watch_running_training(self) -> None:
         """If a training is running that began before this adapter wrapped `train`, restore at its end."""
-        if self._wraps_training or "running" in self._undo:
-            return
-        frame = training_frame()
-        if frame is None or frame.f_locals.get("self") is not self.trainer:
+        if self._wraps_training or "running" in self._undo or not self._is_training():
             return
         self._undo["running"] = lambda: None
         # In older versions an exception between two steps is not seen; the next training then restores first.
@@ -684,6 +684,11 @@ class TrainerAdapter:
 
         self._replace(self.trainer, steps_name, take_steps_or_restore)
         self._replace(self.trainer, end_name, finalize_and_restore)
+
+    def _is_training(self) -> bool:
+        """Return whether a training of this Trainer is on the call stack."""
+        frame = training_frame()
+        return frame is not None and frame.f_locals.get("self") is self.trainer
 
     def _skip_steps(self) -> None:
         log, initial_values = self.trainer.log, self.trainer.set_initial_training_values

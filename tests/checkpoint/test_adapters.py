@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,10 @@ def content(files: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, li
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "parallel", "native"])
 def test_checkpoints_of_trained_parameters_alone_refuse_frozen_matrices(strategy: str) -> None:
-    assert "begin at random" in str(why_not(Combination(strategy=strategy, frozen_adapter=True)))
-    assert why_not(Combination(strategy=strategy, frozen_adapter=False)) is None
+    saved = Combination(strategy=strategy, saves=True)
+    assert "begin at random" in str(why_not(replace(saved, frozen_adapter=True)))
+    assert why_not(replace(saved, frozen_adapter=False)) is None
+    assert why_not(replace(saved, frozen_adapter=True, saves=False)) is None
 
 
 ON_TWO_RANKS = ("lora", "lora-fa", "two adapters", "modules to save")

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import VOCAB
+from simulated_arguments import simulated_arguments
+from tiny import VOCAB, tiny_model, tiny_trainer
 from torch.optim import SGD
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
 from transformers.distributed import DistributedConfig
@@ -36,7 +37,7 @@ from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.layout import NativeParallelLayout, check_model, set_up_parallelism
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import cut_document_attention
-from hfscale.recipe.router_bias import check_router_bias
+from hfscale.recipe.recompute import checkpointing_kwargs
 from hfscale.recipe.start import sample_generation
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import check_launch
@@ -83,42 +84,22 @@ def plan_refuses(**options):
 
 
 @pytest.fixture
-def consumers(monkeypatch):
+def consumers(monkeypatch, tmp_path):
     """The checks of the recipes and of `ParallelTrainer`, with the launcher's environment as it is given."""
 
     def arguments(environ, **changes):
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
-        changes["deepspeed_plugin"] = SimpleNamespace(hf_ds_config=SimpleNamespace(config=changes.pop("ds", {})))
-        defaults = {
-            "world_size": 8,
-            "use_cpu": False,
-            "deepspeed": None,
-            "fsdp": None,
-            "parallelism_config": None,
-            "save_strategy": "no",
-            "resume_from_checkpoint": "true",
-            "gradient_compression": "none",
-            "mixed_precision": "bf16",
-            "lr_scheduler_type": "linear",
-            "average_tokens_across_devices": True,
-            "fp16": False,
-            "bf16": True,
-            "auto_find_batch_size": False,
-            "torch_compile": False,
-            "recompute": "full",
-            "use_liger_kernel": False,
-            "neftune_noise_alpha": None,
-            "include_num_input_tokens_seen": "no",
-            "optim": "adamw_torch",
-            "records": None,
-        }
-        return SimpleNamespace(**defaults | changes)
+        return simulated_arguments(**changes)
 
-    def recipe(environ=DDP, model=None, layout=None, **changes):
+    def alone():
+        for name in (*DDP, *FSDP, *ZERO):
+            monkeypatch.delenv(name, raising=False)
+
+    def recipe(environ=DDP, model=None, layout=None, islands=1, **changes):
         layout = layout_of(layout) if layout else None
         args = arguments(environ, **changes)
-        return message_of(check_compatibility, ModelArguments(**model or {}), args, layout)
+        return message_of(check_compatibility, ModelArguments(**model or {}), args, layout, islands=islands)
 
     def sizes(environ=DDP, use_cpu=False, **flags):
         args = arguments({}, use_cpu=use_cpu)
@@ -145,31 +126,34 @@ def consumers(monkeypatch):
         return message_of(check_config, config, layout, StagePlan(pp=layout.pp), sequence_parallel=sequence_parallel)
 
     def rows(cp=2, **data):
-        return message_of(cut_document_attention, None, SimpleNamespace(**data), None, ParallelLayout(cp=cp))
+        data = SimpleNamespace(**data)
+        return message_of(cut_document_attention, None, data, arguments(FSDP), ParallelLayout(cp=cp))
 
     def bias(islands=1, **model):
         args = RecipeTrainingArguments(output_dir="out", use_cpu=True, router_bias_update_rate=0.001)
-        return message_of(check_router_bias, ModelArguments(**model), args, islands=islands)
+        return message_of(check_compatibility, ModelArguments(**model), args, islands=islands)
 
     def samples(layout=None, can_generate=True):
         prompts = SimpleNamespace(sample_prompts="prompts.txt")
-        return message_of(sample_generation, prompts, layout_of(layout or {}), can_generate=can_generate)
+        args = arguments(DDP)
+        return message_of(sample_generation, prompts, args, layout_of(layout or {}), can_generate=can_generate)
 
-    def compressed(method, world_size=1, optim="adamw_torch", precision="no", optimizer=None):
-        state = SimpleNamespace(distributed_type=None)
-        args = SimpleNamespace(world_size=world_size, use_cpu=True, optim=optim)
-        accelerator = SimpleNamespace(state=state, mixed_precision=precision)
-        made = {"optimizer": optimizer, "optimizer_cls_and_kwargs": None}
-        run = SimpleNamespace(model=None, model_wrapped=None, args=args, accelerator=accelerator, **made)
-        return message_of(compress_gradients, run, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
+    def compressed(method, world_size=1, precision="no", optimizer=None, **options):
+        alone()
+        trainer = tiny_trainer(tmp_path / "out", optimizers=(optimizer, None), **options)
+        trainer.args.distributed_state = SimpleNamespace(num_processes=world_size)
+        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", precision)
+        monkeypatch.setattr(type(trainer.args), "device", torch.device("cpu"))
+        return message_of(compress_gradients, trainer, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
 
     def native(quantized=False, **sizes):
-        config = SimpleNamespace(distributed_config=DistributedConfig(**sizes))
-        model = SimpleNamespace(is_distributed_loading_by_transformers=True, is_quantized=quantized, config=config)
-        model.modules = list
-        accelerator = SimpleNamespace(state=SimpleNamespace(distributed_type=None))
-        run = SimpleNamespace(model=model, model_wrapped=model, args=arguments({}), accelerator=accelerator)
-        return message_of(Strategy.of(run).check, {"WORLD_SIZE": "2"})
+        alone()
+        model = tiny_model()
+        model._is_distributed_loading_by_transformers = True
+        model.config.distributed_config = DistributedConfig(**sizes)
+        trainer = tiny_trainer(tmp_path / "out", model=model)
+        model.is_quantized = quantized
+        return message_of(Strategy.of(trainer).check, {"WORLD_SIZE": "2"})
 
     def adapted_experts(tp):
         with torch.device("meta"):
@@ -243,7 +227,7 @@ CASES = {
     ],
     "fp16 with transformers' own sharding": lambda c: [
         planned(precision="fp16", expert_parallel=8, zero=3),
-        c.recipe(layout=NATIVE, mixed_precision="fp16"),
+        c.recipe(layout=NATIVE, fp16=True),
     ],
     "Liger Kernel with expert parallelism": lambda c: [
         c.recipe(layout=EXPERTS, use_liger_kernel=True),
@@ -302,7 +286,7 @@ CASES = {
         c.recipe(
             ZERO,
             activation_checkpointing=True,
-            recompute="selective",
+            activation_checkpointing_kwargs=checkpointing_kwargs("selective"),
             ds={"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
         ),
     ],
@@ -362,7 +346,7 @@ CASES = {
         c.compressed("onebit_adam", 2, optimizer=SGD([torch.zeros(1)])),
     ],
     "1-bit Adam and LAMB with fp16": lambda c: [
-        c.recipe(gradient_compression="onebit_adam", mixed_precision="fp16"),
+        c.recipe(gradient_compression="onebit_adam", fp16=True),
         c.compressed("onebit_lamb", 2, precision="fp16"),
     ],
     "quantised checkpoints in `ParallelTrainer`": lambda c: [c.trainer_model(quantised=True, pp=2)],
@@ -431,6 +415,9 @@ CASES = {
     "generating from prompts with transformers' own sharding": lambda c: [c.samples(NATIVE)],
     "generating from prompts in `ParallelTrainer`": lambda c: [c.samples(can_generate=False)],
     "updating the bias of routers with adapters": lambda c: [c.bias(use_peft=True)],
+    "islands under ZeRO stage 0 in 16 bits": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {"stage": 0}}, islands=2)
+    ],
     "updating the bias of routers on islands": lambda c: [c.bias(islands=2)],
     "`ParallelTrainer` with compute_metrics": lambda c: [c.trainer(given={"compute_metrics": len})],
     "`ParallelTrainer` with compute_loss_func and context parallelism": lambda c: [

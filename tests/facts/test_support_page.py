@@ -37,10 +37,15 @@ def example(rule: Rule) -> Combination:
     return Combination(**values)
 
 
-def refused(is_planned: bool) -> str:
-    """Return the table of the rules, of those for plans alone or of the others."""
-    chosen = [rule for rule in rules() if bool(rule.when.get("planned")) == is_planned]
-    with speaking("command" if is_planned else "recipe"):
+def asks(rule: Rule) -> str:
+    """Return who is refused by a rule: `planned`, `for_recipe` or `all`."""
+    return next((name for name in ("planned", "for_recipe") if rule.when.get(name)), "all")
+
+
+def refused(whom: str) -> str:
+    """Return the table of the rules that refuse plans, recipes alone, or all."""
+    chosen = [rule for rule in rules() if asks(rule) == whom]
+    with speaking("command" if whom == "planned" else "recipe"):
         rows = [f"| {rule.name} | {rule.text(example(rule))} |\n" for rule in chosen]
     return f"| what | why not |\n|---|---|\n{''.join(rows)}"
 
@@ -49,10 +54,15 @@ def generated() -> str:
     """Return the part of the page that this file writes."""
     return (
         f"{BEGIN}\n{matrix()}\n"
-        "Refused with one line, before anything is loaded (N is a number, capital letters are your value):\n\n"
-        f"{refused(is_planned=False)}\n"
+        "Refused with one line, in recipes before anything is loaded, in scripts before the first step by any "
+        "callback of hfscale, where parameters are spelled as Python or the launcher's config has them (N is a "
+        "number, capital letters are your value):\n\n"
+        f"{refused('all')}\n"
+        "Refused in recipes alone, because they promise more than a script does, or because no test of a recipe has "
+        "covered it:\n\n"
+        f"{refused('for_recipe')}\n"
         "`hfscale plan` offers no such layouts, although some of them run:\n\n"
-        f"{refused(is_planned=True)}\n{END}"
+        f"{refused('planned')}\n{END}"
     )
 
 

@@ -1,9 +1,8 @@
 """Sizes of the axes from flags and the launcher's environment, and the errors where they do not fit."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from simulated_arguments import simulated_arguments
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -27,29 +26,6 @@ ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 DDP = {"WORLD_SIZE": "8"}
 
 
-def arguments(world_size=8, **changes):
-    """The fields of TrainingArguments that `set_up_parallelism` reads and sets, for a simulated world."""
-    defaults = {
-        "world_size": world_size,
-        "use_cpu": False,
-        "deepspeed": None,
-        "fsdp": None,
-        "parallelism_config": None,
-        "torch_compile": False,
-        "recompute": "full",
-        "save_strategy": "no",
-        "save_only_model": False,
-        "bf16": True,
-        "resume_from_checkpoint": "true",
-        "gradient_compression": "none",
-        "optim": "adamw_torch_fused",
-        "records": None,
-        "use_liger_kernel": False,
-        "mixed_precision": "bf16",
-    }
-    return SimpleNamespace(**defaults | changes)
-
-
 def sizes(**axes):
     return {f"PARALLELISM_CONFIG_{axis.upper()}_SIZE": str(size) for axis, size in axes.items()}
 
@@ -69,7 +45,9 @@ def sizes(**axes):
     ],
 )
 def test_flags_override_the_config_and_dp_shard_takes_the_remaining_ranks(environ, flags, layout):
-    assert set_up_parallelism(ParallelArguments(**flags), arguments(), dict(environ)) == ParallelLayout(**layout)
+    assert set_up_parallelism(ParallelArguments(**flags), simulated_arguments(), dict(environ)) == ParallelLayout(
+        **layout
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +66,7 @@ def test_flags_override_the_config_and_dp_shard_takes_the_remaining_ranks(enviro
     ],
 )
 def test_transformers_shards_the_model_where_its_sizes_are_given(environ, flags, layout):
-    args = arguments(save_strategy="steps")
+    args = simulated_arguments(save_strategy="steps")
     found = set_up_parallelism(ParallelArguments(**flags), args, dict(environ))
     assert found == NativeParallelLayout(**layout)
     assert args.save_only_model  # Trainer would refuse such a model; `SpotCheckpointCallback` saves the complete state
@@ -102,28 +80,28 @@ def test_transformers_shards_the_model_where_its_sizes_are_given(environ, flags,
 
 
 def test_one_process_loads_the_model_as_it_is():
-    found = set_up_parallelism(ParallelArguments(ep_size=1), arguments(world_size=1), {})
-    assert distributed_config(found, arguments(world_size=1)) is None
+    found = set_up_parallelism(ParallelArguments(ep_size=1), simulated_arguments(world_size=1), {})
+    assert distributed_config(found, simulated_arguments(world_size=1)) is None
 
 
 def test_accelerate_gets_the_sizes():
-    args = arguments()
+    args = simulated_arguments()
     set_up_parallelism(ParallelArguments(dp_replicate_size=2), args, FSDP)
     assert (args.parallelism_config.dp_replicate_size, args.parallelism_config.dp_shard_size) == (2, 4)
-    args = arguments()
+    args = simulated_arguments()
     set_up_parallelism(ParallelArguments(cp_size=2), args, ZERO)
     assert (args.parallelism_config.sp_size, args.parallelism_config.data_parallel_size) == (2, 4)
 
 
 def test_transformers_gets_the_sizes():
-    config = distributed_config(NativeParallelLayout(dp_replicate=2, dp_shard=2, tp=2), arguments())
+    config = distributed_config(NativeParallelLayout(dp_replicate=2, dp_shard=2, tp=2), simulated_arguments())
     assert config.fsdp_mixed_precision
-    assert distributed_config(ParallelLayout(dp_shard=8), arguments()) is None
+    assert distributed_config(ParallelLayout(dp_shard=8), simulated_arguments()) is None
 
 
 def test_trainer_accepts_the_saves_of_tensor_parallel_runs():
     """`SpotCheckpointCallback` then saves the complete state, at the same steps."""
-    args = arguments(save_strategy="steps")
+    args = simulated_arguments(save_strategy="steps")
     set_up_parallelism(ParallelArguments(tp_size=2), args, dict(DDP))
     assert (args.save_strategy, args.save_only_model) == ("steps", True)
 
@@ -170,7 +148,7 @@ def test_trainer_accepts_the_saves_of_tensor_parallel_runs():
 )
 def test_sizes_that_do_not_fit_are_refused(environ, flags, changes, message):
     with pytest.raises(UsageError, match=message):
-        set_up_parallelism(ParallelArguments(**flags), arguments(**changes), dict(environ))
+        set_up_parallelism(ParallelArguments(**flags), simulated_arguments(**changes), dict(environ))
 
 
 def test_sizes_are_at_least_1():
@@ -194,14 +172,14 @@ def test_heads_and_sequences_that_do_not_divide_are_refused(monkeypatch, layout,
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LayoutError, match=message):
-        check_model(ParallelLayout(**layout), config, arguments(), block_size=block_size)
+        check_model(ParallelLayout(**layout), config, simulated_arguments(), block_size=block_size)
 
 
 @pytest.mark.parametrize("config", [Qwen3MoeConfig(num_experts=6), MixtralConfig(num_local_experts=6)])
 def test_experts_that_do_not_divide_are_refused(config):
-    check_model(NativeParallelLayout(dp_shard=8, ep=2), config, arguments(), block_size=64)
+    check_model(NativeParallelLayout(dp_shard=8, ep=2), config, simulated_arguments(), block_size=64)
     with pytest.raises(LayoutError, match=r"ep_size 4 .* the model's 6 experts: choose one of 1, 2, 3, 6$"):
-        check_model(NativeParallelLayout(dp_shard=8, ep=4), config, arguments(), block_size=64)
+        check_model(NativeParallelLayout(dp_shard=8, ep=4), config, simulated_arguments(), block_size=64)
 
 
 def test_a_checkpoint_with_another_number_of_experts_is_refused(tmp_path):
@@ -254,19 +232,15 @@ def test_a_family_without_a_load_balancing_loss_is_named():
 
 def test_an_older_transformers_is_named(monkeypatch):
     monkeypatch.setattr("hfscale.core.versions.installed", lambda package: "5.22.0")
-    set_up_parallelism(ParallelArguments(fsdp_size=8), arguments(), dict(DDP))
+    set_up_parallelism(ParallelArguments(fsdp_size=8), simulated_arguments(), dict(DDP))
     with pytest.raises(MissingDependencyError, match=r"ep_size: .* transformers 5\.23 or later \(5\.22\.0"):
-        set_up_parallelism(ParallelArguments(ep_size=8), arguments(), dict(DDP))
+        set_up_parallelism(ParallelArguments(ep_size=8), simulated_arguments(), dict(DDP))
 
 
 def test_sizes_that_divide_pass_and_a_model_without_heads_is_refused():
-    check_model(ParallelLayout(tp=8), LLAMA, arguments(), block_size=64)
+    check_model(ParallelLayout(tp=8), LLAMA, simulated_arguments(), block_size=64)
     with pytest.raises(UsageError, match="tp_size 2: transformers has no tensor-parallel plan for mamba"):
-        check_model(ParallelLayout(tp=2), MambaConfig(), arguments(), block_size=64)
-
-
-def deepspeed(**config):
-    return SimpleNamespace(hf_ds_config=SimpleNamespace(config=config))
+        check_model(ParallelLayout(tp=2), MambaConfig(), simulated_arguments(), block_size=64)
 
 
 def offload(device, path=None):
@@ -293,37 +267,37 @@ class TestPairs:
 
     def test_qlora_without_a_gpu(self, monkeypatch):
         with pytest.raises(UsageError, match="--load_in_4bit true needs a CUDA GPU"):
-            self.check(monkeypatch, FSDP, QLORA, arguments())
+            self.check(monkeypatch, FSDP, QLORA, simulated_arguments())
 
     def test_qlora_without_adapters(self):
         with pytest.raises(UsageError, match=r"--load_in_4bit .*: give --use_peft true"):
             ModelArguments(load_in_4bit=True, model_name_or_path="some/model")
 
     def test_qlora_on_nvme(self, monkeypatch, gpu, tmp_path):
-        args = arguments(deepspeed_plugin=deepspeed(**offload("nvme", str(tmp_path))))
+        args = simulated_arguments(ds=offload("nvme", str(tmp_path)))
         with pytest.raises(UsageError, match=r"--load_in_4bit true and ZeRO-3 .* on NVMe: .*zero3_offload.yaml"):
             self.check(monkeypatch, ZERO, QLORA, args)
 
     def test_qlora_under_tensor_parallelism(self, monkeypatch, gpu):
         with pytest.raises(UsageError, match="--load_in_4bit true and --tp_size 2: "):
-            self.check(monkeypatch, DDP, QLORA, arguments(), ParallelLayout(tp=2))
+            self.check(monkeypatch, DDP, QLORA, simulated_arguments(), ParallelLayout(tp=2))
 
     def test_qlora_with_its_requirements_passes(self, monkeypatch, gpu):
-        self.check(monkeypatch, FSDP, QLORA, arguments(), ParallelLayout(dp_shard=8))
+        self.check(monkeypatch, FSDP, QLORA, simulated_arguments(), ParallelLayout(dp_shard=8))
 
     def test_fsdp1(self, monkeypatch):
         with pytest.raises(UsageError, match="fsdp_version 1: "):
-            self.check(monkeypatch, FSDP | {"FSDP_VERSION": "1"}, {}, arguments())
+            self.check(monkeypatch, FSDP | {"FSDP_VERSION": "1"}, {}, simulated_arguments())
 
     @pytest.mark.parametrize(("environ", "layout"), [(FSDP, None), (ZERO, None), (DDP, ParallelLayout(tp=2))])
     def test_compressed_gradients_without_ddp(self, monkeypatch, environ, layout):
-        compressed = arguments(gradient_compression="topk", deepspeed_plugin=deepspeed())
+        compressed = simulated_arguments(gradient_compression="topk")
         with pytest.raises(UsageError, match="--gradient_compression topk works on DDP's gradients: launch with"):
             self.check(monkeypatch, environ, {}, compressed, layout)
 
     def test_lora_under_tensor_parallelism(self, monkeypatch):
         with pytest.raises(UsageError, match=r"--use_peft true and tensor parallelism .*: "):
-            self.check(monkeypatch, DDP, {"use_peft": True}, arguments(), ParallelLayout(tp=2))
+            self.check(monkeypatch, DDP, {"use_peft": True}, simulated_arguments(), ParallelLayout(tp=2))
 
     @pytest.mark.parametrize(
         ("config", "message"),
@@ -339,11 +313,11 @@ class TestPairs:
         ],
     )
     def test_deepspeed_on_this_machine(self, monkeypatch, config, message):
-        args = arguments(use_cpu=True, deepspeed_plugin=deepspeed(**config))
+        args = simulated_arguments(use_cpu=True, ds=config)
         with pytest.raises(UsageError, match=message):
             self.check(monkeypatch, ZERO, {}, args)
 
     def test_context_parallelism_without_sdpa(self, monkeypatch):
         model = {"attn_implementation": "flash_attention_2"}
         with pytest.raises(UsageError, match=r"cp_size 2 .*: give --attn_implementation sdpa"):
-            self.check(monkeypatch, FSDP, model, arguments(), ParallelLayout(cp=2))
+            self.check(monkeypatch, FSDP, model, simulated_arguments(), ParallelLayout(cp=2))

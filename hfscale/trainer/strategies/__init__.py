@@ -9,6 +9,7 @@
 | `native.py` | what transformers distributes while it loads a model |
 | `parallel.py` | `ParallelTrainer`, whose class is in `hfscale.parallel` |
 | `requested.py` | what the launcher and the arguments request |
+| `description.py` | a run as the table of what works with what knows it, for recipes and scripts alike |
 | `tensors.py` | what a rank holds of a tensor |
 
 `hfscale/facts/strategies.py` says what the name of a strategy tells without a model.

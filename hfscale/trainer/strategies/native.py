@@ -15,13 +15,12 @@ from hfscale.core.versions import (
 )
 from hfscale.errors import StrategyMismatchError
 from hfscale.facts.support import Combination
+from hfscale.trainer.strategies.description import with_plans
 from hfscale.trainer.strategies.fsdp2 import ShardedByLayers, has_distributed_parameters
-from hfscale.trainer.strategies.requested import requested_family
+from hfscale.trainer.strategies.requested import requested
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-_DISTRIBUTES_TOO = ("fsdp", "zero")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,23 +115,24 @@ class Native(ShardedByLayers):
 
     def check_request(self, environ: Mapping[str, str] = os.environ) -> None:
         """Check that neither FSDP nor DeepSpeed is asked to distribute the model once more."""
-        asked = requested_family(self.trainer.args, environ)
-        if asked in _DISTRIBUTES_TOO:
+        asked = requested(self.trainer.args, environ)
+        if asked.by_fsdp or asked.by_deepspeed:
             raise StrategyMismatchError(
-                f"{asked.upper()} was asked for but NATIVE would run: the model was loaded with distributed_config; "
+                f"{asked.family.upper()} was asked for but NATIVE would run: the model was loaded with "
+                "distributed_config; "
                 "launch with torchrun, or load it without"
             )
 
     def combination(self, environ: Mapping[str, str] = os.environ) -> Combination:
-        """Describe the training, with the sizes of the axes."""
+        """Describe the training, with the sizes of the axes. Rules know tensor parallelism as another strategy."""
         layout = self.layout
-        return replace(
-            super().combination(environ),
-            engine="trainer",
-            tp=layout.tp,
-            pp=layout.pp,
-            expert_parallel=layout.ep,
-        )
+        model: Any = self.trainer.model
+        if is_peft_model(model):
+            model = model.get_base_model()
+        asked = with_plans(super().combination(environ), model)
+        if layout.tp > 1:
+            asked = replace(asked, strategy="parallel")
+        return replace(asked, tp=layout.tp, pp=layout.pp, expert_parallel=layout.ep)
 
     def _wait_for_last_batch(self, model: Any) -> None:
         """Do as transformers does until the last micro-batch: with replicas, shards are reduced at each one."""

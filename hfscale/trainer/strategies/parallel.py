@@ -1,17 +1,19 @@
 """`ParallelTrainer` as the other packages see it: its class is in a package above them."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from torch import nn
 
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.support import Combination
 from hfscale.trainer.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -130,6 +132,14 @@ class Parallel(Strategy):
         """Keep the batches of the step, so that the training can compute them once more."""
         with self.trainer.keeping_batches():
             yield
+
+    def combination(self, environ: Mapping[str, str] = os.environ) -> Combination:
+        """Describe the training. The attention of the model is by now one that `ParallelTrainer` has registered."""
+        axes = self.axes()
+        asked = super().combination(environ)
+        asked = replace(asked, engine="parallel_trainer", attention=None)
+        asked = replace(asked, tp=axes["tp"], pp=axes["pp"], cp=axes["cp"])
+        return replace(asked, expert_parallel=self.expert_ranks())
 
     def is_wrapped(self, wrapper: nn.Module) -> bool:
         """Return True: `ParallelTrainer` distributes the model itself."""

@@ -6,58 +6,109 @@ runs with what is requested here.
 """
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
 
 from hfscale.errors import StrategyMismatchError
+from hfscale.facts.strategies import STRATEGIES, StrategyFacts
 from hfscale.facts.support import Combination, check_support
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")
+_SIZE = "PARALLELISM_CONFIG_{}_SIZE"
+"""Where `accelerate launch` puts the sizes of a config's `parallelism_config`."""
 
 
 def _is_set(environ: Mapping[str, str], name: str) -> bool:
     return environ.get(name, "").lower() in _TRUE
 
 
-def requested_family(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
-    """Return the family of strategies that the launcher and the arguments request.
+def requested(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> StrategyFacts:
+    """Return the strategy that the launcher and the arguments request.
 
     Args:
         args (`TrainingArguments`): the training arguments of this launch.
         environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
 
     Returns:
-        `str`: `zero`, `fsdp`, `parallel` (with tensor parallelism), `ddp` or `single`. A script that loads its model
-            with `distributed_config` requests `native`, which neither the launcher nor the arguments know.
+        `StrategyFacts`: that of `parallel` with tensor parallelism. A script that loads its model with
+            `distributed_config` requests `native`, which neither the launcher nor the arguments know.
     """
-    if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
-        return "zero"
-    if args.fsdp or _is_set(environ, "ACCELERATE_USE_FSDP"):
-        return "fsdp"
-    if int(environ.get("PARALLELISM_CONFIG_TP_SIZE", "1")) > 1:
-        return "parallel"
-    return "ddp" if int(environ.get("WORLD_SIZE", "1")) > 1 else "single"
+    name = requested_strategy(args, environ)
+    return STRATEGIES[name]
 
 
 def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> str:
-    """Return the strategy that the launcher and the arguments request, by its name in a checkpoint's manifest.
+    """Return the name of the strategy that the launcher and the arguments request, as a checkpoint's manifest has it.
 
     Args:
         args (`TrainingArguments`): the training arguments of this launch.
         environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
-
-    Returns:
-        `str`: one of the names of `hfscale.facts.strategies`.
     """
-    family = requested_family(args, environ)
-    if family == "zero":
-        # Accelerate or transformers makes it from the request
-        assert args.deepspeed_plugin is not None
-        return f"zero{args.deepspeed_plugin.zero_stage}"
-    return f"fsdp{environ.get('FSDP_VERSION', '2')}" if family == "fsdp" else family
+    if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
+        config = deepspeed_config(args.deepspeed_plugin)
+        return f"zero{stage_of(config)}"
+    if args.fsdp or _is_set(environ, "ACCELERATE_USE_FSDP"):
+        version = environ.get("FSDP_VERSION", "2")
+        return f"fsdp{version}"
+    ranks_of_matrix = launched_size("tp", environ) or 1
+    if ranks_of_matrix > 1:
+        return "parallel"
+    processes = int(environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        return "ddp"
+    return "single"
+
+
+def deepspeed_config(plugin: Any) -> dict[str, Any]:
+    """Return the config of DeepSpeed, with the values that transformers fills in for `auto`.
+
+    Args:
+        plugin (`DeepSpeedPlugin`, *optional*): Accelerate's, which it or transformers makes from the request; None in
+            arguments that were made before the request.
+    """
+    if plugin is None:
+        return {}
+    config: dict[str, Any] = plugin.hf_ds_config.config
+    return config
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the stage of ZeRO; DeepSpeed's own default is 0, where that of Accelerate's plugin is 2.
+
+    Args:
+        config (`Mapping[str, Any]`): the config of DeepSpeed.
+    """
+    zero = config.get("zero_optimization", {})
+    return int(zero.get("stage", 0))
+
+
+def launched_size(axis: str, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the size of an axis in the launcher's config; None if it has none.
+
+    Args:
+        axis (`str`): its name in `ParallelismConfig`, such as `tp` or `dp_shard`.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+    """
+    name = _SIZE.format(axis.upper())
+    size = environ.get(name)
+    if not size:
+        return None
+    return int(size)
+
+
+def request_size(axis: str, size: int, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Leave the size of an axis where the launcher does, for everything that reads the request later.
+
+    Args:
+        axis (`str`): its name in `ParallelismConfig`.
+        size (`int`): the ranks.
+        environ (`MutableMapping[str, str]`): the environment variables of the process.
+    """
+    name = _SIZE.format(axis.upper())
+    environ[name] = str(size)
 
 
 def compiles_full_model(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> bool:

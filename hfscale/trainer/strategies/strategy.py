@@ -7,6 +7,7 @@ here is named after a capability, and a new strategy is one class.
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,20 +16,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from hfscale.core.versions import is_peft_model
 from hfscale.errors import StrategyMismatchError
-from hfscale.facts.strategies import STRATEGIES, WEIGHTS, StrategyFacts, is_family
-from hfscale.facts.support import Combination, check_support
+from hfscale.facts.strategies import STRATEGIES, WEIGHTS, StrategyFacts
+from hfscale.facts.support import Combination
 from hfscale.trainer.state import model_of, unwrap_compiled
-from hfscale.trainer.strategies.requested import compiles_full_model, requested_family
+from hfscale.trainer.strategies.description import (
+    check_described,
+    describe_request,
+    with_trainer,
+)
+from hfscale.trainer.strategies.requested import requested
 from hfscale.trainer.strategies.tensors import full_numel, own_part, sharded_modules
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 _KEPT_AS = "_hfscale_strategy"
-_LEFT_TO_THE_SCRIPT = ("single", "ddp", "parallel")
-"""What a launcher requests where the script itself may distribute its model."""
 
 
 class Strategy:
@@ -328,20 +331,23 @@ class Strategy:
             MissingDependencyError: the installed versions cannot train this model with the strategy.
         """
         self.check_request(environ)
-        asked = requested_family(self.trainer.args, environ)
-        is_left_to_script = self.facts.is_set_by_script and asked in _LEFT_TO_THE_SCRIPT
-        if not is_left_to_script and not is_family(self.name, asked):
+        asked = requested(self.trainer.args, environ)
+        is_left_to_script = asked.is_replicated or asked.is_set_by_script
+        if (
+            not (self.facts.is_set_by_script and is_left_to_script)
+            and asked.family != self.facts.family
+        ):
             fix = {
                 "zero": "unset ACCELERATE_USE_CPU, and on a machine without GPUs pass --use_cpu true",
                 "fsdp": (
                     "accelerate runs FSDP on accelerators only; "
                     "on a machine without GPUs use DDP or ZeRO"
                 ),
-            }.get(asked, "check the --config_file given to accelerate launch")
+            }.get(asked.family, "check the --config_file given to accelerate launch")
             raise StrategyMismatchError(
-                f"{asked.upper()} was asked for but {self.name.upper()} would run: {fix}"
+                f"{asked.family.upper()} was asked for but {self.name.upper()} would run: {fix}"
             )
-        check_support(self.combination(environ))
+        self.check_support(environ)
         self.check_versions()
         wrapper = self.wrapper()
         if not self.is_wrapped(wrapper):
@@ -360,6 +366,25 @@ class Strategy:
             StrategyMismatchError: the launcher or the arguments request something else too.
         """
 
+    def check_support(
+        self, environ: Mapping[str, str] = os.environ, *, callback_saves: bool = False
+    ) -> None:
+        """Refuse a training that the table of what works with what refuses. It needs no prepared model.
+
+        `TrainerAdapter` calls it at the beginning of each training, so that any callback of hfscale refuses it.
+
+        Args:
+            environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+            callback_saves (`bool`): whether a callback writes checkpoints, although `save_strategy` may be `no`.
+
+        Raises:
+            HfScaleError: it does not work; the class is that of the rule, most often `UsageError`.
+        """
+        asked = self.combination(environ)
+        if callback_saves:
+            asked = replace(asked, saves=True)
+        check_described(asked, self.trainer.args, environ)
+
     def check_versions(self) -> None:
         """Check that the installed versions can train this model with the strategy.
 
@@ -373,13 +398,8 @@ class Strategy:
         Args:
             environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
         """
-        model: Any = unwrap_compiled(model_of(self.trainer))
-        return Combination(
-            strategy=self.name,
-            method="lora" if is_peft_model(model) else "full",
-            compile_full=compiles_full_model(self.trainer.args, environ),
-            quantized=bool(getattr(model, "is_quantized", False)),
-        )
+        asked = with_trainer(describe_request(self.trainer.args, environ), self.trainer)
+        return replace(asked, strategy=self.name, offload=self.offload())
 
     # ---- what runs
 

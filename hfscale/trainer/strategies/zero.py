@@ -15,6 +15,8 @@ from hfscale.core.attributes import replaced
 from hfscale.core.versions import sequence_parallel_size
 from hfscale.facts.strategies import WEIGHTS
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies.description import offload_device
+from hfscale.trainer.strategies.requested import deepspeed_config, stage_of
 from hfscale.trainer.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ class Zero(Strategy):
         state = trainer.accelerator.state
         if state.distributed_type != DistributedType.DEEPSPEED:
             return None
-        return f"zero{state.deepspeed_plugin.zero_stage}"
+        return f"zero{stage_of(deepspeed_config(state.deepspeed_plugin))}"
 
     @property
     def _shards_weights(self) -> bool:
@@ -59,17 +61,14 @@ class Zero(Strategy):
 
     def offload(self) -> str:
         """Return what is kept in the CPU's memory or on a disk."""
-        config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
-        zero = config.get("zero_optimization", {})
-        if _device_of(zero, "param") != "none":
+        config = self.engine_config()
+        if offload_device(config, "param") != "none":
             return "full"
-        return "optimizer" if _device_of(zero, "optimizer") != "none" else "none"
+        return "optimizer" if offload_device(config, "optimizer") != "none" else "none"
 
     def engine_config(self) -> dict[str, Any]:
         """Return DeepSpeed's config, with the values that transformers has filled in for `auto`."""
-        plugin = self.trainer.accelerator.state.deepspeed_plugin
-        config: dict[str, Any] = plugin.hf_ds_config.config
-        return config
+        return deepspeed_config(self.trainer.accelerator.state.deepspeed_plugin)
 
     # ---- tensors
 
@@ -160,9 +159,8 @@ class Zero(Strategy):
     def _traits(self) -> list[str]:
         share = self._optimizer_share()
         traits = [] if share is None else [f"{share:.1%} of the optimizer"]
-        zero = self.engine_config().get("zero_optimization", {})
         for part in ("optimizer", "param"):
-            device = _device_of(zero, part)
+            device = offload_device(self.engine_config(), part)
             if device != "none":
                 traits.append(f"{part} offloaded to {device}")
         partition_size = getattr(self._engine.optimizer, "zero_hpz_partition_size", 1)
@@ -183,11 +181,6 @@ class Zero(Strategy):
         kept: int = sum(partition.numel() for partition in found[0])
         trained = sum(p.numel() for p in self.wrapper().parameters() if p.requires_grad)
         return kept / trained
-
-
-def _device_of(zero: dict[str, Any], part: str) -> str:
-    device: str = (zero.get(f"offload_{part}") or {}).get("device", "none")
-    return device
 
 
 def _compute_nothing(loss: torch.Tensor, **kwargs: Any) -> None:
