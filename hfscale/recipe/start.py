@@ -169,10 +169,11 @@ def sample_generation(
         UsageError: the run cannot generate, or the prompts cannot be read.
     """
     engine = "trainer" if can_generate else "parallel_trainer"
+    by_launcher = requested(training_args)
     asked = replace(
         describe_request(training_args),
         engine=engine,
-        strategy=strategy_of(layout, requested(training_args)),
+        strategy=strategy_of(layout, by_launcher),
         tp=layout.tp,
         cp=layout.cp,
         sample_prompts=scaling_args.sample_prompts,
