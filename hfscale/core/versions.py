@@ -238,18 +238,6 @@ def recomputes_activations(args: "TrainingArguments") -> bool:
     return bool(getattr(args, "activation_checkpointing", False) or args.gradient_checkpointing)
 
 
-def recomputation_options(args: "TrainingArguments") -> dict[str, Any] | None:
-    """Return the keywords of `torch.utils.checkpoint`; None if nothing is recomputed.
-
-    Args:
-        args (`TrainingArguments`): the training arguments; `activation_checkpointing_kwargs` exists from 5.23.
-    """
-    if not recomputes_activations(args):
-        return None
-    options: Any = getattr(args, "activation_checkpointing_kwargs", None)
-    return options or args.gradient_checkpointing_kwargs or {}  # type: ignore[return-value]
-
-
 def pass_activation_checkpointing(args: Any) -> None:
     """Give `activation_checkpointing` and its keywords the names that they have before transformers 5.23.
 

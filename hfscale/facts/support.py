@@ -81,7 +81,7 @@ class Combination:
     launcher_attention: str | None = None
     """The attention implementation with which the launcher splits sequences."""
     precision: str | None = None
-    """Format of the matrix products: `fp32`, `bf16`, `fp16` or `fp8`."""
+    """Format of the matrix products: `fp32` (`no` in a run, as Accelerate calls it), `bf16`, `fp16` or `fp8`."""
     pure: bool | None = None
     """Whether parameters, gradients and optimizer states are in that format too."""
     compile: bool | None = None
@@ -123,7 +123,7 @@ class Combination:
     compression: str | None = None
     """How gradients are compressed: `none`, `fp16`, `bf16`, `powersgd`, `topk`, `onebit_adam` or `onebit_lamb`."""
     device: str | None = None
-    """Where the run computes: `cpu` or `gpu`."""
+    """Where the run computes: `cpu`, or any other type of device."""
     has_cuda: bool | None = None
     """Whether the machine has a CUDA GPU."""
     packing: str | None = None
@@ -271,15 +271,6 @@ class Rule:
         in_sentence = (name for _, name, _, _ in string.Formatter().parse(self.why))
         return frozenset({*self.when, *(name for name in in_sentence if name)})
 
-    def refusal(self, combination: Combination) -> errors.HfScaleError:
-        """Return the error with which a combination is refused.
-
-        Args:
-            combination (`Combination`): what is asked for.
-        """
-        kind: type[errors.HfScaleError] = getattr(errors, self.error)
-        return kind(self.text(combination))
-
     def text(self, combination: Combination) -> str:
         """Return the sentence for a combination, in which parameters are spelled as their caller writes them.
 
@@ -412,4 +403,5 @@ def check_support(combination: Combination, *about: str) -> None:
     """
     rule = find_rule(combination, *about)
     if rule is not None:
-        raise rule.refusal(combination)
+        kind: type[errors.HfScaleError] = getattr(errors, rule.error)
+        raise kind(rule.text(combination))

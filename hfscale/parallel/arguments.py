@@ -12,9 +12,12 @@ from hfscale.errors import LayoutError
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
 from hfscale.facts.support import check_support
+from hfscale.parallel.descriptions import describe_arguments
 from hfscale.parallel.stages import StagePlan
-from hfscale.trainer.strategies.description import describe_request
 from hfscale.trainer.strategies.requested import requested
+
+_FUSED = ("chunked", "liger")
+"""Values of `--fused_loss` by which the loss never has all logits."""
 
 
 @dataclass(kw_only=True)
@@ -143,7 +146,9 @@ def plan_stages(
         UsageError: the schedule is unknown, does not support this number of stages per rank, or a size is none of
             `ParallelTrainer`'s.
     """
-    asked = replace(describe_request(args), engine="parallel_trainer", fsdp_size=parallel.fsdp_size)
+    asked = replace(
+        describe_arguments(args), engine="parallel_trainer", fsdp_size=parallel.fsdp_size
+    )
     check_support(asked, "fsdp_size")
     layout = decide_layout(
         world_size or args.world_size,
@@ -183,15 +188,26 @@ def check_arguments(
         UsageError: one of the arguments is not supported; the message names it and how to fix it.
     """
     by_launcher = requested(args)
+    schedule = args.lr_scheduler_type
+    precision = "fp32"
+    if args.fp16:
+        precision = "fp16"
     asked = replace(
-        describe_request(args),
+        describe_arguments(args),
         engine="parallel_trainer",
         # Without DeepSpeed and FSDP the launcher leaves the distribution to this Trainer
         strategy="parallel" if by_launcher.is_replicated else by_launcher.name,
         cp=cp,
+        precision=precision,
         compute_metrics=bool(compute_metrics),
         compute_loss_func=bool(compute_loss_func),
         model_init=bool(model_init),
         optimizers=bool(optimizers[0]),
+        fused_loss=bool(args.use_liger_kernel) or vars(args).get("fused_loss") in _FUSED,
+        average_tokens_across_devices=bool(args.average_tokens_across_devices),
+        auto_find_batch_size=bool(args.auto_find_batch_size),
+        neftune=args.neftune_noise_alpha,
+        tokens_seen=str(args.include_num_input_tokens_seen),
+        lr_scheduler=str(getattr(schedule, "value", schedule)),
     )
     check_support(asked)

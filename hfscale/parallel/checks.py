@@ -10,9 +10,9 @@ from hfscale.errors import LayoutError
 from hfscale.facts.experts import check_experts_divide
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.support import PIPELINE_TESTED, check_support
+from hfscale.parallel.descriptions import describe_config
 from hfscale.parallel.key_value_heads import can_share_heads
 from hfscale.parallel.stages import StagePlan
-from hfscale.trainer.strategies.description import describe_config
 
 logger = get_logger(__name__)
 

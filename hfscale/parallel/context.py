@@ -33,10 +33,10 @@ from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import without_dispatch_modes
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.support import check_support
+from hfscale.parallel.descriptions import describe_config
 from hfscale.parallel.losses import IGNORED_LABEL
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.batches import NOT_PADDING
-from hfscale.trainer.strategies.description import describe_config
 
 # Positions of complete sequences, passed along with the model's keywords
 _PACKED_POSITIONS = "packed_position_ids"

@@ -37,11 +37,11 @@ from hfscale.core.versions import is_lora_layer
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.experts import DISPATCH_STYLE, expert_rules
 from hfscale.facts.support import check_support
+from hfscale.parallel.descriptions import describe_config
 from hfscale.parallel.mesh import ParallelMesh, local_tensor
 from hfscale.parallel.overlap import Turns, register_overlapped_exchange
 from hfscale.parallel.tensor import PackedParameter
 from hfscale.trainer.expert_adapters import is_wrapped_parameter
-from hfscale.trainer.strategies.description import describe_config
 
 _SHARDED_STYLE = "grouped_gemm"
 """transformers' style of the parameters of such a module: sharded by expert."""

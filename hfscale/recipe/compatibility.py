@@ -6,15 +6,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination, check_support
+from hfscale.parallel.descriptions import describe_arguments
 from hfscale.recipe.arguments import RecipeTrainingMixin
-from hfscale.recipe.layout import NativeParallelLayout, strategy_of
+from hfscale.recipe.layout import NativeParallelLayout, launcher_attention, strategy_of
 from hfscale.recipe.model_arguments import ModelArguments
-from hfscale.trainer.strategies.description import describe_request, offload_device
+from hfscale.trainer.strategies.description import offload_device
 from hfscale.trainer.strategies.requested import deepspeed_config, requested
 
 logger = get_logger(__name__)
@@ -44,9 +47,13 @@ def check_compatibility(
     """
     layout = layout or ParallelLayout()
     asked = replace(_describe(model_args, training_args, layout), islands=islands)
+    config = {}
+    if requested(training_args).by_deepspeed:
+        config = deepspeed_config(training_args.deepspeed_plugin)
+        zero = config.get("zero_optimization", {})
+        gathers = zero.get("stage3_gather_16bit_weights_on_model_save")
+        asked = replace(asked, gathers_weights=bool(gathers))
     check_support(asked)
-    uses_deepspeed = requested(training_args).by_deepspeed
-    config = deepspeed_config(training_args.deepspeed_plugin) if uses_deepspeed else {}
     if model_args.load_in_4bit:
         require("QLoRA", "--load_in_4bit")
     _check_nvme(config)
@@ -57,6 +64,7 @@ def _describe(
     model_args: ModelArguments, args: RecipeTrainingMixin, layout: ParallelLayout
 ) -> Combination:
     """Describe a run by its flags, the launcher's config and the layout that both have given."""
+    by_launcher = requested(args)
     if model_args.load_in_4bit:
         method = "qlora"
     elif model_args.use_peft:
@@ -64,8 +72,8 @@ def _describe(
     else:
         method = "full"
     return replace(
-        describe_request(args),
-        strategy=strategy_of(layout, requested(args)),
+        describe_arguments(args),
+        strategy=strategy_of(layout, by_launcher),
         tp=layout.tp,
         cp=layout.cp,
         expert_parallel=layout.ep if isinstance(layout, NativeParallelLayout) else None,
@@ -73,6 +81,10 @@ def _describe(
         trl=args.records is not None,
         task=_TASKS.get(args.records or "", "text"),
         attention=model_args.attn_implementation,
+        launcher_attention=launcher_attention(by_launcher),
+        precision=args.mixed_precision,
+        recompute=args.recompute,
+        has_cuda=torch.cuda.is_available(),
         router_bias=vars(args).get("router_bias_update_rate"),
     )
 

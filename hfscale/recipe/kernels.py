@@ -26,6 +26,7 @@ from hfscale.core.versions import (
 )
 from hfscale.errors import UsageError
 from hfscale.facts.support import LISTS
+from hfscale.parallel.descriptions import compiles_full_model
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.document_attention import is_dense, is_flash_attention
 from hfscale.recipe.fused_loss import (
@@ -36,7 +37,6 @@ from hfscale.recipe.fused_loss import (
 )
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.strategies import Strategy
-from hfscale.trainer.strategies.requested import compiles_full_model
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments

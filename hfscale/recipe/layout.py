@@ -26,14 +26,10 @@ from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.strategies import StrategyFacts
 from hfscale.facts.support import check_support
 from hfscale.parallel.arguments import ParallelArguments
+from hfscale.parallel.descriptions import describe_arguments, describe_config, quantization_of
 from hfscale.trainer.strategies import Strategy
-from hfscale.trainer.strategies.description import (
-    describe_config,
-    describe_request,
-    quantization_of,
-)
 from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
-from hfscale.trainer.strategies.requested import launched_size, request_size, requested
+from hfscale.trainer.strategies.requested import launched_size, requested
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Trainer, TrainingArguments
@@ -103,6 +99,18 @@ def strategy_of(layout: ParallelLayout, by_launcher: StrategyFacts) -> str:
     return "native" if is_native(layout) else by_launcher.name
 
 
+def launcher_attention(by_launcher: StrategyFacts, environ: Mapping[str, str] = os.environ) -> str:
+    """Return the attention with which the launcher splits sequences over ranks.
+
+    Args:
+        by_launcher (`StrategyFacts`): what the launcher and the arguments request.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
+    """
+    if not by_launcher.by_deepspeed:
+        return "sdpa"
+    return environ.get("PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION", "sdpa")
+
+
 def set_up_parallelism(
     parallel: ParallelArguments,
     args: "TrainingArguments",
@@ -127,11 +135,13 @@ def set_up_parallelism(
         UsageError: the strategy does not support one of the sizes, or only recipes/tp_pp does.
     """
     if requested(args, environ).is_replicated and (parallel.tp_size or 1) > 1:
-        request_size("tp", parallel.tp_size or 1, environ)
+        # Where the launcher leaves it, for everything that reads the request later
+        environ["PARALLELISM_CONFIG_TP_SIZE"] = str(parallel.tp_size)
     by_launcher = requested(args, environ)
     layout = _layout(parallel, by_launcher, args.world_size, environ)
+    attention = launcher_attention(by_launcher, environ)
     asked = replace(
-        describe_request(args, environ),
+        describe_arguments(args, environ),
         strategy=strategy_of(layout, by_launcher),
         tp=layout.tp,
         pp=parallel.pp_size,
@@ -157,7 +167,7 @@ def set_up_parallelism(
         from accelerate.utils import DeepSpeedSequenceParallelConfig
 
         handler = DeepSpeedSequenceParallelConfig(
-            sp_seq_length_is_variable=True, sp_attn_implementation=asked.launcher_attention
+            sp_seq_length_is_variable=True, sp_attn_implementation=attention
         )
         args.parallelism_config = ParallelismConfig(
             sp_size=layout.cp,
@@ -192,7 +202,7 @@ def set_up_data_parallelism(args: "TrainingArguments", *, trl: bool) -> Parallel
         LayoutError: its sizes do not fit the number of processes.
     """
     layout = set_up_parallelism(ParallelArguments(), args)
-    asked = replace(describe_request(args), trl=trl, tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    asked = replace(describe_arguments(args), trl=trl, tp=layout.tp, pp=layout.pp, cp=layout.cp)
     with speaking("launcher"):
         check_support(asked, "trl")
     if layout.ranks_per_replica > 1:

@@ -29,6 +29,7 @@ from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.experts import number_of_experts, set_expert_rules, unset_expert_rules
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import check_support
+from hfscale.parallel.descriptions import describe_arguments, quantization_of
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import (
@@ -49,7 +50,6 @@ from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.router_bias import check_has_bias
 from hfscale.recipe.router_loss import name_experts, set_router_loss
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategies.description import describe_request, quantization_of
 from hfscale.trainer.strategies.native import native_layout
 from hfscale.trainer.strategies.requested import requested
 
@@ -391,7 +391,7 @@ def cut_document_attention(
         UnsupportedModelError: the architecture cannot be cut.
     """
     rows = replace(
-        describe_request(training_args),
+        describe_arguments(training_args),
         cp=layout.cp if layout is not None else 1,
         packing=data_args.packing,
         document_attention=data_args.document_attention,

@@ -15,6 +15,7 @@ from hfscale.metrics.alerts import AlertCallback
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.metrics.sample_generation import SampleGenerationCallback
 from hfscale.parallel.arguments import ParallelArguments, plan_stages
+from hfscale.parallel.descriptions import describe_arguments
 from hfscale.recipe.arguments import (
     OF_CALLBACKS,
     DataArguments,
@@ -36,7 +37,6 @@ from hfscale.recipe.models import check_same_experts
 from hfscale.recipe.resume import resume_point
 from hfscale.scaling import PARTS, ScalingCallback
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategies.description import describe_request
 from hfscale.trainer.strategies.requested import check_launch, requested
 from hfscale.why.callback import TraceCallback
 
@@ -171,7 +171,7 @@ def sample_generation(
     engine = "trainer" if can_generate else "parallel_trainer"
     by_launcher = requested(training_args)
     asked = replace(
-        describe_request(training_args),
+        describe_arguments(training_args),
         engine=engine,
         strategy=strategy_of(layout, by_launcher),
         tp=layout.tp,

@@ -37,7 +37,6 @@ from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.layout import NativeParallelLayout, check_model, set_up_parallelism
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import cut_document_attention
-from hfscale.recipe.recompute import checkpointing_kwargs
 from hfscale.recipe.start import sample_generation
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import check_launch
@@ -227,7 +226,7 @@ CASES = {
     ],
     "fp16 with transformers' own sharding": lambda c: [
         planned(precision="fp16", expert_parallel=8, zero=3),
-        c.recipe(layout=NATIVE, fp16=True),
+        c.recipe(layout=NATIVE, mixed_precision="fp16"),
     ],
     "Liger Kernel with expert parallelism": lambda c: [
         c.recipe(layout=EXPERTS, use_liger_kernel=True),
@@ -286,7 +285,7 @@ CASES = {
         c.recipe(
             ZERO,
             activation_checkpointing=True,
-            activation_checkpointing_kwargs=checkpointing_kwargs("selective"),
+            recompute="selective",
             ds={"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
         ),
     ],
@@ -346,7 +345,7 @@ CASES = {
         c.compressed("onebit_adam", 2, optimizer=SGD([torch.zeros(1)])),
     ],
     "1-bit Adam and LAMB with fp16": lambda c: [
-        c.recipe(gradient_compression="onebit_adam", fp16=True),
+        c.recipe(gradient_compression="onebit_adam", mixed_precision="fp16"),
         c.compressed("onebit_lamb", 2, precision="fp16"),
     ],
     "quantised checkpoints in `ParallelTrainer`": lambda c: [c.trainer_model(quantised=True, pp=2)],

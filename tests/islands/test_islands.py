@@ -26,8 +26,8 @@ from hfscale.islands import client as client_module
 from hfscale.islands.client import IslandClient, Reply
 from hfscale.islands.outer import OuterOptimizer
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
+from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
-from hfscale.trainer.strategy import running_strategy
 
 TOKEN = "a secret of the tests"  # noqa: S105
 TRAINING = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 6}
@@ -59,7 +59,7 @@ def trained(folder, *callbacks, **arguments):
         data_collator=default_data_collator,
         callbacks=list(callbacks),
     )
-    assert running_strategy(trainer).removeprefix("single") == os.environ.get("EXPECTED", "")
+    assert Strategy.of(trainer).name.removeprefix("single") == os.environ.get("EXPECTED", "")
     trainer.train(resume_from_checkpoint=arguments.get("resume_from_checkpoint"))
     write_parameters(trainer, folder)
     return trainer

@@ -20,12 +20,12 @@ from transformers import Trainer, TrainingArguments
 from hfscale import DiLoCoCallback, ScalingCallback
 from hfscale.facts.support import LISTS
 from hfscale.islands.client import TOKEN_VARIABLE
+from hfscale.parallel.descriptions import compiles_full_model
 from hfscale.parallel.weights import build_model
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.compilation import compile_layers
 from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.models import cut_document_attention
-from hfscale.trainer.strategies.requested import compiles_full_model
 
 pytestmark = pytest.mark.recipes
 

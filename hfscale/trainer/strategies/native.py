@@ -15,7 +15,6 @@ from hfscale.core.versions import (
 )
 from hfscale.errors import StrategyMismatchError
 from hfscale.facts.support import Combination
-from hfscale.trainer.strategies.description import with_plans
 from hfscale.trainer.strategies.fsdp2 import ShardedByLayers, has_distributed_parameters
 from hfscale.trainer.strategies.requested import requested
 
@@ -124,15 +123,11 @@ class Native(ShardedByLayers):
             )
 
     def combination(self, environ: Mapping[str, str] = os.environ) -> Combination:
-        """Describe the training, with the sizes of the axes. Rules know tensor parallelism as another strategy."""
-        layout = self.layout
-        model: Any = self.trainer.model
-        if is_peft_model(model):
-            model = model.get_base_model()
-        asked = with_plans(super().combination(environ), model)
-        if layout.tp > 1:
+        """Describe the training; rules know tensor parallelism as another strategy."""
+        asked = super().combination(environ)
+        if self.layout.tp > 1:
             asked = replace(asked, strategy="parallel")
-        return replace(asked, tp=layout.tp, pp=layout.pp, expert_parallel=layout.ep)
+        return replace(asked, pp=self.layout.pp)
 
     def _wait_for_last_batch(self, model: Any) -> None:
         """Do as transformers does until the last micro-batch: with replicas, shards are reduced at each one."""

@@ -1,19 +1,17 @@
 """`ParallelTrainer` as the other packages see it: its class is in a package above them."""
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 from torch import nn
 
 from hfscale.facts.layout import ParallelLayout
-from hfscale.facts.support import Combination
 from hfscale.trainer.strategies.strategy import Strategy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -65,6 +63,7 @@ class Parallel(Strategy):
     """`ParallelTrainer`: tensor, pipeline, context and data parallelism (`parallel`)."""
 
     trainer: "SelfShardedTrainer"
+    engine = "parallel_trainer"
     runs_stages = True
     steps_at_last_batch = True
     has_plain_forward = False
@@ -132,14 +131,6 @@ class Parallel(Strategy):
         """Keep the batches of the step, so that the training can compute them once more."""
         with self.trainer.keeping_batches():
             yield
-
-    def combination(self, environ: Mapping[str, str] = os.environ) -> Combination:
-        """Describe the training. The attention of the model is by now one that `ParallelTrainer` has registered."""
-        axes = self.axes()
-        asked = super().combination(environ)
-        asked = replace(asked, engine="parallel_trainer", attention=None)
-        asked = replace(asked, tp=axes["tp"], pp=axes["pp"], cp=axes["cp"])
-        return replace(asked, expert_parallel=self.expert_ranks())
 
     def is_wrapped(self, wrapper: nn.Module) -> bool:
         """Return True: `ParallelTrainer` distributes the model itself."""

@@ -6,7 +6,7 @@ runs with what is requested here.
 """
 
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hfscale.errors import StrategyMismatchError
@@ -21,7 +21,13 @@ _SIZE = "PARALLELISM_CONFIG_{}_SIZE"
 """Where `accelerate launch` puts the sizes of a config's `parallelism_config`."""
 
 
-def _is_set(environ: Mapping[str, str], name: str) -> bool:
+def is_set(environ: Mapping[str, str], name: str) -> bool:
+    """Return whether a variable of the launcher is true.
+
+    Args:
+        environ (`Mapping[str, str]`): the environment variables.
+        name (`str`): the name of the variable.
+    """
     return environ.get(name, "").lower() in _TRUE
 
 
@@ -47,10 +53,10 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
         args (`TrainingArguments`): the training arguments of this launch.
         environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
     """
-    if args.deepspeed or _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
+    if args.deepspeed or is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         config = deepspeed_config(args.deepspeed_plugin)
         return f"zero{stage_of(config)}"
-    if args.fsdp or _is_set(environ, "ACCELERATE_USE_FSDP"):
+    if args.fsdp or is_set(environ, "ACCELERATE_USE_FSDP"):
         version = environ.get("FSDP_VERSION", "2")
         return f"fsdp{version}"
     ranks_of_matrix = launched_size("tp", environ) or 1
@@ -99,30 +105,6 @@ def launched_size(axis: str, environ: Mapping[str, str] = os.environ) -> int | N
     return int(size)
 
 
-def request_size(axis: str, size: int, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Leave the size of an axis where the launcher does, for everything that reads the request later.
-
-    Args:
-        axis (`str`): its name in `ParallelismConfig`.
-        size (`int`): the ranks.
-        environ (`MutableMapping[str, str]`): the environment variables of the process.
-    """
-    name = _SIZE.format(axis.upper())
-    environ[name] = str(size)
-
-
-def compiles_full_model(args: "TrainingArguments", environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torch.compile compiles the full model, and not each of its layers.
-
-    Args:
-        args (`TrainingArguments`): the training arguments of this launch.
-        environ (`Mapping[str, str]`): the environment variables, from which Accelerate reads it.
-    """
-    return bool(args.torch_compile) and not _is_set(
-        environ, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
-    )
-
-
 def gradient_compression(args: "TrainingArguments") -> str:
     """Return how DDP's gradients are compressed, a value of `--gradient_compression` of the recipes.
 
@@ -147,7 +129,7 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
         StrategyMismatchError: the launcher started another number of processes than this run has, one process would
             train on several GPUs, or the launcher requests Megatron-LM, which transformers' Trainer does not support.
     """
-    if _is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
+    if is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
         # Accelerate would give the Trainer a model it cannot step
         check_support(Combination(strategy="megatron_lm"))
     launched = int(environ.get("WORLD_SIZE", "1"))

@@ -48,6 +48,8 @@ class Strategy:
     kinds: ClassVar[list[type["Strategy"]]] = []
     """The classes; the first one that runs a Trainer is its strategy."""
 
+    engine: ClassVar[str] = "trainer"
+    """What trains, as the rules of `hfscale.facts.support` know it."""
     engine_steps: bool = False
     """Whether an engine steps the optimizer at the end of the last backward pass, before Trainer's own step."""
     runs_stages: bool = False
@@ -160,14 +162,16 @@ class Strategy:
         world = self.trainer.args.world_size
         axes = self.trainer.accelerator.parallelism_config
         cp = 1
+        tp = 1
         replicate = 1
         if axes is not None:
             cp = max(axes.cp_size, axes.sp_size)
+            tp = axes.tp_size
             replicate = axes.dp_replicate_size
         if WEIGHTS not in self.shards:
-            return {"dp_replicate": world // cp, "dp_shard": 1, "cp": cp, "tp": 1, "pp": 1}
-        shard = world // replicate // cp
-        return {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": 1, "pp": 1}
+            return {"dp_replicate": world // cp // tp, "dp_shard": 1, "cp": cp, "tp": tp, "pp": 1}
+        shard = world // replicate // cp // tp
+        return {"dp_replicate": replicate, "dp_shard": shard, "cp": cp, "tp": tp, "pp": 1}
 
     @property
     def schedule(self) -> str:
@@ -399,7 +403,10 @@ class Strategy:
             environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
         """
         asked = with_trainer(describe_request(self.trainer.args, environ), self.trainer)
-        return replace(asked, strategy=self.name, offload=self.offload())
+        asked = replace(asked, engine=self.engine, strategy=self.name, offload=self.offload())
+        axes = self.axes()
+        asked = replace(asked, tp=axes["tp"], pp=axes["pp"], cp=axes["cp"])
+        return replace(asked, expert_parallel=self.expert_ranks())
 
     # ---- what runs
 
