@@ -26,8 +26,8 @@ FOUNDATION = ("errors", "core", "facts", "trainer")
 """What every package may import."""
 TOP = ("__init__", "__main__", "capabilities", "cli")
 """Modules beside the packages, which may import any of them."""
-MAX_IMPORTS_BETWEEN_CAPABILITIES = 106
-MAX_STRATEGY_PLACES, MAX_STRATEGY_FILES, MAX_STRATEGY_LISTS = 75, 19, 13
+MAX_IMPORTS_BETWEEN_CAPABILITIES = 110
+MAX_STRATEGY_PLACES, MAX_STRATEGY_FILES, MAX_STRATEGY_LISTS = 35, 13, 1
 TOOLS = ("report", "check", "planner", "tune")
 """Packages that read the files of a run, or work before one; no package that runs in a training imports them."""
 MAX_SHARE_OF_SCALING_CALLBACK = 0.42
@@ -37,7 +37,7 @@ MAX_SHARE_OF_SCALING_CALLBACK = 0.42
 def imported_by(code):
     """Which of the heavy packages a fresh interpreter has loaded after `code`."""
     probe = f"import sys; {code}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=240)
     return done.stdout.splitlines()[-1].split()
 
 
@@ -277,7 +277,7 @@ def test_a_training_finds_its_report_without_loading_it_first():
         "asked = [name for name in vars(RunReader) if not name.startswith('_')]\n"
         "print(before, sorted(asked), all(callable(getattr(reader, name)) for name in asked))"
     )
-    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.splitlines()[-1] == "False ['card_facts', 'write_report'] True"
 
 

@@ -607,7 +607,6 @@ class TrainerAdapter:
                         callback.before_train(self)
                 for prepare in self._preparations:
                     prepare()
-                Strategy.of(self.trainer).check_support(callback_saves=self.callback_saves)
                 if skips_steps:
                     self._skip_steps()
                 result = train(*args, **kwargs)
@@ -633,13 +632,18 @@ class TrainerAdapter:
         return str(resume_from_checkpoint) if resume_from_checkpoint else None
 
     def _note_chosen_checkpoint(self) -> None:
-        """Note with which checkpoint the training loop is called: a subclass's `train` may choose another one."""
+        """Note with which checkpoint the training loop is called: a subclass's `train` may choose another one.
+
+        There the training is refused too if the table of what works with what refuses it.
+        """
         loop = self.trainer._inner_training_loop
 
         @functools.wraps(loop)
         def note_and_train(*args: Any, **kwargs: Any) -> Any:
             chosen = kwargs.get("resume_from_checkpoint")
             self._resumes_from = str(chosen) if chosen else None
+            # Not before `train`, which makes the model of each trial in a hyperparameter search
+            Strategy.of(self.trainer).check_support(callback_saves=self.callback_saves)
             return loop(*args, **kwargs)
 
         self._replace(self.trainer, "_inner_training_loop", note_and_train)

@@ -19,6 +19,7 @@ from hfscale.metrics.meters.noise_scale import NoiseScaleMeter
 from hfscale.metrics.meters.utilization import UtilizationMeter
 from hfscale.metrics.tokens import TokenCounter, TokenCounts
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.strategies import Strategy
 
 METERS = {
     UtilizationMeter: lambda: UtilizationMeter(1.0, TokenCounter()),
@@ -138,6 +139,7 @@ def test_what_no_rank_knows_has_no_key(tmp_path, kind):
 def test_it_begins_and_ends_any_number_of_times_and_leaves_nothing_behind(tmp_path, kind):
     trainer = prepared_trainer(tmp_path)
     adapter = TrainerAdapter.of(trainer)
+    Strategy.forget(trainer)
     before = hooks_of(trainer.model), set(vars(trainer))
     meter = METERS[kind]()
     meter.end()
@@ -151,4 +153,5 @@ def test_it_begins_and_ends_any_number_of_times_and_leaves_nothing_behind(tmp_pa
         meter.end()
     adapter.restore()
     assert list(meter.numbers(trainer.state)) == first
+    Strategy.forget(trainer)
     assert (hooks_of(trainer.model), set(vars(trainer))) == before

@@ -196,10 +196,13 @@ def test_the_loss_curve_does_not_depend_on_packing(monkeypatch):
     assert packing_benchmark.loss_curve_difference() < 1e-4
 
 
-def test_ranks_of_a_sequence_and_large_masks(tmp_path, caplog):
+def test_ranks_of_a_sequence_and_large_masks(tmp_path, caplog, monkeypatch):
     args = DataArguments(packing="bestfit", block_size=8192)
     set_packing_defaults(args, is_chat=True)
     training = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2)
+    # Ranks can share a sequence under FSDP2, and on GPUs
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    training.use_cpu = False
     with pytest.raises(UsageError, match=r"--packing bestfit and --cp_size 2.*recipes/tp_pp/train.py"):
         cut_document_attention(tiny_causal_lm(), args, training, ParallelLayout(cp=2))
     with caplog.at_level("WARNING", logger="hfscale"):
