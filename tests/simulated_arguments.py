@@ -12,7 +12,7 @@ DEFAULTS: dict[str, Any] = {
     "fsdp": None,
     "gradient_compression": "none",
     "include_num_input_tokens_seen": "no",
-    "is_from_flags": True,
+    "is_of_recipe": True,
     "liger_kernel_config": None,
     "lr_scheduler_type": "linear",
     "mixed_precision": "bf16",

@@ -214,6 +214,9 @@ class RecipeTrainingMixin(_TrainingArguments):
         MissingDependencyError: `--deepspeed` is given and DeepSpeed is not installed.
     """
 
+    is_of_recipe: ClassVar[bool] = True
+    """By this the rules of what works with what know a recipe; it is no flag."""
+
     records: ClassVar[str | None] = None
     """With TRL, the kind of records that its trainer needs: a key of `hfscale.recipe.trl.COLUMNS`."""
 

@@ -14,7 +14,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
-    TrainingArguments,
 )
 
 from benchmarks import packing as packing_benchmark
@@ -199,7 +198,7 @@ def test_the_loss_curve_does_not_depend_on_packing(monkeypatch):
 def test_ranks_of_a_sequence_and_large_masks(tmp_path, caplog, monkeypatch):
     args = DataArguments(packing="bestfit", block_size=8192)
     set_packing_defaults(args, is_chat=True)
-    training = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2)
+    training = RecipeTrainingArguments(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=2)
     # Ranks can share a sequence under FSDP2, and on GPUs
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     training.use_cpu = False

@@ -58,7 +58,7 @@ def describe_request(
     facts = requested(args, environ)
     asked = Combination(
         engine="trainer",
-        recipe=bool(getattr(args, "is_from_flags", False)),
+        recipe=bool(getattr(args, "is_of_recipe", False)),
         strategy=facts.name,
         saves=args.save_strategy != "no",
         liger=_layers_of_liger(args),
