@@ -607,6 +607,9 @@ class TrainerAdapter:
                         callback.before_train(self)
                 for prepare in self._preparations:
                     prepare()
+                # In a hyperparameter search `train` makes the model of each trial
+                if self.trainer.model is not None:
+                    self._check_support()
                 if skips_steps:
                     self._skip_steps()
                 result = train(*args, **kwargs)
@@ -642,11 +645,14 @@ class TrainerAdapter:
         def note_and_train(*args: Any, **kwargs: Any) -> Any:
             chosen = kwargs.get("resume_from_checkpoint")
             self._resumes_from = str(chosen) if chosen else None
-            # Not before `train`, which makes the model of each trial in a hyperparameter search
-            Strategy.of(self.trainer).check_support(callback_saves=self.callback_saves)
+            self._check_support()
             return loop(*args, **kwargs)
 
         self._replace(self.trainer, "_inner_training_loop", note_and_train)
+
+    def _check_support(self) -> None:
+        """Refuse a training that the table of what works with what refuses."""
+        Strategy.of(self.trainer).check_support(callback_saves=self.callback_saves)
 
     def _leave_if_unused(self) -> bool:
         """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""

@@ -6,7 +6,7 @@ here is named after a capability, and a new strategy is one class.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -231,8 +231,7 @@ class Strategy:
         optimizer: Any = self.trainer.optimizer
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
-        innermost: torch.optim.Optimizer = optimizer
-        return innermost
+        return optimizer  # type: ignore[no-any-return]
 
     def collect_full_state_dicts(self) -> None:
         """Have Trainer save complete weights from now on, where the engine can also save shards."""
@@ -318,8 +317,7 @@ class Strategy:
     @contextmanager
     def _gradients_dropped(self) -> Iterator[None]:
         """Keep the backward pass from reaching other ranks or an engine where that could not be undone."""
-        with nullcontext():
-            yield
+        yield
 
     # ---- what was asked for
 
@@ -470,5 +468,5 @@ class Strategy:
 
 def _signature(trainer: "Trainer") -> tuple[Any, ...]:
     """Return what changes when a model is prepared, or distributed in another way."""
-    state = trainer.accelerator.state
-    return id(trainer.model), id(trainer.model_wrapped), state.distributed_type
+    kind = trainer.accelerator.state.distributed_type
+    return id(trainer.model), id(trainer.model_wrapped), kind

@@ -20,8 +20,7 @@ def kept_of(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         `torch.Tensor`: the shard that ZeRO-3 keeps beside an empty parameter; otherwise the tensor itself.
     """
-    kept: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
-    return kept
+    return getattr(tensor, "ds_tensor", tensor)
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -43,8 +42,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
             held = wait()
     if is_traceable_wrapper_subclass(held) or held.is_complex():
         return None
-    plain: torch.Tensor = held.detach()
-    return plain
+    return held.detach()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
