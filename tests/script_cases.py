@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import ParallelismConfig
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, ParallelismConfig
 from forked_ranks import run_ranks
 from native_runs import make_model
 from peft import AdaLoraConfig, LoraConfig, TaskType, get_peft_model
@@ -134,6 +134,12 @@ def adalora(model: Any) -> Any:
     return get_peft_model(model, config)
 
 
+def with_hook(made: Trainer, hook: DDPCommunicationHookType) -> Trainer:
+    """Let DDP send gradients by one of Accelerate's hooks, as a script does."""
+    made.accelerator.ddp_handler = DistributedDataParallelKwargs(comm_hook=hook)
+    return made
+
+
 def grpo(place: Place) -> Trainer:
     """Return TRL's GRPOTrainer with compiled layers."""
     from kinds_trl import generating
@@ -224,6 +230,10 @@ SCRIPTS: dict[str, list[Script]] = {
     "context parallelism without FSDP2 or DeepSpeed": [
         Script(make=lambda f: trainer(f, parallelism_config=ulysses()), uses_meshes=True)
     ],
+    "gradients compressed by NCCL's hooks on a CPU": [
+        Script(make=lambda f: with_hook(trainer(f), DDPCommunicationHookType.BF16)),
+        Script(make=lambda f: with_hook(trainer(f), DDPCommunicationHookType.POWER_SGD)),
+    ],
     "FSDP1": [Script(make=lambda f: trainer(f), env=FSDP | {"FSDP_VERSION": "1"}, uses_meshes=True)],
     "8-bit optimizers with transformers' own sharding": [
         Script(make=lambda f: trainer(f, native(f, fsdp_size=2), optim="adamw_bnb_8bit", save_strategy="no"))
@@ -250,6 +260,7 @@ WORKS: dict[str, Script] = {
     "frozen adapters in a training that saves nothing": Script(
         make=lambda f: trainer(f, lora(tiny_model(), trains_a=False), deepspeed=zero(2), save_strategy="no")
     ),
+    "gradients sent in fp16": Script(make=lambda f: with_hook(trainer(f), DDPCommunicationHookType.FP16)),
     "transformers' own sharding, compiled": Script(
         make=lambda f: trainer(
             f, native(f, fsdp_size=2), torch_compile=True, torch_compile_backend="eager", save_strategy="no"

@@ -27,7 +27,7 @@ FOUNDATION = ("errors", "core", "facts", "trainer")
 TOP = ("__init__", "__main__", "capabilities", "cli")
 """Modules beside the packages, which may import any of them."""
 MAX_IMPORTS_BETWEEN_CAPABILITIES = 110
-MAX_STRATEGY_PLACES, MAX_STRATEGY_FILES, MAX_STRATEGY_LISTS = 35, 13, 1
+MAX_STRATEGY_PLACES, MAX_STRATEGY_FILES, MAX_STRATEGY_LISTS = 35, 14, 1
 TOOLS = ("report", "check", "planner", "tune")
 """Packages that read the files of a run, or work before one; no package that runs in a training imports them."""
 MAX_SHARE_OF_SCALING_CALLBACK = 0.42

@@ -30,9 +30,9 @@ from hfscale.recipe.router_bias import balance_by_bias
 from hfscale.recipe.router_loss import average_router_loss
 from hfscale.recipe.sequence_parallel import fix_sequence_parallel
 from hfscale.scaling import ScalingCallback
+from hfscale.trainer.fsdp2_loading import load_buffers_under_fsdp2
 from hfscale.trainer.precision import sum_gradients_in_fp32
 from hfscale.trainer.state import output_folder
-from hfscale.trainer.strategies.fsdp2 import load_buffers_under_fsdp2
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -56,7 +56,7 @@ Replaced until the end of the training
   a step even if the checkpoint has all of them. Test: test_resume.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
   Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
-- `Accelerator.prepare` (public). By: strategies/fsdp2.py. Reason: Accelerate's FSDP2 cannot load persistent buffers.
+- `Accelerator.prepare` (public). By: fsdp2_loading.py. Reason: Accelerate's FSDP2 cannot load persistent buffers.
   Test: test_fsdp2_loading.py.
 - `Accelerator.deepspeed_ulysses_dl_adapter` (public). By: `wrap_ulysses_loader`. Reason:
   `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,

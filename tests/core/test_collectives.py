@@ -553,6 +553,6 @@ def test_only_channels_exchange_values_of_hfscale():
     measures = {"check/calibrate.py", "check/check.py", "health/measure.py", "health/preflight.py"}
     trains = {"metrics/meters/noise_scale.py", "recipe/compression.py", "recipe/entrypoint.py"}
     trains |= {"recipe/onebit.py", "recipe/sign_mean.py", "recipe/router_bias.py"}
-    trains |= {"optim/newton_schulz.py", "trainer/strategies/fsdp2.py"}
+    trains |= {"optim/newton_schulz.py", "trainer/fsdp2_loading.py"}
     own = {"core/collectives.py", "core/distributed.py", "core/tree.py"}  # distributed: the barrier at the end
     assert {user for user in users if not user.startswith("parallel/")} <= measures | trains | own

@@ -1,12 +1,9 @@
-"""FSDP2 by Accelerate, and what Accelerate needs in order to load a model on rank 0 alone."""
+"""FSDP2 by Accelerate."""
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from torch import nn
@@ -162,57 +159,3 @@ def let_fsdp_run_on_cpu() -> None:
     state = PartialState()  # the one of the process
     if state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU
-
-
-# ---- loading on rank 0 alone (`fsdp_cpu_ram_efficient_loading`)
-
-
-def load_buffers_under_fsdp2(trainer: "Trainer") -> None:
-    """Have Accelerate's FSDP2 load a model with persistent buffers. Call it before `trainer.train()`.
-
-    Accelerate (1.15, `fsdp2_load_full_state_dict`) sends each entry of the state dict as a sharded parameter, and
-    fails at a buffer, such as the bias by which DeepSeek-V3 and GLM-4.5 balance their experts. Buffers that are not
-    persistent are left out. Within `Accelerator.prepare` no buffer is persistent; after it they are again, with the
-    values of rank 0. Under other strategies nothing is done.
-
-    Args:
-        trainer (`Trainer`): `prepare` of its Accelerator is replaced.
-    """
-    if not trainer.is_fsdp_enabled:
-        return
-    plugin = trainer.accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2 or not plugin.cpu_ram_efficient_loading:
-        return
-    prepare = trainer.accelerator.prepare
-
-    @functools.wraps(prepare)
-    def prepare_with_buffers(*args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(argument, nn.Module) for argument in args):
-            return prepare(*args, **kwargs)
-        with _persistent_buffers_left_out(model_of(trainer)):
-            return prepare(*args, **kwargs)
-
-    trainer.accelerator.prepare = prepare_with_buffers
-
-
-@contextmanager
-def _persistent_buffers_left_out(model: nn.Module) -> Iterator[None]:
-    """Let all buffers of a model be non-persistent for a while; afterwards all ranks have those of rank 0."""
-    saved = model.state_dict(keep_vars=True)
-    owners = [
-        (module, name)
-        for path, module in model.named_modules()
-        for name, _ in module.named_buffers(recurse=False)
-        if (f"{path}.{name}" if path else name) in saved
-    ]
-    del saved
-    for module, name in owners:
-        module.register_buffer(name, module.get_buffer(name), persistent=False)
-    try:
-        yield
-    finally:
-        for module, name in owners:
-            module.register_buffer(name, module.get_buffer(name), persistent=True)
-    for module, name in owners:
-        with torch.no_grad():
-            dist.broadcast(module.get_buffer(name), src=0)
