@@ -14,7 +14,7 @@ from hfscale.core.disk_errors import writing
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, UsageError
-from hfscale.facts.strategies import CONVERTIBLE, facts_of, is_family
+from hfscale.facts.strategies import CONVERTIBLE, facts_of
 
 if TYPE_CHECKING:
     from hfscale.checkpoint.manifest import Manifest
@@ -123,7 +123,7 @@ def convert(
         return
     print(f"{target}: step {converted.step}, {to} on {ranks} processes, {_size(summary['bytes'])}")
     print(f"resume from it with --resume_from_checkpoint {target}")
-    if is_family(to, "zero"):
+    if facts_of(to).by_deepspeed:
         print(
             'outside the recipes, DeepSpeed\'s config must contain "checkpoint": {"load_universal": true}'
         )

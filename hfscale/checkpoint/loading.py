@@ -27,7 +27,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
-from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of, is_family
+from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of
 from hfscale.trainer.state import global_batch_size, output_folder
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import requested_strategy
@@ -90,7 +90,7 @@ def readable_checkpoint(
                 # A node with a disk of its own
                 _convert(source, target, manifest, reader, args.world_size)
         checkpoint = str(target)
-    if is_family(reader, "zero") and is_universal(Path(checkpoint)):
+    if facts_of(reader).by_deepspeed and is_universal(Path(checkpoint)):
         _load_universal(args)
     return checkpoint
 

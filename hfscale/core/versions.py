@@ -288,15 +288,6 @@ def group_store(group: Any) -> Any:
     return group.get_group_store() if hasattr(group, "get_group_store") else None
 
 
-def is_distributed_by_transformers(trainer: "Trainer") -> bool:
-    """Return whether transformers itself, and not Accelerate, has distributed the model.
-
-    Args:
-        trainer (`Trainer`): `is_distributed_loading_by_transformers` exists from transformers 5.19.
-    """
-    return bool(getattr(trainer, "is_distributed_loading_by_transformers", False))
-
-
 def distributed_sizes(model: object) -> dict[str, int] | None:
     """Return the sizes with which transformers has distributed a model while it loaded it; None if it has not.
 

@@ -137,14 +137,3 @@ def facts_of(name: str) -> StrategyFacts:
         name=name, family=name, file_format=name, file_layout=name, is_convertible=False
     )
     return STRATEGIES.get(name, unknown)
-
-
-def is_family(name: str, family: str) -> bool:
-    """Return whether a strategy, or a family, belongs to a family.
-
-    Args:
-        name (`str`): the name of a strategy or of a family; others belong to none but their own.
-        family (`str`): the name of a family.
-    """
-    known = STRATEGIES.get(name)
-    return family == (name if known is None else known.family)
