@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from hfscale.core.spelling import plain_value
+from hfscale.core.spelling import plain_value, spelled
 from hfscale.errors import ConfigFileError, ParameterError, UsageError
 
 
@@ -224,12 +224,12 @@ def _reason(error: Exception) -> str:
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
-def parse_bandwidth(text: str, option: str = "--island-bandwidth") -> float:
+def parse_bandwidth(text: str, option: str = "island_bandwidth") -> float:
     """Parse a bandwidth in bits per second such as `1Gbps`, `100Mbit/s` or `2.5 Gbit`.
 
     Args:
         text (`str`): the bandwidth; K, M, G and T are powers of 1000.
-        option (`str`): its flag, for the error.
+        option (`str`): its option, for the error.
 
     Returns:
         `float`: bytes per second.
@@ -241,6 +241,6 @@ def parse_bandwidth(text: str, option: str = "--island-bandwidth") -> float:
     bits = 0.0 if found is None else float(found[1]) * _BITS[found[2].lower()]
     if not 0 < bits < 1e15:
         raise UsageError(
-            f"{option} is {text!r}: write the bits per second of the link, such as 1Gbps or 100Mbps"
+            f"{spelled(option)} is {text!r}: write the bits per second of the link, such as 1Gbps or 100Mbps"
         )
     return bits / 8

@@ -26,7 +26,8 @@ from hfscale.core.logging import print_line
 from hfscale.core.records import RecordTail
 from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME, TIMELINE_NAME
-from hfscale.errors import HfScaleError, UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import HfScaleError, ParameterError, UsageError
 
 BUSY_PERCENT = 5
 """Use of a GPU, or of one core by a process, below which it is idle: monitoring alone uses less."""
@@ -47,7 +48,7 @@ def parse_duration(text: str) -> float:
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text.strip())
     if not found or float(found[1]) <= 0:
-        raise UsageError(f"--idle is {text}: give a duration such as 90s, 15m or 2h")
+        raise ParameterError("idle", text, "give a duration such as 90s, 15m or 2h")
     return float(found[1]) * _UNITS[found[2]]
 
 
@@ -268,9 +269,10 @@ def run(
         raise UsageError(f"command {command[0]} is not found: give a program in PATH, or its path")
     idle_s = parse_duration(idle)
     if pid is not None and not psutil.pid_exists(pid):
-        raise UsageError(f"--pid is {pid}: no such process runs on this machine")
+        raise ParameterError("pid", pid, "no such process runs on this machine")
     if output_dir is not None and output_dir.is_file():
-        raise UsageError(f"--output-dir {output_dir} is a file: give the output directory of a run")
+        named = spelled("output_dir", str(output_dir))
+        raise UsageError(f"{named} is a file: give the output directory of a run")
     names: list[str] = []
     checks: list[ActivityCheck] = []
     main_process = None

@@ -12,6 +12,7 @@ from typing import Any
 
 from hfscale.core.connections import Address, Connection
 from hfscale.core.run_memory import NODE_RANK_VARIABLE, NODES_VARIABLE, PARTS, RunMemory
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.recovery.connections import connect, receive
 from hfscale.recovery.coordinator import Coordinator
@@ -125,9 +126,9 @@ class NodeGroup:
                     report=lambda text: say("nodes", text),
                 )
             except OSError as error:
+                address = spelled("rendezvous", f"{host}:{port}")
                 raise UsageError(
-                    f"--rendezvous {host}:{port} cannot be used: {error.strerror}; give an address of node 0 and a "
-                    "free port"
+                    f"{address} cannot be used: {error.strerror}; give an address of node 0 and a free port"
                 ) from None
         threading.Thread(target=self._replicate, daemon=True, name="hfscale-replicas").start()
 

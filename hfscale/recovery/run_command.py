@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hfscale.core.run_memory import DEFAULT_ROOT
-from hfscale.errors import UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import ParameterError, UsageError
 
 if TYPE_CHECKING:
     from hfscale.recovery.nodes import NodeSettings
@@ -84,30 +85,30 @@ def run(
             f"{script} does not exist in {Path.cwd()}: start the command where it is, or give its path"
         )
     if max_restarts < 0:
-        raise UsageError(f"--max-restarts is {max_restarts}: it must be 0 or greater")
+        raise ParameterError("max_restarts", max_restarts, "it must be 0 or greater")
     if memory_interval_steps is not None and memory_interval_steps < 1:
-        raise UsageError(
-            f"--memory-interval-steps is {memory_interval_steps}: it must be 1 or greater"
+        raise ParameterError(
+            "memory_interval_steps", memory_interval_steps, "it must be 1 or greater"
         )
     if exclude_bad_hosts is not None and not exclude_bad_hosts.absolute().parent.is_dir():
-        raise UsageError(
-            f"--exclude-bad-hosts {exclude_bad_hosts}: its folder does not exist: make it first"
+        raise ParameterError(
+            "exclude_bad_hosts", str(exclude_bad_hosts), "its folder does not exist: make it first"
         )
     if log is not None and (log.is_dir() or not log.absolute().parent.is_dir()):
-        raise UsageError(f"--log {log}: give a file in a folder that exists")
+        raise ParameterError("log", str(log), "give a file in a folder that exists")
     from hfscale.recovery.supervisor import RunSettings, Supervisor
 
     several = {
-        "--node-rank": node_rank != 0,
-        "--rendezvous": rendezvous is not None,
-        "--min-nodes": min_nodes is not None,
-        "--replica-bandwidth": replica_bandwidth is not None,
+        "node_rank": node_rank != 0,
+        "rendezvous": rendezvous is not None,
+        "min_nodes": min_nodes is not None,
+        "replica_bandwidth": replica_bandwidth is not None,
     }
     if nodes < 1:
-        raise UsageError(f"--nodes is {nodes}: it must be 1 or greater")
-    useless = [option for option, is_given in several.items() if is_given]
+        raise ParameterError("nodes", nodes, "it must be 1 or greater")
+    useless = [spelled(option) for option, is_given in several.items() if is_given]
     if nodes == 1 and useless:
-        raise UsageError(f"{useless[0]} needs --nodes: give the number of nodes")
+        raise UsageError(f"{useless[0]} needs {spelled('nodes')}: give the number of nodes")
     settings = RunSettings(
         command=command,
         max_restarts=max_restarts,
@@ -134,27 +135,23 @@ def _nodes(
     from hfscale.recovery.connections import read_token
     from hfscale.recovery.nodes import NodeSettings
 
+    of_nodes = f"with {spelled('nodes', nodes)} it must be"
     if not 0 <= node_rank < nodes:
-        raise UsageError(
-            f"--node-rank is {node_rank}: with --nodes {nodes} it must be 0 to {nodes - 1}"
-        )
+        raise ParameterError("node_rank", node_rank, f"{of_nodes} 0 to {nodes - 1}")
     host, _, port = (rendezvous or "").rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 2**16:
         given = "missing" if rendezvous is None else rendezvous
-        raise UsageError(
-            f"--rendezvous is {given}: give the host of node 0 and a free port, such as node0:29400"
-        )
+        fix = "give the host of node 0 and a free port, such as node0:29400"
+        raise UsageError(f"{spelled('rendezvous')} is {given}: {fix}")
     if min_nodes is not None and not 1 <= min_nodes <= nodes:
-        raise UsageError(
-            f"--min-nodes is {min_nodes}: with --nodes {nodes} it must be 1 to {nodes}"
-        )
+        raise ParameterError("min_nodes", min_nodes, f"{of_nodes} 1 to {nodes}")
     if wait_s <= 0:
-        raise UsageError(f"--node-wait is {wait_s:g}: it must be positive")
+        raise UsageError(f"{spelled('node_wait')} is {wait_s:g}: it must be positive")
     bytes_per_s = None
     if bandwidth is not None:
         from hfscale.core.flags import parse_bandwidth
 
-        bytes_per_s = parse_bandwidth(bandwidth, "--replica-bandwidth")
+        bytes_per_s = parse_bandwidth(bandwidth, "replica_bandwidth")
     return NodeSettings(
         nodes=nodes,
         node_rank=node_rank,

@@ -34,6 +34,7 @@ from hfscale.core.run_memory import (
     RunMemory,
     remove_abandoned,
 )
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.recovery.children import (
     adopt_orphans,
@@ -136,9 +137,9 @@ class Supervisor:
         try:
             self._memory = RunMemory.create(self._settings.root)
         except OSError as error:
+            named = spelled("memory_dir", str(self._settings.root))
             raise UsageError(
-                f"--memory-dir {self._settings.root} cannot be used: {error.strerror}; name a folder of a file system "
-                "in memory (tmpfs)"
+                f"{named} cannot be used: {error.strerror}; name a folder of a file system in memory (tmpfs)"
             ) from None
         adopt_orphans()  # ranks whose launcher is killed
         previous = {number: signal.signal(number, self._forward) for number in _FORWARDED}
