@@ -9,6 +9,7 @@ from typing import Any
 
 from hfscale.core.disk_errors import writing
 from hfscale.core.shipped import shipped_root
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.job import Job, strategy_of
@@ -65,7 +66,7 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
     }
     if uses_deepspeed(choice.estimate.job):
         files["deepspeed.json"] = json.dumps(deepspeed_config(choice.estimate.job), indent=2) + "\n"
-    with writing(f"--emit {folder}", "give another folder"):
+    with writing(spelled("emit", str(folder)), "give another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -74,30 +75,33 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
 
 def _chosen(plan: Plan, number: int) -> Choice:
     """The choice of this number, after checking that it can be launched."""
+    emit_name = spelled("emit")
     if not plan.choices:
-        raise UsageError("--emit: no layout fits, so there is nothing to write; plan for more GPUs")
+        raise UsageError(
+            f"{emit_name}: no layout fits, so there is nothing to write; plan for more GPUs"
+        )
     if plan.request.stack != "hf":
-        raise UsageError(
-            f"--emit writes files for stack hf only, and --stack is {plan.request.stack}: plan with --stack hf"
-        )
+        given = f"{spelled('stack')} is {plan.request.stack}"
+        fix = f"plan with {spelled('stack', 'hf')}"
+        raise UsageError(f"{emit_name} writes files for stack hf only, and {given}: {fix}")
+    more = f"raise {spelled('top')}"
     if not 1 <= number <= len(plan.choices):
-        raise UsageError(
-            f"--choice is {number}, and there are {len(plan.choices)} choices: raise --top, or give a smaller number"
-        )
+        given = f"{spelled('choice')} is {number}"
+        there_are = f"there are {len(plan.choices)} choices"
+        raise UsageError(f"{given}, and {there_are}: {more}, or give a smaller number")
     choice = plan.choices[number - 1]
     reason = why_not(choice.estimate.job)
     if reason is None:
         return choice
     other = plan.next_launchable
     if other is None:
-        fix = f"none of the {len(plan.choices)} choices can: raise --top"
+        fix = f"none of the {len(plan.choices)} choices can: {more}"
     else:
         other_number, other_choice = other
         job = other_choice.estimate.job
-        fix = f"--choice {other_number} can ({strategy_of(job)}, {job.layout_summary})"
-    raise UsageError(
-        f"--emit: choice {number}, {choice.estimate.job.layout_summary}, cannot be launched ({reason}); {fix}"
-    )
+        fix = f"{spelled('choice', other_number)} can ({strategy_of(job)}, {job.layout_summary})"
+    refused = f"choice {number}, {choice.estimate.job.layout_summary}, cannot be launched"
+    raise UsageError(f"{emit_name}: {refused} ({reason}); {fix}")
 
 
 def launch_command(job: Job, folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from hfscale.core.options import check_options
-from hfscale.core.spelling import speaking
+from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
@@ -54,14 +54,14 @@ def run(
     if source.table is not None:
         if model is not None:
             raise UsageError(f"give a MODEL ({model}) or --table ({source.table}), not both")
-        with speaking("python"):  # an error of a row names its column
-            _run_table(source.table)
+        _run_table(source.table)
         return 0
     gpu = given["gpu"]
     gpus = gpu_flags["gpus"]
     axes = AxisOptions(**axis_flags)
     check_options(AxisOptions, vars(axes))
     zero = given["zero"]
+    # Where a script is traced, the place of the model holds its first argument
     if source.script is not None:
         argv = [str(source.script), *([] if model is None else [model]), *(arguments or [])]
         if zero is None:
@@ -98,18 +98,19 @@ def _run_script(
     from hfscale.planner.script import estimate_script, trace_script
 
     if given["gpu"] is None:
-        raise UsageError("--script needs --gpu, such as H100-80GB")
+        gpu = spelled("gpu")
+        raise UsageError(f"{spelled('script')} needs {gpu}, such as H100-80GB")
     if not Path(argv[0]).is_file():
-        raise UsageError(f"--script {argv[0]} is not a file: give a training script")
+        raise UsageError(f"{spelled('script', argv[0])} is not a file: give a training script")
     zero = given["zero"]
     precision = given["precision"]
-    a_zero_stage("--zero", zero)
+    a_zero_stage("zero", zero)
     at_most(MAX_RANKS)("gpus", gpus)
     for name in ("cp", "tp", "pp"):
         if getattr(axes, name) > 1:
-            raise UsageError(
-                f"--script is estimated with data parallelism alone: leave --{name} out"
-            )
+            script = spelled("script")
+            axis = spelled(name)
+            raise UsageError(f"{script} is estimated with data parallelism alone: leave {axis} out")
     row = find_accelerator(given["gpu"], given["hardware"])
     counts = trace_script(argv, gpus=gpus, precision="bf16" if precision == "fp8" else precision)
     found = estimate_script(
@@ -195,23 +196,23 @@ def _print_estimate(result: Estimate) -> None:
 
 def _run_table(path: Path) -> None:
     """Print a JSON line for every row of a CSV table in UTF-8. The line of a wrong row contains an error."""
+    table = spelled("table", str(path))
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
             if missing:
-                raise UsageError(
-                    f"--table {path} has no column {', '.join(missing)}: it needs {', '.join(REQUIRED)}"
-                )
+                columns = ", ".join(missing)
+                needed = ", ".join(REQUIRED)
+                raise UsageError(f"{table} has no column {columns}: it needs {needed}")
             for number, row in enumerate(reader):
                 sys.stdout.write(json.dumps(table_line(number, row)) + "\n")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(
-            f"--table {path} cannot be read: {reason}; give a CSV file in UTF-8"
-        ) from None
+        raise UsageError(f"{table} cannot be read: {reason}; give a CSV file in UTF-8") from None
 
 
+@speaking("python")  # an error of a row names its column
 def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     """Estimate one row of a table.
 

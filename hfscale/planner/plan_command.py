@@ -12,7 +12,8 @@ import typer
 
 from hfscale.core.flags import parse_bandwidth
 from hfscale.core.options import names_of, options_of
-from hfscale.errors import UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import ParameterError, UsageError
 from hfscale.facts.compression import Compression
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.command_line import make_command
@@ -22,6 +23,7 @@ from hfscale.planner.option_fields import default_of, flag_of, make_options
 from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput
 from hfscale.planner.plan import plan_gpu_types, plan_with
 
+_COMPARE_FIRST = "compare first, then name the one"
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -44,8 +46,10 @@ def run(
     gpus = given["gpus"]
     if output.calibrate:
         if gpu is not None or gpus is not None:
+            asked = spelled("calibrate")
+            hardware = " and ".join(map(spelled, ("gpu", "gpus")))
             raise UsageError(
-                "--calibrate measures this machine: leave out --gpu and --gpus, and plan afterwards"
+                f"{asked} measures this machine: leave out {hardware}, and plan afterwards"
             )
         return _run_calibration(None if model is None else Path(model), as_json=output.as_json)
     if model is None or gpu is None or gpus is None:
@@ -61,16 +65,18 @@ def run(
     places = _islands(IslandOptions(**island_flags))
     if "," in gpu:
         if places is not None:
-            raise UsageError(
-                f"--gpu is {gpu}: --islands takes one GPU; compare first, then name the one"
-            )
+            islands = spelled("islands")
+            rule = f"{islands} takes one GPU; {_COMPARE_FIRST}"
+            raise ParameterError("gpu", gpu, rule)
         if output.emit is not None or output.plot is not None:
-            raise UsageError(
-                f"--gpu is {gpu}: --emit and --plot take one GPU; compare first, then name the one"
-            )
+            emit_name = spelled("emit")
+            plot_name = spelled("plot")
+            rule = f"{emit_name} and {plot_name} take one GPU; {_COMPARE_FIRST}"
+            raise ParameterError("gpu", gpu, rule)
         names = [name.strip() for name in gpu.split(",") if name.strip()]
         if not names:
-            raise UsageError(f"--gpu is {gpu!r}: give names of GPUs, such as H100-80GB,A100-80GB")
+            given_gpu = f"{spelled('gpu')} is {gpu!r}"
+            raise UsageError(f"{given_gpu}: give names of GPUs, such as H100-80GB,A100-80GB")
         return _compare(model, names, options, as_json=output.as_json)
     result = plan_with(model, options)
     written = []
@@ -127,14 +133,13 @@ def _islands(flags: IslandOptions) -> Islands | None:
     bandwidth = flags.island_bandwidth
     if flags.islands is None:
         if bandwidth is not None:
-            raise UsageError(
-                f"--island-bandwidth is {bandwidth}, and --islands is missing: give the number of islands"
-            )
+            given = f"{spelled('island_bandwidth')} is {bandwidth}"
+            islands = spelled("islands")
+            raise UsageError(f"{given}, and {islands} is missing: give the number of islands")
         return None
     if bandwidth is None:
-        raise UsageError(
-            f"--islands is {flags.islands}: give --island-bandwidth too, such as 1Gbps"
-        )
+        needed = spelled("island_bandwidth")
+        raise ParameterError("islands", flags.islands, f"give {needed} too, such as 1Gbps")
     return Islands(
         count=flags.islands,
         link_bytes_s=parse_bandwidth(bandwidth),
@@ -162,8 +167,9 @@ def _run_calibration(file: Path | None, *, as_json: bool) -> int:
     it."""
     path = file or user_hardware_file()
     if path.suffix != ".toml":
+        given = spelled("calibrate")
         raise UsageError(
-            f"--calibrate writes TOML, and the file is {path}: use a name such as hardware.toml"
+            f"{given} writes TOML, and the file is {path}: use a name such as hardware.toml"
         )
     if path.exists():
         read_hardware_file(path)  # report a wrong file before minutes of measuring
@@ -198,7 +204,8 @@ def _parse_tokens(text: str) -> float:
     )
     tokens = float(found[1]) * _UNITS[found[2].upper()] if found else 0.0
     if not 0 < tokens < 1e18:
-        raise UsageError(f"--tokens is {text!r}: write a number of tokens such as 500M, 20B or 1T")
+        given = f"{spelled('tokens')} is {text!r}"
+        raise UsageError(f"{given}: write a number of tokens such as 500M, 20B or 1T")
     return tokens
 
 

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.core.disk_errors import writing
+from hfscale.core.spelling import spelled
 from hfscale.core.versions import require
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError, UsageError
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.job import strategy_of
 from hfscale.planner.plan import Choice, Plan
@@ -28,9 +29,11 @@ def draw(plan: Plan, path: Path) -> None:
         StorageError: the file cannot be written.
     """
     if path.suffix not in SUFFIXES:
-        raise UsageError(f"--plot is {path}: use a name that ends in {', '.join(SUFFIXES)}")
+        raise ParameterError("plot", str(path), f"use a name that ends in {', '.join(SUFFIXES)}")
     if not plan.choices:
-        raise UsageError("--plot: no layout fits, so there is nothing to draw; plan for more GPUs")
+        raise UsageError(
+            f"{spelled('plot')}: no layout fits, so there is nothing to draw; plan for more GPUs"
+        )
     require("hfscale plan --plot")
     from matplotlib.figure import Figure
 

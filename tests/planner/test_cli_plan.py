@@ -474,7 +474,7 @@ class TestTable:
         path = tmp_path / "t.csv"
         path.write_text("model,seq_len\na,1\n")
         found = run(capsys, "estimate", "--table", str(path), code=2)
-        assert "no column gpus, gpu_type" in found.err
+        assert f"--table {path} has no column gpus, gpu_type" in found.err
         assert len(found.err.splitlines()) == 1
 
     def test_an_invalid_table_is_one_line(self, capsys, tmp_path):

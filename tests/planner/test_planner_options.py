@@ -124,7 +124,6 @@ def test_the_flag_and_the_help_text_of_an_option_are_written_once():
     in_strings = {text: number for text, number in texts.items() if text in flags}
     assert in_strings == {
         "--json": 1,
-        "--zero": 1,
         "--calibrate": 1,
         "--emit": 1,
         "--choice": 1,

@@ -106,6 +106,7 @@ def test_wrong_usage(script, capsys, counts):
         (["--script", "no.py", *gpu], "no.py"),
         (["--script", script[0], *gpu, "--tp", "2", "--gpus", "2"], "--tp"),
         (["--script", script[0]], "--gpu"),
+        (["--script", script[0], *gpu, "--zero", "7"], " --zero is 7"),
         (["llama-3.1-8b", "stray", *gpu], "stray"),
     ):
         assert main(["estimate", *argv]) == 2
