@@ -29,6 +29,7 @@ from hfscale.core.findings import Finding, has_errors
 from hfscale.core.logging import print_line
 from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.rank_store import RankStore, launcher_has_store
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
 from hfscale.health import measure, node, preflight
@@ -295,8 +296,9 @@ def _device(request: CheckRequest, local_rank: int) -> torch.device:
     if torch.cuda.is_available() and request.backend != "gloo":
         return torch.device("cuda", local_rank % torch.cuda.device_count())
     if request.backend == "nccl":
+        backend = spelled("backend", request.backend)
         raise UsageError(
-            "--backend nccl needs a GPU, and torch finds none here: leave the flag out, or check nvidia-smi"
+            f"{backend} needs a GPU, and torch finds none here: leave it out, or check nvidia-smi"
         )
     return torch.device("cpu")
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from hfscale.errors import UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import ParameterError, UsageError
 
 DEFAULT_DEADLINE_S = 120.0
 EXAMPLES = (
@@ -72,25 +73,27 @@ def run(
     """Check this node; under `accelerate launch -m hfscale check` all ranks and the links between them too."""
     begun = time.monotonic()
     if collectives and parity:
-        raise UsageError("--collectives and --parity are two checks: give one of them")
+        both = f"{spelled('collectives')} and {spelled('parity')}"
+        raise UsageError(f"{both} are two checks: give one of them")
     if collectives or parity:
         _check_positive(steps, quiet)
         if parity:
             return _check_parity(command or [], steps, quiet, as_json)
         return _check_collectives(command or [], steps, quiet, small_model, as_json)
     if command:
+        either = f"{spelled('collectives')} or {spelled('parity')}"
         raise UsageError(
-            f"'{command[0]}' is not an option: a launch command is checked with --collectives or --parity"
+            f"'{command[0]}' is not an option: a launch command is checked with {either}"
         )
     if deadline < 5:
         raise UsageError(
-            f"--deadline is {deadline:g}: give at least 5 s, since starting the processes takes longer"
+            f"{spelled('deadline')} is {deadline:g}: give at least 5 s, since starting the processes takes longer"
         )
     if backend not in (None, "nccl", "gloo"):
-        raise UsageError(f"--backend is {backend}: use nccl or gloo")
-    for flag, value in (("--notice", notice), ("--checkpoint-gib", checkpoint_gib)):
+        raise ParameterError("backend", backend, "use nccl or gloo")
+    for name, value in (("notice", notice), ("checkpoint_gib", checkpoint_gib)):
         if value is not None and value <= 0:
-            raise UsageError(f"{flag} is {value:g}: it must be greater than 0")
+            raise UsageError(f"{spelled(name)} is {value:g}: it must be greater than 0")
     from hfscale.check.check import CheckRequest, check_all, leave
 
     report = check_all(
@@ -110,9 +113,9 @@ def run(
 
 
 def _check_positive(steps: int, quiet_s: float) -> None:
-    for flag, value in (("--steps", steps), ("--quiet", quiet_s)):
+    for name, value in (("steps", steps), ("quiet", quiet_s)):
         if value < 1:
-            raise UsageError(f"{flag} is {value:g}: it must be at least 1")
+            raise UsageError(f"{spelled(name)} is {value:g}: it must be at least 1")
 
 
 def _check_collectives(

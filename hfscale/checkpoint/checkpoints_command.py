@@ -13,7 +13,8 @@ from hfscale.checkpoint.store import CORRUPT, GOOD, CheckpointInfo, inspect, is_
 from hfscale.core.disk_errors import writing
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.errors import CheckpointError, UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import CheckpointError, ParameterError, UsageError
 from hfscale.facts.strategies import CONVERTIBLE, facts_of
 
 if TYPE_CHECKING:
@@ -98,14 +99,15 @@ def convert(
     from hfscale.checkpoint.conversion import convert
 
     if to not in CONVERTIBLE:
-        raise UsageError(f"--to is {to}: use one of {', '.join(CONVERTIBLE)}")
+        raise ParameterError("to", to, f"use one of {', '.join(CONVERTIBLE)}")
     source, manifest = _open(source, global_batch_size)
     facts = facts_of(to)
     ranks = world_size or (1 if facts.is_for_one_process else manifest.world_size)
     # Without an engine that shards, a single process and several have strategies of their own
     if not facts.shards and facts.is_for_one_process != (ranks == 1):
+        size = spelled("world_size", ranks)
         raise UsageError(
-            f"--to is {to} with --world-size {ranks}: use 'single' for one process, 'ddp' for several"
+            f"{spelled('to')} is {to} with {size}: use 'single' for one process, 'ddp' for several"
         )
     _check_new(target)
     with writing(target, "make room or give another folder"):
@@ -151,7 +153,7 @@ def export(
     from hfscale.checkpoint.export import DTYPES, export
 
     if dtype not in ("auto", *DTYPES):
-        raise UsageError(f"--dtype is {dtype}: use one of auto, {', '.join(DTYPES)}")
+        raise ParameterError("dtype", dtype, f"use one of auto, {', '.join(DTYPES)}")
     shard_bytes = _bytes(max_shard_size)
     # The weights do not depend on it
     checkpoint, manifest = _open(checkpoint, global_batch_size or 1)
@@ -260,7 +262,7 @@ def _age(seconds: float) -> str:
 def _bytes(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) == 0:
-        raise UsageError(f"--max-shard-size is {text}: write a size like 5GB or 500MiB")
+        raise ParameterError("max_shard_size", text, "write a size like 5GB or 500MiB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
