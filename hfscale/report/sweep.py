@@ -22,7 +22,8 @@ from hfscale.core.flags import read_yaml_mapping, split_off_config
 from hfscale.core.records import read_events, read_records
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
-from hfscale.errors import HfScaleError, StorageError, UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import HfScaleError, ParameterError, StorageError, UsageError
 from hfscale.facts.layout import split_batch
 from hfscale.metrics.baseline import Baseline, Mode, Workload
 from hfscale.metrics.triage import TriageInput, triage
@@ -72,10 +73,10 @@ class Sweep:
                 f"recipe {self.recipe[0]} is not a file: give a script, then its flags"
             )
         if self.repeats < 1:
-            raise UsageError(f"--repeats is {self.repeats}: it must be at least 1")
+            raise ParameterError("repeats", self.repeats, "it must be at least 1")
         if self.steps < 2 * LOGS_PER_RUN:
-            raise UsageError(
-                f"--steps is {self.steps}: a measurement needs at least {2 * LOGS_PER_RUN}"
+            raise ParameterError(
+                "steps", self.steps, f"a measurement needs at least {2 * LOGS_PER_RUN}"
             )
         if self.mode == "strong":
             for number in self.gpus:
@@ -95,8 +96,9 @@ class Sweep:
             return []
         per_device = _flag_value(self.recipe, "per_device_train_batch_size")
         if per_device is None:
+            mode = spelled("mode", self.mode)
             raise UsageError(
-                "--mode strong keeps the global batch: give --per_device_train_batch_size with the recipe's flags"
+                f"{mode} keeps the global batch: give --per_device_train_batch_size with the recipe's flags"
             )
         total = (
             per_device
@@ -105,9 +107,11 @@ class Sweep:
         )
         split = split_batch(total, number, per_device)
         if split is None:
-            raise UsageError(
-                f"--mode strong: a global batch of {total} sequences does not divide over {number} processes; give a "
-                f"multiple of {number}"
+            raise ParameterError(
+                "mode",
+                self.mode,
+                f"a global batch of {total} sequences does not divide over {number} processes; give a "
+                f"multiple of {number}",
             )
         per_device, accumulation = split
         return [
@@ -278,9 +282,8 @@ def _one_run(sweep: Sweep, number: int, kept: Path) -> None:
                 if (output_dir / name).is_file():
                     shutil.move(output_dir / name, kept / name)
     except OSError as error:
-        raise StorageError(
-            f"--output-dir {sweep.output_dir} cannot be written: {error.strerror}"
-        ) from None
+        given = spelled("output_dir", str(sweep.output_dir))
+        raise StorageError(f"{given} cannot be written: {error.strerror}") from None
 
 
 def _launch(command: Sequence[str], log: Path, sweep: Sweep) -> None:

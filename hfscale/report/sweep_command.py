@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hfscale.core.shipped import find_config
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError
 from hfscale.metrics.baseline import record_baseline, user_file
 from hfscale.report.sweep import Measurement, Sweep, run_sweep
 
@@ -55,7 +55,7 @@ def run(
 ) -> int:
     """Run a recipe on 1, 2, 4 … processes, compare their speeds and record the smallest as a baseline."""
     if mode not in ("weak", "strong"):
-        raise UsageError(f"--mode is {mode}: it must be weak or strong")
+        raise ParameterError("mode", mode, "it must be weak or strong")
     sweep = Sweep(
         recipe=recipe or [],
         gpus=parse_gpus(gpus),
@@ -99,8 +99,8 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(
         words
     ):
-        raise UsageError(
-            f"--gpus is {text}: it must be a list of different positive integers, such as 1,2,4,8"
+        raise ParameterError(
+            "gpus", text, "it must be a list of different positive integers, such as 1,2,4,8"
         )
     return tuple(sorted(int(word) for word in words))
 
@@ -110,8 +110,8 @@ def _check_gpus(gpus: Sequence[int]) -> None:
 
     available = torch.cuda.device_count()
     if 0 < available < max(gpus):
-        raise UsageError(
-            f"--gpus is {max(gpus)}, but this machine has {available}: give at most that many"
+        raise ParameterError(
+            "gpus", max(gpus), f"this machine has {available}; give at most that many"
         )
 
 

@@ -17,6 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from transformers import TrainingArguments
 
 from hfscale.core.flags import read_yaml, read_yaml_mapping, split_off_config
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.arguments import ParallelArguments
@@ -170,8 +171,9 @@ def read_command(
     if "hfscale.recipe" not in text or "parse_arguments" not in text:
         return _of_own_script(launch, text, model, seq_len)
     if model is not None or seq_len is not None:
+        both = f"{spelled('model')} and {spelled('seq_len')}"
         raise UsageError(
-            f"--model and --seq-len are for other scripts: the flags of the recipe {script} name them"
+            f"{both} are for other scripts: the flags of the recipe {script} name them"
         )
     rest, config = split_off_config(launch.training_script_args)
     values = (read_yaml_mapping(config, None) if config else {}) | values_of(rest)

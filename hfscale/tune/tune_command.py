@@ -18,6 +18,7 @@ import typer
 from hfscale.core.disk_errors import writing
 from hfscale.core.options import check_options
 from hfscale.core.shipped import find_config, shipped_root
+from hfscale.core.spelling import spelled
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
 from hfscale.planner.command_line import make_command
@@ -107,7 +108,8 @@ def run(command: list[str] | None, flags: dict[str, Any]) -> int:
     options = TuneOptions(**flags)
     check_options(TuneOptions, vars(options))
     if (options.budget is None) != (options.usd_per_gpu_hour is None):
-        raise UsageError("--budget and --usd-per-gpu-hour belong together: give both or neither")
+        both = f"{spelled('budget')} and {spelled('usd_per_gpu_hour')}"
+        raise UsageError(f"{both} belong together: give both or neither")
     from hfscale.tune.launch_command import read_command
 
     # The processes of a run are ended on the way out

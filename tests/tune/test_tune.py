@@ -120,7 +120,7 @@ class TestCommand:
         assert (found.model, found.seq_len, found.global_batch, found.method) == ("llama-3.2-1b", 16, 32, "lora")
         assert found.precision(has_bf16=True) == "fp32"  # TrainingArguments' default, not the recipes'
         assert found.kept_values == {"rows": "64", "use_peft": True}
-        with pytest.raises(UsageError, match="--model and --seq-len are for other scripts"):
+        with pytest.raises(UsageError, match=r"^model and seq_len are for other scripts"):
             read_command(launch(), model="llama-3.2-1b")
 
 

@@ -23,6 +23,7 @@ from urllib.parse import parse_qs, urlsplit
 from hfscale import __version__
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
+from hfscale.core.spelling import spelled
 from hfscale.errors import HfScaleError, ParameterError, UsageError
 from hfscale.report.watch.live import CHARTS, Runs, describe
 from hfscale.report.watch.open_metrics import CONTENT_TYPE, Textfile, exposition
@@ -71,10 +72,8 @@ class WatchServer(ThreadingHTTPServer):
         self._textfile = textfile
         self.is_local = is_loopback(host)
         if token is None and not self.is_local:
-            raise UsageError(
-                f"--host {host} can be reached by other machines: give a --token, or {TOKEN_VARIABLE}, or leave "
-                "--host out and use ssh -L"
-            )
+            fix = f"give a {spelled('token')}, or {TOKEN_VARIABLE}, or leave {spelled('host')} out and use ssh -L"
+            raise UsageError(f"{spelled('host', host)} can be reached by other machines: {fix}")
         if token is not None and len(token) < MIN_TOKEN_LENGTH:
             raise UsageError(
                 f"the token has {len(token)} characters: give at least {MIN_TOKEN_LENGTH}"
