@@ -19,6 +19,7 @@ from hfscale import (
     ScalingMetricsCallback,
     SpotCheckpointCallback,
 )
+from hfscale.core.flags import parse_bandwidth
 from hfscale.core.options import flags_of, options_from, options_of
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import ParameterError, UsageError
@@ -28,7 +29,8 @@ from hfscale.islands.options import IslandOptions
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
 from hfscale.metrics.profiler import ProfilerCallback
 from hfscale.parallel.stages import StagePlan
-from hfscale.recipe.arguments import OF_CALLBACKS, ScalingArguments
+from hfscale.recipe.arguments import OF_CALLBACKS, ScalingArguments, SourceArguments
+from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.parsing import parse_arguments
 
 BAD_VALUES = [
@@ -172,6 +174,29 @@ def test_an_error_of_a_callback_in_a_recipe_names_the_flag(flags, line, python):
     done = python(REPOSITORY / "recipes" / "ddp" / "train.py", "--output_dir", "out", *flags)
     assert done.code == 2, done.err[-2000:]
     assert [found.removeprefix("hfscale: error: ")[: len(line)] for found in done.lines("hfscale: error")] == [line]
+
+
+@pytest.mark.parametrize(
+    ("ask", "names", "rule"),
+    [
+        (lambda: SourceArguments(streaming=True), ["streaming", "train_file", "dataset_name"], "{} is given without "),
+        (
+            lambda: ModelArguments(merge_adapters=True),
+            ["merge_adapters", "use_peft", "model_name_or_path"],
+            "{} merges ",
+        ),
+        (lambda: parse_bandwidth("1", "replica_bandwidth"), ["replica_bandwidth"], "{} is '1': "),
+    ],
+    ids=lambda case: case[0] if isinstance(case, list) else "",
+)
+@pytest.mark.parametrize(("speaker", "dashes"), [("python", ""), ("recipe", "--")])
+def test_an_error_about_several_parameters_spells_all_of_them_as_the_caller_does(speaker, dashes, ask, names, rule):
+    with pytest.raises(UsageError) as caught, speaking(speaker):
+        ask()
+    assert str(caught.value).startswith(rule.format(f"{dashes}{names[0]}"))
+    assert re.findall(r"(?:--)?\b[a-z]+_[a-z_]+\b", str(caught.value)) == [
+        f"{dashes}{name}" for name in names if "_" in name
+    ]
 
 
 WITHOUT_FLAG = {

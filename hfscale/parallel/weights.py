@@ -26,6 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from hfscale.core import distributed
+from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import version_of
 from hfscale.core.versions import is_fsdp_enabled, is_lora_layer
 from hfscale.errors import UsageError
@@ -154,9 +155,10 @@ def read_weights(
             if missing
             else f"another shape of {sorted(info.mismatched_keys)[0][0]}"
         )
+        named = spelled("model_name_or_path", name_or_path)
+        family = model.config.model_type
         raise UsageError(
-            f"--model_name_or_path {name_or_path} has {what}: it is not a {model.config.model_type} of this config; "
-            "give the config that belongs to it"
+            f"{named} has {what}: it is not a {family} of this config; give the config that belongs to it"
         )
 
 
@@ -190,9 +192,10 @@ def _weight_files(name_or_path: str) -> list[str]:
         index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME)
         return list(get_checkpoint_shard_files(name_or_path, index)[0])
     except OSError as error:
+        named = spelled("model_name_or_path", name_or_path)
         raise UsageError(
-            f"--model_name_or_path {name_or_path} has no {SAFE_WEIGHTS_NAME}: other formats cannot be read in parts; "
-            "give a folder or hub id with safetensors files"
+            f"{named} has no {SAFE_WEIGHTS_NAME}: other formats cannot be read in parts; give a folder or hub id with "
+            "safetensors files"
         ) from error
 
 

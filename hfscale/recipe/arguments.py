@@ -23,7 +23,7 @@ from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.options import check_flags, options_taken_by, with_flags_of
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import pass_activation_checkpointing, require
-from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
+from hfscale.errors import HfScaleError, MissingDependencyError, ParameterError, UsageError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.options import IslandOptions
@@ -110,21 +110,17 @@ class SourceArguments:
         self.named_by: str | None = None  # the line of --data_mix that names this source
         named = [name for name in ("dataset_name", "train_file", "data_mix") if getattr(self, name)]
         if len(named) > 1:
-            raise UsageError(
-                f"--{named[0]} and --{named[1]} both name the training text: give one of them"
-            )
-        if self.validation_file and not named:
-            raise UsageError(
-                "--validation_file is given without --train_file or --dataset_name: give one of them too"
-            )
-        if self.streaming and not named:
-            raise UsageError(
-                "--streaming is given without --train_file or --dataset_name: give one of them too"
-            )
+            both = " and ".join(map(spelled, named[:2]))
+            raise UsageError(f"{both} both name the training text: give one of them")
+        dataset = spelled("dataset_name")
+        for name in ("validation_file", "streaming"):
+            if getattr(self, name) and not named:
+                given = spelled(name)
+                either = f"{spelled('train_file')} or {dataset}"
+                raise UsageError(f"{given} is given without {either}: give one of them too")
         if self.dataset_config_name and not self.dataset_name:
-            raise UsageError(
-                f"--dataset_config_name {self.dataset_config_name} is given without --dataset_name: give both"
-            )
+            given = spelled("dataset_config_name", self.dataset_config_name)
+            raise UsageError(f"{given} is given without {dataset}: give both")
         require_positive(self, "max_train_samples", "max_eval_samples")
         require_from_0(self, validation_split_percentage=100)
 
@@ -168,9 +164,8 @@ class DataArguments(SourceArguments):
         require_positive(self, "block_size", "preprocessing_num_workers")
         require_from_0(self, "show_samples")
         if self.chat_template and not Path(self.chat_template).is_file():
-            raise UsageError(
-                f"--chat_template {self.chat_template} is not a file: give one with a Jinja template"
-            )
+            given = spelled("chat_template", self.chat_template)
+            raise UsageError(f"{given} is not a file: give one with a Jinja template")
         rows = Combination(packing=self.packing, document_attention=self.document_attention)
         check_support(rows)
 
@@ -294,13 +289,12 @@ class RecipeTrainingMixin(_TrainingArguments):
         self._set_hardware_defaults()
         self._check_numbers()
         if self.max_steps == 0 or self.max_steps < -1:
-            raise UsageError(
-                f"--max_steps {self.max_steps} trains nothing: give 1 or more, or -1 to count epochs"
-            )
+            given = spelled("max_steps", self.max_steps)
+            raise UsageError(f"{given} trains nothing: give 1 or more, or -1 to count epochs")
         if self.save_strategy == "best" and self.metric_for_best_model is None:
-            raise UsageError(
-                "--save_strategy best needs a metric: give --metric_for_best_model, such as loss"
-            )
+            given = spelled("save_strategy", "best")
+            metric = spelled("metric_for_best_model")
+            raise UsageError(f"{given} needs a metric: give {metric}, such as loss")
         self.cuts_attention = False  # until a model's attention is cut between documents
         if self.torch_compile_regional:
             use_regional_compilation(self)
@@ -316,10 +310,9 @@ class RecipeTrainingMixin(_TrainingArguments):
             self.torch_compile_backend
             and self.torch_compile_backend.upper() not in DynamoBackend.list()
         ):
-            raise UsageError(
-                f"--torch_compile_backend {self.torch_compile_backend} is not known: choose one of "
-                f"{', '.join(DynamoBackend.list()).lower()}"
-            )
+            given = spelled("torch_compile_backend", self.torch_compile_backend)
+            known = ", ".join(DynamoBackend.list()).lower()
+            raise UsageError(f"{given} is not known: choose one of {known}")
         if self.deepspeed:
             require("DeepSpeed", "--deepspeed")
         _check_deepspeed_config(self.deepspeed)
@@ -328,9 +321,9 @@ class RecipeTrainingMixin(_TrainingArguments):
             super().__post_init__()  # type: ignore[no-untyped-call]
         for name in self.report_to or []:
             if name not in INTEGRATION_TO_CALLBACK:
-                raise UsageError(
-                    f"--report_to {name} is not known: choose one of all, none, {', '.join(INTEGRATION_TO_CALLBACK)}"
-                )
+                given = spelled("report_to", name)
+                known = ", ".join(INTEGRATION_TO_CALLBACK)
+                raise UsageError(f"{given} is not known: choose one of all, none, {known}")
             if name == "wandb":
                 require("W&B", "--report_to wandb")
         _check_scheduler(self)
@@ -418,14 +411,13 @@ class RecipeTrainingMixin(_TrainingArguments):
         )
 
     def _selective_kwargs(self) -> dict[str, object]:
+        selective = spelled("recompute", self.recompute)
         if not self.activation_checkpointing:
-            raise UsageError(
-                "--recompute selective chooses what is recomputed: give --activation_checkpointing true too"
-            )
+            needed = spelled("activation_checkpointing", True)
+            raise UsageError(f"{selective} chooses what is recomputed: give {needed} too")
         if self.activation_checkpointing_kwargs:
-            raise UsageError(
-                "--recompute selective and --activation_checkpointing_kwargs exclude each other: give one"
-            )
+            kwargs = spelled("activation_checkpointing_kwargs")
+            raise UsageError(f"{selective} and {kwargs} exclude each other: give one")
         return checkpointing_kwargs(self.recompute)
 
 
@@ -470,14 +462,14 @@ class RecipeTrainingArguments(RecipeTrainingMixin, TrainingArguments):
             self, "compression_start_step", "router_aux_loss_coef", "router_bias_update_rate"
         )
         if self.gradient_compression in ONE_BIT_OPTIMIZERS and self.compression_start_step == 0:
-            raise UsageError(
-                f"--compression_start_step 0: {self.gradient_compression} needs a warm-up in which it measures the "
-                "variance of the gradients: give 15 to 25% of the steps"
-            )
+            method = self.gradient_compression
+            rule = f"{method} needs a warm-up in which it measures the variance of the gradients"
+            fix = "give 15 to 25% of the steps"
+            raise ParameterError("compression_start_step", 0, f"{rule}; {fix}")
         if self.fused_loss == "liger" and self.use_liger_kernel is False:
-            raise UsageError(
-                "--fused_loss liger and --use_liger_kernel false exclude each other: give one of them"
-            )
+            loss = spelled("fused_loss", "liger")
+            layers = spelled("use_liger_kernel", False)
+            raise UsageError(f"{loss} and {layers} exclude each other: give one of them")
         super().__post_init__()
 
 
@@ -506,9 +498,10 @@ def complete_early_stopping(args: TrainingArguments, patience: int | None) -> No
     args.metric_for_best_model = args.metric_for_best_model or "loss"
     args.greater_is_better = False
     if args.eval_strategy == "no":
-        raise UsageError(
-            "--early_stopping_patience counts evaluations: give --eval_strategy steps --eval_steps N too"
-        )
+        given = spelled("early_stopping_patience")
+        strategy = spelled("eval_strategy", "steps")
+        steps = spelled("eval_steps")
+        raise UsageError(f"{given} counts evaluations: give {strategy} and {steps} too")
 
 
 def check_evaluation(args: TrainingArguments, *, has_evaluation: bool) -> None:
@@ -523,9 +516,9 @@ def check_evaluation(args: TrainingArguments, *, has_evaluation: bool) -> None:
     """
     if args.eval_strategy != "no" and not has_evaluation:
         strategy = IntervalStrategy(args.eval_strategy).value
-        raise UsageError(
-            f"--eval_strategy {strategy} needs text to evaluate on: give --validation_file"
-        )
+        given = spelled("eval_strategy", strategy)
+        text = spelled("validation_file")
+        raise UsageError(f"{given} needs text to evaluate on: give {text}")
 
 
 def _check_json(name: str, value: object, *, is_text: bool) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled, spelled_value
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.preparation import kept_environment, worker_processes
@@ -141,9 +142,10 @@ def _converter(
     is_text = record_format == "completion" and isinstance(first["prompt"], str)
     loss_on = args.loss_on or ("completion" if record_format == "completion" else "assistant")
     if is_text and loss_on == "assistant":
+        given = spelled("loss_on", loss_on)
+        fix = f"{spelled('loss_on', 'completion')} or {spelled_value('all')}"
         raise UsageError(
-            f"--loss_on assistant needs messages, and {source} has prompts and completions as text: give --loss_on "
-            "completion or all"
+            f"{given} needs messages, and {source} has prompts and completions as text: give {fix}"
         )
     if not is_text and tokenizer.chat_template is None:
         raise UsageError(
@@ -633,20 +635,19 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     Raises:
         UsageError: the file cannot be read, or is not a Jinja template.
     """
+    named = spelled("chat_template", file)
     try:
         tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except OSError as error:
-        raise UsageError(
-            f"--chat_template {file} cannot be read ({error.strerror}): check the path"
-        ) from None
+        raise UsageError(f"{named} cannot be read ({error.strerror}): check the path") from None
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"--chat_template {file} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+            f"{named} is not UTF-8 text (byte {error.start}): save it as UTF-8"
         ) from None
     except TemplateSyntaxError as error:
         raise UsageError(
-            f"--chat_template {file} is not a Jinja template: line {error.lineno}: {error.message}"
+            f"{named} is not a Jinja template: line {error.lineno}: {error.message}"
         ) from None
     except (TemplateError, TypeError):
         pass  # it may need more than one message

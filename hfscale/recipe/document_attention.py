@@ -20,6 +20,7 @@ from torch.func import functional_call
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
+from hfscale.core.spelling import spelled
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.strategies.tensors import full_shape
@@ -49,15 +50,19 @@ def cut_attention(model: "PreTrainedModel | PeftModel") -> str:
     base: Any = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     name = attention_implementation(base.config)
     if name not in (*_DENSE, "flex_attention") and not is_flash_attention(name):
+        given = spelled("attn_implementation", name)
+        uncut = spelled("document_attention", False)
         raise UsageError(
-            f"--attn_implementation {name} is not known to cut attention between documents: use sdpa, flex_attention "
-            "or flash_attention_2, or give --document_attention false"
+            f"{given} is not known to cut attention between documents: use sdpa, flex_attention or "
+            f"flash_attention_2, or give {uncut}"
         )
     reason = reason_not_to_cut(base)
     if reason is not None:
+        uncut = spelled("document_attention", False)
+        unpacked = spelled("packing", "none")
+        fix = f"give {uncut}, or {unpacked}"
         raise UnsupportedModelError(
-            f"the attention of {type(base).__name__} cannot be cut between documents: {reason}; give "
-            "--document_attention false, or --packing none"
+            f"the attention of {type(base).__name__} cannot be cut between documents: {reason}; {fix}"
         )
     if is_flash_attention(name):
         base.base_model.register_forward_pre_hook(pass_document_lengths, with_kwargs=True)

@@ -21,7 +21,7 @@ from hfscale.core.disk_errors import storage_error
 from hfscale.core.logging import is_main_process, print_line
 from hfscale.core.options import names_of
 from hfscale.core.rank_link import connect
-from hfscale.core.spelling import speaking
+from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError
 from hfscale.recipe.arguments import OF_CALLBACKS, one_line
 
@@ -116,6 +116,7 @@ def check_output_dir(output_dir: str) -> None:
         StorageError: it cannot be created or written.
     """
     folder = Path(output_dir)
+    named = spelled("output_dir", output_dir)
     probe = folder / f".hfscale-write-probe-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,11 +127,9 @@ def check_output_dir(output_dir: str) -> None:
             probe.unlink(missing_ok=True)
     except OSError as error:
         if isinstance(error, FileExistsError | NotADirectoryError):
-            raise UsageError(
-                f"--output_dir {output_dir} is a file, or lies in one: name a folder"
-            ) from None
+            raise UsageError(f"{named} is a file, or lies in one: name a folder") from None
         raise StorageError(
-            f"--output_dir {output_dir} cannot be written: {error.strerror}: make it writable or name another"
+            f"{named} cannot be written: {error.strerror}: make it writable or name another"
         ) from None
     if is_main_process():
         lock_output_dir(output_dir)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import import_utils
 
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.core.versions import (
     context_parallel_size,
     is_at_least,
@@ -181,7 +182,8 @@ def choose_loss(trainer: Trainer, kernels: Kernels) -> None:
     if args.fused_loss == "chunked":
         reason = _why_not_fused(trainer) or reason_not_to_chunk(trainer.model)
         if reason is not None:
-            raise UsageError(f"--fused_loss chunked: {reason}; leave --fused_loss out")
+            given = spelled("fused_loss", "chunked")
+            raise UsageError(f"{given}: {reason}; leave {spelled('fused_loss')} out")
         evaluate_without_logits(trainer, compute_loss_in_chunks(trainer.model))
         logger.info(
             "loss: head and cross-entropy for %s tokens at a time, without all logits (--fused_loss none: from all "

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accelerate import ParallelismConfig
 from transformers.distributed import DistributedConfig
 
-from hfscale.core.spelling import Speaker, speaking
+from hfscale.core.spelling import Speaker, speaking, spelled
 from hfscale.core.versions import require
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.experts import check_experts_divide
@@ -155,9 +155,9 @@ def set_up_parallelism(
     with speaking(_speaker(parallel)):
         check_support(asked, *_SIZES)
     if parallel.fsdp_size and parallel.dp_shard_size not in (None, parallel.fsdp_size):
-        raise LayoutError(
-            f"--fsdp_size {parallel.fsdp_size} and --dp_shard_size {parallel.dp_shard_size} are the same: give one"
-        )
+        fsdp = spelled("fsdp_size", parallel.fsdp_size)
+        shard = spelled("dp_shard_size", parallel.dp_shard_size)
+        raise LayoutError(f"{fsdp} and {shard} are the same: give one")
     layout.check_world_size(args.world_size)
     if isinstance(layout, NativeParallelLayout):
         layout.check_experts()

@@ -16,6 +16,7 @@ from datasets import Dataset, IterableDataset, interleave_datasets
 
 from hfscale.core.flags import nearest, read_yaml
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.errors import ConfigFileError, DataError
 from hfscale.recipe.arguments import SourceArguments
 
@@ -45,8 +46,8 @@ def read_mix(args: _Arguments) -> list[tuple[float, _Arguments]]:
         ConfigFileError: the file is missing or not YAML, or a source has an unknown key, no weight or no name.
         DataError: a source is a .txt file.
     """
-    flag = f"--data_mix {args.data_mix}"
-    items = read_yaml(str(args.data_mix), "--data_mix")
+    flag = spelled("data_mix", args.data_mix)
+    items = read_yaml(str(args.data_mix), spelled("data_mix"))
     if not isinstance(items, list) or not items:
         raise ConfigFileError(
             f"{flag} is not a list: write one line '- {{train_file: FILE, weight: 1}}' per source"

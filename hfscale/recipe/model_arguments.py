@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfscale.core.flags import flag, require_from_0, require_positive
+from hfscale.core.spelling import spelled
 from hfscale.core.versions import require
 from hfscale.errors import UsageError
 from hfscale.facts.support import Combination, check_support
@@ -53,18 +54,21 @@ class ModelArguments:
     )
 
     def __post_init__(self) -> None:
+        model = spelled("model_name_or_path")
         if self.model_name_or_path and self.config_name:
+            config = spelled("config_name")
             raise UsageError(
-                "--model_name_or_path starts from a checkpoint and --config_name from scratch: give one of them"
+                f"{model} starts from a checkpoint and {config} from scratch: give one of them"
             )
         if self.load_in_4bit and not (self.use_peft and self.model_name_or_path):
-            raise UsageError(
-                "--load_in_4bit is for the frozen base model of adapters: give --use_peft true and "
-                "--model_name_or_path too"
-            )
+            given = spelled("load_in_4bit")
+            both = f"{spelled('use_peft', True)} and {model}"
+            raise UsageError(f"{given} is for the frozen base model of adapters: give {both} too")
         if self.merge_adapters and not (self.use_peft and self.model_name_or_path):
+            given = spelled("merge_adapters")
+            use_peft = spelled("use_peft")
             raise UsageError(
-                "--merge_adapters merges the adapters of --use_peft into the model of --model_name_or_path: give both"
+                f"{given} merges the adapters of {use_peft} into the model of {model}: give both"
             )
         method = "qlora" if self.load_in_4bit else None
         check_support(Combination(method=method, merge_adapters=self.merge_adapters))

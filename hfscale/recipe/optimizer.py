@@ -8,7 +8,8 @@ import torch
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from hfscale.errors import UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import ParameterError
 from hfscale.optim.muon import Muon
 from hfscale.trainer.hooks import use_optimizer
 from hfscale.trainer.state import requested_optimizer
@@ -74,9 +75,11 @@ def muon_options(args: TrainingArguments) -> dict[str, Any]:
         try:
             options[name] = _OPTIONS[name](text)
         except (KeyError, ValueError):
-            raise UsageError(
-                f"--optim_args {pair}: --optim muon takes momentum=0.95, iterations=5, adjust_lr=match_rms_adamw or "
-                "original, and dtype=bfloat16 or float32"
+            raise ParameterError(
+                "optim_args",
+                pair,
+                f"{spelled('optim', MUON)} takes momentum=0.95, iterations=5, adjust_lr=match_rms_adamw or original, "
+                "and dtype=bfloat16 or float32",
             ) from None
     return options
 

@@ -20,7 +20,7 @@ from hfscale.core.flags import (
     to_argv,
 )
 from hfscale.core.logging import is_main_process
-from hfscale.core.spelling import plain_value, speaking
+from hfscale.core.spelling import plain_value, speaking, spelled
 from hfscale.core.tables import read_table
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.parallel.arguments import ParallelArguments
@@ -149,7 +149,8 @@ def parse_arguments(
         )
     _, data_args, _, training_args, *_ = parsed
     if data_args.streaming and training_args.max_steps < 0:
-        raise UsageError("--streaming reads a text of unknown length: give --max_steps")
+        steps = spelled("max_steps")
+        raise UsageError(f"{spelled('streaming')} reads a text of unknown length: give {steps}")
     if data_args.streaming and "dataloader_num_workers" not in _given(tokens):
         # The positions of worker processes in a stream are unknown; a thread in this process reads ahead instead.
         training_args.dataloader_num_workers = 0

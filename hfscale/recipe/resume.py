@@ -18,6 +18,7 @@ from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.run_memory import RunMemory
+from hfscale.core.spelling import spelled
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
 from hfscale.facts.strategies import facts_of
@@ -67,9 +68,8 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         has_manifest = START.on_rank_0("given checkpoint", lambda: _check_given(Path(requested)))
         problem = why_not_resumable(Path(requested), START) if has_manifest else None
         if problem is not None:
-            raise CheckpointError(
-                f"--resume_from_checkpoint: {problem}; name another, or give true"
-            )
+            named = spelled("resume_from_checkpoint")
+            raise CheckpointError(f"{named}: {problem}; name another, or give true")
         check_pickles_on_all_ranks(Path(requested), START)
         _check_best(Path(requested), args)
         return requested
@@ -223,9 +223,8 @@ def _has_results(output_dir: Path, checkpoint: Path) -> bool:
 def _check_given(checkpoint: Path) -> bool:
     """Return whether the checkpoint has a manifest."""
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
-        raise UsageError(
-            f"--resume_from_checkpoint {checkpoint} is not a checkpoint folder: name one, or give true or false"
-        )
+        given = spelled("resume_from_checkpoint", str(checkpoint))
+        raise UsageError(f"{given} is not a checkpoint folder: name one, or give true or false")
     if (checkpoint / MANIFEST_NAME).is_file():
         return True
     logger.info(

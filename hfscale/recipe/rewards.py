@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from hfscale.core.flags import nearest
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import errors_name_flag
 
@@ -35,8 +36,9 @@ class RewardArguments:
 
     def __post_init__(self) -> None:
         if not self.reward_functions:
+            named = spelled("reward_functions")
             raise UsageError(
-                "--reward_functions is missing: name at least one Python function, such as rewards.py:is_correct"
+                f"{named} is missing: name at least one Python function, such as rewards.py:is_correct"
             )
 
     def load_functions(self) -> list[RewardFunction]:
@@ -49,13 +51,12 @@ class RewardArguments:
 
 
 def _load(name: str) -> RewardFunction:
+    given = spelled("reward_functions", name)
     place, colon, function_name = name.rpartition(":")
     if not colon or not place or not function_name:
-        raise UsageError(
-            f"--reward_functions {name} is not of the form path.py:name or package.module:name"
-        )
+        raise UsageError(f"{given} is not of the form path.py:name or package.module:name")
     if place.endswith(".py") and not Path(place).is_file():
-        raise UsageError(f"--reward_functions {name}: {place} does not exist")
+        raise UsageError(f"{given}: {place} does not exist")
     with errors_name_flag("--reward_functions", name):
         module = (
             _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
@@ -63,9 +64,8 @@ def _load(name: str) -> RewardFunction:
     function: Any = getattr(module, function_name, None)
     if not callable(function):
         named = [other for other, value in vars(module).items() if callable(value)]
-        raise UsageError(
-            f"--reward_functions {name}: {place} has no function {function_name}{nearest(function_name, named)}"
-        )
+        hint = nearest(function_name, named)
+        raise UsageError(f"{given}: {place} has no function {function_name}{hint}")
     return function  # type: ignore[no-any-return]
 
 

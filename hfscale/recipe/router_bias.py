@@ -21,6 +21,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from hfscale.core.collectives import TRAINING
 from hfscale.core.distributed import is_distributed
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.trainer.expert_counter import (
@@ -61,11 +62,17 @@ def check_has_bias(config: "PreTrainedConfig", rate: float) -> None:
 def _require_bias(layers: Collection[str], config: "PreTrainedConfig", rate: float) -> None:
     """Make a model without a layer whose router has a bias a UsageError."""
     if not layers:
+        family = config.get_text_config().model_type
+        other = spelled("router_aux_loss_coef")
         raise UsageError(
-            f"--router_bias_update_rate {rate:g}: the routers of {config.get_text_config().model_type} have no "
-            "bias that balances their experts, as those of deepseek_v3 and glm4_moe do: leave it out (or give "
-            "--router_aux_loss_coef)"
+            f"{_given(rate)}: the routers of {family} have no bias that balances their experts, as those of "
+            f"deepseek_v3 and glm4_moe do: leave it out (or give {other})"
         )
+
+
+def _given(rate: float) -> str:
+    """Return the option and its value, for errors."""
+    return spelled("router_bias_update_rate", rate)
 
 
 def biased_routers(model: nn.Module) -> dict[str, nn.Module]:
@@ -139,9 +146,8 @@ class RouterBiasCallback(TrainerCallback):
         for name, dtype in layers.items():
             if dtype != str(torch.float32):
                 raise UsageError(
-                    f"--router_bias_update_rate {self._rate:g}: the bias of the router of {name} is in "
-                    f"{dtype}, where such a step may change nothing: use FSDP2, which keeps it in "
-                    "fp32, or leave it out"
+                    f"{_given(self._rate)}: the bias of the router of {name} is in {dtype}, where such a step may "
+                    "change nothing: use FSDP2, which keeps it in fp32, or leave it out"
                 )
         self._counter = counter_of(self._trainer)
         self._has_counted = False
@@ -161,9 +167,9 @@ class RouterBiasCallback(TrainerCallback):
         unknown = self._counter.unknown_mask
         if unknown:
             raise UsageError(
-                f"--router_bias_update_rate {self._rate:g}: an attention mask {unknown} does not tell which "
-                "tokens are padding, which would count in the load of the experts: have the data collator give "
-                "one of (batch, sequence), or leave the flag out"
+                f"{_given(self._rate)}: an attention mask {unknown} does not tell which tokens are padding, which "
+                "would count in the load of the experts: have the data collator give one of (batch, sequence), or "
+                "leave it out"
             )
         counts = torch.cat(self._counter.counts)
         if is_distributed():
@@ -171,7 +177,7 @@ class RouterBiasCallback(TrainerCallback):
         if not self._has_counted:
             self._has_counted = bool(counts.any())  # waits for a GPU, so in the first step only
             if not self._has_counted:
-                raise UsageError(f"--router_bias_update_rate {self._rate:g}: {NOTHING_COUNTED}")
+                raise UsageError(f"{_given(self._rate)}: {NOTHING_COUNTED}")
         sizes = [len(own) for own in self._counter.counts]
         for name, tokens in zip(self._counter.layers, counts.split(sizes), strict=True):
             if name in self._routers:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.trainer.strategies import Strategy
@@ -37,10 +38,11 @@ def set_router_loss(config: "PreTrainedConfig", coefficient: float | None) -> No
         return
     text = config.get_text_config()
     if not hasattr(text, _NAME):
+        given = spelled(_NAME, coefficient)
+        other = spelled("router_bias_update_rate")
         raise UsageError(
-            f"--{_NAME} {coefficient}: {text.model_type} has no load-balancing loss in transformers (for "
-            "those that balance their experts by a bias, as DeepSeek-V3 and GLM-4.5 do, there is "
-            "--router_bias_update_rate); leave it out"
+            f"{given}: {text.model_type} has no load-balancing loss in transformers (for those that balance their "
+            f"experts by a bias, as DeepSeek-V3 and GLM-4.5 do, there is {other}); leave it out"
         )
     text.output_router_logits = coefficient > 0
     text.router_aux_loss_coef = coefficient

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 
 from hfscale.core import disk_errors
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.errors import DataError, HealthError, HfScaleError, StorageError, UsageError
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import SourceArguments
@@ -218,14 +219,14 @@ def _file_of(args: SourceArguments, split: str) -> str | None:
 def source_name(args: SourceArguments, split: str) -> str:
     """Return the flag and the value that name the records of a split, for error messages."""
     if split == "validation" and args.validation_file:
-        return f"--validation_file {args.validation_file}"
+        return spelled("validation_file", args.validation_file)
     if args.named_by:
         return f"{args.named_by}: {args.train_file or args.dataset_name}"
     if args.data_mix:
-        return f"--data_mix {args.data_mix}"
+        return spelled("data_mix", args.data_mix)
     if args.train_file:
-        return f"--train_file {args.train_file}"
-    return f"--dataset_name {args.dataset_name}" if args.dataset_name else "the embedded text"
+        return spelled("train_file", args.train_file)
+    return spelled("dataset_name", args.dataset_name) if args.dataset_name else "the embedded text"
 
 
 def is_continuous_text(args: SourceArguments, split: str) -> bool:

@@ -18,6 +18,7 @@ from datasets.table import InMemoryTable
 from transformers import PreTrainedTokenizerBase
 
 from hfscale.core.logging import get_logger
+from hfscale.core.spelling import spelled
 from hfscale.errors import DataError, UsageError
 
 logger = get_logger(__name__)
@@ -57,9 +58,8 @@ def load_token_files(files: Sequence[Path], *, streaming: bool, source: str) -> 
         UsageError: they are to be streamed.
     """
     if streaming:
-        raise UsageError(
-            f"--streaming is given with {source}: token files are mapped, not loaded; leave it out"
-        )
+        given = f"{spelled('streaming')} is given with {source}"
+        raise UsageError(f"{given}: token files are mapped, not loaded; leave it out")
     # The files name their tokenizer; tokens of another one would be other words to the model, without an error.
     headers = {path: _read_header(path, source) for path in files}
     if len(set(headers.values())) > 1:

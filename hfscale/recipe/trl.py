@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from hfscale.core.flags import require_from_0, require_positive
-from hfscale.core.spelling import speaking
+from hfscale.core.spelling import speaking, spelled
 from hfscale.core.versions import is_fsdp_enabled, require_for_import
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.parallel.weights import draw_weights
@@ -85,9 +85,11 @@ class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
             UsageError: there is such a term, and neither adapters nor a checkpoint of the model.
         """
         if self.beta and not (model_args.use_peft or model_args.model_name_or_path):
+            model = spelled("model_name_or_path")
+            given = spelled("beta", self.beta)
+            beta = spelled("beta")
             raise UsageError(
-                f"--beta {self.beta} compares with a reference model, which TRL loads from --model_name_or_path: give "
-                "it, or leave --beta out"
+                f"{given} compares with a reference model, which TRL loads from {model}: give it, or leave {beta} out"
             )
 
     def keep_global_batch(
