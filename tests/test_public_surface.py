@@ -28,6 +28,8 @@ TOP = ("__init__", "__main__", "capabilities", "cli")
 """Modules beside the packages, which may import any of them."""
 MAX_IMPORTS_BETWEEN_CAPABILITIES = 110
 MAX_STRATEGY_PLACES, MAX_STRATEGY_FILES, MAX_STRATEGY_LISTS = 35, 14, 1
+MAX_ERRORS_WITH_A_LITERAL_FLAG = 8
+"""Flags of a command line that is read as text, whoever gives it: `--config`, and those of a launch command."""
 TOOLS = ("report", "check", "planner", "tune")
 """Packages that read the files of a run, or work before one; no package that runs in a training imports them."""
 MAX_SHARE_OF_SCALING_CALLBACK = 0.42
@@ -210,6 +212,39 @@ def test_few_places_ask_which_strategy_runs():
     assert places.total() <= MAX_STRATEGY_PLACES
     assert len(places) <= MAX_STRATEGY_FILES
     assert len(lists) <= MAX_STRATEGY_LISTS
+
+
+def errors_with_a_literal_flag(source):
+    """The lines of a module that raise an error whose message begins with a literal flag."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            message = node.exc.args[0]
+            first = message.values[0] if isinstance(message, ast.JoinedStr) else message
+            if isinstance(first, ast.Constant) and str(first.value).startswith("--"):
+                found.append(node.lineno)
+    return found
+
+
+def test_few_errors_begin_with_a_literal_flag():
+    """`spelled` and `ParameterError` name an option as its caller wrote it: lower the number, and never raise it."""
+    found = [
+        f"{name}:{line}"
+        for name, path in modules()
+        for line in errors_with_a_literal_flag(path.read_text(encoding="utf-8"))
+    ]
+    assert len(found) <= MAX_ERRORS_WITH_A_LITERAL_FLAG, found
+
+
+def test_an_error_that_begins_with_a_literal_flag_is_found():
+    lines = (
+        'raise UsageError("--to is missing")',
+        'raise UsageError(f"--to is {to}") from None',
+        "raise UsageError(f\"{spelled('to')} is missing\")",
+        'raise ParameterError("to", to, "--from too")',
+        "raise",
+    )
+    assert errors_with_a_literal_flag("\n".join(lines)) == [1, 2]
 
 
 def imports_of_tools(imports):
