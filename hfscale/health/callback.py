@@ -112,6 +112,7 @@ class CommHealthCallback(AdapterCallback):
         self._replay: StepReplay | None = None
         self._alarmed_at: dict[str, float] = {}
         self._checkpoint_bytes = 0
+        self._is_supervised = False
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -161,6 +162,7 @@ class CommHealthCallback(AdapterCallback):
         self._replay = replay
         self._healthy_step = state.global_step
         self._checkpoint_bytes = _checkpoint_bytes(trainer)
+        self._is_supervised = is_any_rank_supervised()
         rank_store = (
             connect_rank_store(args)
             if self.options.preflight or self.options.hang_after_s
@@ -276,7 +278,7 @@ class CommHealthCallback(AdapterCallback):
             rank_store,
             output_folder(args),
             limits=Limits(floor_s=hang_after_s, outside_s=max(Limits.outside_s, 10 * hang_after_s)),
-            abort=self.options.on_hang == "abort" or connect() is not None,
+            abort=self.options.on_hang == "abort" or self._is_supervised,
             inside=training_frame(),
         )
         self._watchdog.start()
@@ -381,7 +383,7 @@ class CommHealthCallback(AdapterCallback):
         """
         log_findings(found)
         self._raise_alarms(found, self._healthy_step)
-        if self.options.on_bad_training == "stop" or connect() is not None:
+        if self.options.on_bad_training == "stop" or self._is_supervised:
             self._stop(found, _newest_good_step(verified_step))
 
     def _forget_replay(self) -> None:
@@ -452,6 +454,16 @@ def _newest_good_step(verified_step: int) -> int:
             )
     good: int = TRAINING.gather("replay: good step", kept)[0]
     return good
+
+
+def is_any_rank_supervised() -> bool:
+    """Return whether `hfscale run` supervises a rank, the same on all ranks. Every rank must call it.
+
+    A rank may have no supervisor where others have one: its node was launched without, or its supervisor is gone.
+    """
+    is_supervised = connect() is not None
+    (any_supervised,) = TRAINING.maximum("start: supervised", [float(is_supervised)])
+    return any_supervised > 0
 
 
 def connect_rank_store(args: TrainingArguments) -> RankStore | None:
