@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,15 @@ class Replicated(Strategy):
 
     @contextmanager
     def _gradients_dropped(self) -> Iterator[None]:
-        """Keep DDP from averaging the gradients."""
+        """Keep DDP from averaging the gradients, and have its next forward pass broadcast buffers as this one does."""
         ddp = self.ddp()
-        with nullcontext() if ddp is None else ddp.no_sync():
+        if ddp is None:
             yield
+            return
+        broadcasts = ddp.require_forward_param_sync
+        with ddp.no_sync():
+            yield
+        ddp.require_forward_param_sync = broadcasts
 
     def is_wrapped(self, wrapper: nn.Module) -> bool:
         """Return whether DDP has wrapped the model; one process needs no wrapper."""

@@ -304,8 +304,8 @@ class Strategy:
     def without_effect(self) -> Iterator[nn.Module]:
         """Let a micro-batch be computed in the `with` block without training on it.
 
-        Use it before the first micro-batch of a step: no gradients are kept. Random numbers and buffers are the
-        caller's business.
+        Use it before the first micro-batch of a step: no gradients of the model are kept. Random numbers, and what
+        modules and the Trainer hold, are the caller's business.
 
         Yields:
             `nn.Module`: what `training_step` is given as the model.
