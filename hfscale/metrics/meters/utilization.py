@@ -8,6 +8,7 @@ from typing import Any
 from transformers import Trainer, TrainerState
 
 from hfscale.core.logging import get_logger
+from hfscale.core.replaying import is_replaying
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.hardware import peak_dtype
 from hfscale.metrics.flop_counter import StepFlops, extends_loss, has_own_loss, reason_not_to_count
@@ -88,7 +89,7 @@ class UtilizationMeter(Meter):
 
         @functools.wraps(compute_loss)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if self._step is not None:
+            if self._step is not None and not is_replaying():
                 self._step.start()
             return compute_loss(*args, **kwargs)
 
