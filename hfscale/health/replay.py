@@ -29,7 +29,9 @@ from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
 from hfscale.core.spelling import spelled
 from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
-from hfscale.health.replay_run import MicroBatch, check_can_replay
+from hfscale.health.replay_run import MicroBatch
+from hfscale.health.replay_state import check_state
+from hfscale.health.replayable import check_can_replay
 from hfscale.health.replica_hashes import ReplicaHashes
 from hfscale.health.state_hashes import StateHashes
 from hfscale.trainer.state import model_of
@@ -50,11 +52,14 @@ class StepReplay:
             each host, and the last step in which a replay has found nothing, or with which the training began.
 
     Raises:
-        UsageError: the strategy or the arguments do not allow it.
+        UsageError: the strategy, the arguments, the class of the Trainer or what it refers to do not allow it.
     """
 
     def __init__(self, trainer: Trainer, every_steps: int, found: Judge) -> None:
-        check_can_replay(trainer, f"{spelled('replay_every_steps')} is {every_steps}")
+        self._asked = f"{spelled('replay_every_steps')} is {every_steps}"
+        with TRAINING.agreed("replay: start"):
+            check_can_replay(trainer, self._asked)
+            check_state(trainer, self._asked)
         self._trainer = trainer
         self._every = every_steps
         self._found = found
@@ -180,12 +185,7 @@ class StepReplay:
         self._is_equal = True
         if not self._compare_states("the beginning"):
             self._compare_replicas()
-        micro_batch = MicroBatch(self._trainer, training_step)
-        records = []
-        for _ in range(2 if self._excluded is None else 1):
-            with replaying(), self._record() as record:
-                record.loss(micro_batch.replay(inputs, args, kwargs))
-            records.append(record)
+        records = self._replay(training_step, (inputs, args, kwargs))
         self._seconds += time.perf_counter() - begun
         with self._record() as record, self._stepping_engine():
             loss = training_step(model, inputs, *args, **kwargs)
@@ -197,6 +197,24 @@ class StepReplay:
         self._compare(records[-1], record)
         self._seconds += time.perf_counter() - begun
         return loss
+
+    def _replay(self, training_step: Callable[..., Any], called: tuple[Any, ...]) -> list[Record]:
+        """Compute the micro-batch once, or twice in the first replay of a launch, which checks the weights too."""
+        weights = None
+        with TRAINING.agreed("replay: state"):
+            micro_batch = MicroBatch(self._trainer, training_step, called, self._asked)
+            if self._is_learning:
+                weights = micro_batch.weights()
+        records = []
+        for _ in range(2 if self._is_learning else 1):
+            with replaying(), self._record() as record:
+                record.loss(micro_batch.replay())
+            micro_batch.put_back()  # after the hooks of the record have been removed
+            records.append(record)
+        if weights is not None:
+            with TRAINING.agreed("replay: weights"):
+                micro_batch.check_weights(weights)
+        return records
 
     def _report_excluded(self) -> None:
         assert self._excluded is not None

@@ -7,6 +7,9 @@
 | ZeRO-0 to ZeRO-2 | the same, of the module inside of the engine | are returned to us, which the engine does not see |
 | ZeRO-3 | the forward pass alone: what the engine does with gradients cannot be undone | there are none |
 | `ParallelTrainer` | all micro-batches of the step, through the same schedule | are reduced, and dropped |
+
+Whatever else the computation moves is put back: what modules, the Trainer and the batch hold (`KeptState`), and the
+random states of the process. The weights are not copied. The first replay of a launch checks that they stay the same.
 """
 
 import random
@@ -17,59 +20,79 @@ import numpy as np
 import torch
 from transformers import Trainer
 
-from hfscale.errors import UsageError
-from hfscale.trainer.state import model_of
+from hfscale.core.attributes import replaced
+from hfscale.health.replay_state import check_kept, check_weights, hash_weights, state_of
 from hfscale.trainer.strategies import Strategy
-
-
-def check_can_replay(trainer: Trainer, asked: str) -> None:
-    """Check that a step of a training can be computed twice.
-
-    Args:
-        trainer (`Trainer`): prepared for training.
-        asked (`str`): the argument that asks for it, for the message.
-
-    Raises:
-        UsageError: the strategy or the arguments do not allow it.
-    """
-    if trainer.args.torch_compile:
-        raise UsageError(f"{asked}: a compiled model has no hooks; leave it out")
-    problem = Strategy.of(trainer).why_effects_remain()
-    if problem is not None:
-        raise UsageError(f"{asked}: {problem}")
 
 
 class MicroBatch:
     """Computes a micro-batch of a training as often as asked, and trains on it at most once.
 
     Args:
-        trainer (`Trainer`): prepared for training, with a strategy that `check_can_replay` accepts.
+        trainer (`Trainer`): prepared for training, one that `check_can_replay` accepts.
         training_step (`Callable`): that of the Trainer.
+        batch (`tuple`): what `training_step` is called with after the model: the batch, further arguments, keywords.
+        asked (`str`): the argument that asks for replays, for messages.
+
+    Raises:
+        UsageError: the model, the Trainer or the batch refers to something that cannot be set back.
     """
 
-    def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        training_step: Callable[..., Any],
+        batch: tuple[Any, ...],
+        asked: str,
+    ) -> None:
+        self._trainer = trainer
         self._strategy = Strategy.of(trainer)
         self._training_step = training_step
+        self._batch = batch
+        self._asked = asked
         self._randoms = _random_states()
-        self._buffers = [(buffer, buffer.clone()) for buffer in model_of(trainer).buffers()]
+        kept = state_of(trainer, batch)
+        check_kept(kept, asked)
+        self._kept = kept
 
-    def replay(self, inputs: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def replay(self) -> torch.Tensor:
         """Compute it, and leave everything as it was.
-
-        Args:
-            inputs (`Any`): the batch.
-            args, kwargs: further arguments of the training step.
 
         Returns:
             The loss.
         """
-        with self._strategy.without_effect() as model:
-            loss: torch.Tensor = self._training_step(model, _copied(inputs), *args, **kwargs)
+        inputs, args, kwargs = self._batch
+        is_quiet = replaced(self._trainer, "log", _log_nothing)
+        without_effect = self._strategy.without_effect()
+        with is_quiet, without_effect as model:
+            loss: torch.Tensor = self._training_step(model, inputs, *args, **kwargs)
         _restore(self._randoms)
-        with torch.no_grad():
-            for buffer, kept in self._buffers:
-                buffer.copy_(kept)
         return loss
+
+    def put_back(self) -> None:
+        """Let model, Trainer and batch hold what they held."""
+        self._kept.put_back()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return hashes of the weights, by name, as `hash_weights`."""
+        trainer, kept = self._trainer, self._kept
+        return hash_weights(trainer, kept)
+
+    def check_weights(self, before: dict[str, torch.Tensor]) -> None:
+        """Check that a replay has changed no weight.
+
+        Args:
+            before (`dict[str, torch.Tensor]`): what `weights` returned before it.
+
+        Raises:
+            UsageError: it has: a forward pass, or the loss, writes parameters.
+        """
+        now = self.weights()
+        check_weights(before, now, self._asked)
+
+
+def _log_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand for `Trainer.log`."""
 
 
 def _random_states() -> tuple[Any, ...]:
@@ -86,10 +109,3 @@ def _restore(states: tuple[Any, ...]) -> None:
     torch.set_rng_state(of_torch)
     if of_gpu is not None:
         torch.cuda.set_rng_state(of_gpu)
-
-
-def _copied(inputs: Any) -> Any:
-    """Return a copy of a batch from which a trainer may take entries."""
-    if type(inputs) is dict:
-        return dict(inputs)
-    return inputs.copy() if hasattr(inputs, "copy") else inputs
