@@ -30,12 +30,13 @@ class FlipsBit(torch.nn.Module):
 
     def __init__(self, layer, call):
         super().__init__()
-        self.layer, self.call, self.calls = layer, call, 0
+        self.layer, self.call = layer, call
+        FlipsBit.calls = 0  # a replay puts attributes of the module back
 
     def forward(self, x):
-        self.calls += 1
+        FlipsBit.calls += 1
         output = self.layer(x)
-        if self.calls != self.call:
+        if FlipsBit.calls != self.call:
             return output
         changed = output.clone()
         with torch.no_grad():
