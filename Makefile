@@ -8,6 +8,7 @@
 # make test-versions    other versions of torch, transformers and Python
 # make test-faults      the long fault-injection suite
 # make test-mutations   breaks the package line by line: do the tests notice? ARGS=recovery limits it to one package
+# make test-differential  programs as users write them: hfscale against plain Trainer; PROGRAMS=5000, SEED=1
 # make test-gpu         what needs a CUDA GPU; with GPU_PYTHON=python3, which installs nothing, that interpreter runs it
 # make bench            paired measurements -> benchmarks/
 # make clean            remove .venv and everything that was built
@@ -25,7 +26,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check docs test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-gpu bench clean
+.PHONY: train test check docs test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-differential test-gpu bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -66,6 +67,9 @@ test-versions: $(VENV)/installed-dev
 
 test-mutations: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python tests/mutations $(ARGS)
+
+test-differential: $(VENV)/installed-dev
+	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python tests/differential --programs $(or $(PROGRAMS),200) --seed $(or $(SEED),0) $(ARGS)
 
 # Images for GPUs bring packages of their own: what needs a package that is missing is skipped, and the reason names it.
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/installed-dev)

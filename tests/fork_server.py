@@ -216,7 +216,8 @@ def _cache_cpu_info() -> None:
 if __name__ == "__main__":
     os.dup2(1, EVENTS)
     os.dup2(2, 1)
-    for module in MODULES:
+    more = [name for name in os.environ.get("HFSCALE_TEST_PRELOAD", "").split(",") if name]  # of tests/differential
+    for module in (*MODULES, *more):
         with suppress(ImportError):  # not every environment of tests/versions can import all of them
             importlib.import_module(module)
     gc.collect()

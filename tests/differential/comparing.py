@@ -1,0 +1,234 @@
+"""Compares what the runs of a program have recorded, and knows which lines of hfscale explain a difference."""
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from program import Program
+from running import Launch, Run, is_unplanned
+
+ORDER = ("rows", "rates", "loss", "grad_norm", "metrics", "steps", "best", "checkpoints", "weights")
+"""What is compared. Where several differ, the first one is the fault, as the others may follow from it."""
+CLOSE = 1e-4
+"""Relative difference of numbers that may come from another batch per device."""
+PLANS = 3
+"""Steps without a checkpoint that one interruption may cost, in intervals of saves."""
+
+
+@dataclass
+class Fault:
+    """One difference.
+
+    Args:
+        phase (`str`): `whole` for the run without interruptions, `resumed` for the other.
+        quantity (`str`): what differs: one of `ORDER`, or the error of a crash.
+        step (`int`): the first step at which it differs.
+        detail (`str`): both values.
+    """
+
+    phase: str
+    quantity: str
+    step: int
+    detail: str
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Phase and quantity."""
+        return self.phase, self.quantity
+
+
+@dataclass
+class Comparison:
+    """The outcome of a program.
+
+    Args:
+        program (`Program`): the program.
+        verdict (`str`): `exact`, `said` (hfscale said the difference in a line), `fault`, or `impossible` (plain
+            Trainer cannot run it).
+        fault (`Fault`, *optional*): the difference.
+        reason (`str`): the line that said it, or why plain Trainer failed.
+        plain_too (`bool`, *optional*): whether plain Trainer has the same fault; None where it was not tried.
+        seconds (`float`): how long it took.
+    """
+
+    program: Program
+    verdict: str
+    fault: Fault | None = None
+    reason: str = ""
+    plain_too: bool | None = None
+    seconds: float = 0.0
+
+    def describe(self) -> str:
+        """Return the outcome as text."""
+        lines = [f"{self.verdict}: {self.program}"]
+        if self.fault is not None:
+            lines.append(f"  {self.fault.phase}: {self.fault.quantity} at step {self.fault.step}: {self.fault.detail}")
+            if self.plain_too is not None:
+                lines.append(f"  plain Trainer: {'the same fault' if self.plain_too else 'right'}")
+        if self.reason:
+            lines.append(f"  {self.reason}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A line of hfscale that says a difference before it takes effect.
+
+    Args:
+        feature (`Callable[[Program], bool]`): the programs that it is about.
+        line (`str`): a pattern of the line, or of the error.
+        explains (`tuple[str, ...]`): the quantities.
+    """
+
+    feature: Callable[[Program], bool]
+    line: str
+    explains: tuple[str, ...]
+
+
+FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "weights")
+EXPLANATIONS = (
+    Explanation(lambda program: program.only_model, r"save_only_model", ("rows", "rates", *FROM_LOSS)),
+    Explanation(
+        lambda program: program.data == "shuffled_stream", r"shuffle buffer|buffer.*read again", ("rows", *FROM_LOSS)
+    ),
+    Explanation(lambda program: program.workers > 0, r"workers? .*random|random.*workers?", FROM_LOSS),
+    Explanation(
+        lambda program: program.sampler not in ("default", "sequential", "set_epoch"),
+        r"[Ss]ampler",
+        ("rows", *FROM_LOSS),
+    ),
+    Explanation(
+        lambda program: any(each.where == "evaluation" for each in program.interruptions),
+        r"evaluation .*(cut|not counted|did not)",
+        ("metrics", "best", "checkpoints", "steps", "weights", "rates", "loss", "grad_norm"),
+    ),
+)
+"""The lines that explain a difference, each with the programs and the quantities that it is about."""
+
+
+def compare(program: Program, plain: Run, whole: Run, broken: Run) -> Comparison:
+    """Compare both runs with hfscale with the one of plain Trainer."""
+    for phase, run in (("whole", whole), ("resumed", broken)):
+        lines = lines_of(whole) + lines_of(run) if phase == "resumed" else lines_of(run)
+        crash = crash_of(phase, run)
+        if crash is not None:
+            first = run.launches[0] if phase == "whole" else None
+            if first is not None and is_refusal(first):
+                return Comparison(program, "said", crash, crash.detail)
+            return judged(program, crash, lines)
+        fault = difference(program, phase, plain, run)
+        if fault is not None:
+            return judged(program, fault, lines)
+    return Comparison(program, "exact")
+
+
+def judged(program: Program, fault: Fault, lines: list[tuple[int, str]]) -> Comparison:
+    """Return the verdict on a difference, given the lines of hfscale with the step of each."""
+    for explanation in EXPLANATIONS:
+        if not explanation.feature(program) or fault.quantity not in explanation.explains:
+            continue
+        for step, line in lines:
+            if step <= fault.step and re.search(explanation.line, line):
+                return Comparison(program, "said", fault, line[:300])
+    last = [line for _, line in lines][-3:]
+    return Comparison(program, "fault", fault, " | ".join(line[:160] for line in last))
+
+
+def lines_of(run: Run) -> list[tuple[int, str]]:
+    """Return the warnings and errors of hfscale, each with its step."""
+    return [(event["step"], event["text"]) for launch in run.launches for event in launch.of("line")]
+
+
+def is_refusal(launch: Launch) -> bool:
+    """Whether hfscale has refused the training before its first step."""
+    return any("HfScaleError" in event["mro"] and event["step"] == 0 for event in launch.of("raised"))
+
+
+def crash_of(phase: str, run: Run) -> Fault | None:
+    """Return the fault of a run that did not end as planned."""
+    if run.end is not None:
+        if run.launches[-1].code in (0, None):
+            return None if run.launches[-1].code == 0 else Fault(phase, "hang at exit", run.end["step"], "")
+        return Fault(phase, f"exit code {run.launches[-1].code}", run.end["step"], run.launches[-1].output[-300:])
+    last = run.launches[-1]
+    step = max([event["step"] for event in last.events if "step" in event], default=0)
+    if last.code is None:
+        return Fault(phase, "hang", step, last.output[-300:])
+    for event in last.of("raised"):
+        if is_unplanned(last):
+            words = re.sub(r"'[^']*/[^']*'|\S*/\S*|\d+", "#", event["message"])[:60].replace("\n", " ")
+            return Fault(phase, f"{event['type']}: {words}", event["step"], event["message"][:400])
+    if is_unplanned(last):
+        return Fault(phase, f"ended with {last.code}", step, last.output[-300:])
+    return Fault(phase, "never ends", step, f"{len(run.launches)} launches")
+
+
+def per_step(run: Run, event: str, value: str) -> list[dict[int, Any]]:
+    """Return, for each launch, step -> what it has recorded there last."""
+    return [{each["step"]: each[value] for each in launch.of(event)} for launch in run.launches]
+
+
+def numbers_of(run: Run, name: str) -> list[dict[int, Any]]:
+    """Return, for each launch, step -> a number of the log."""
+    return [
+        {each["step"]: each["numbers"][name] for each in launch.of("log") if name in each["numbers"]}
+        for launch in run.launches
+    ]
+
+
+def differs(program: Program, left: Any, right: Any) -> bool:
+    """Whether two values differ by more than another batch per device explains."""
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) != len(right) or any(differs(program, *pair) for pair in zip(left, right, strict=True))
+    if not isinstance(left, float) or not isinstance(right, float):
+        return left != right
+    if math.isnan(left) and math.isnan(right):
+        return False
+    tolerance = CLOSE if program.move == "batch" else 0.0
+    return not math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance / 100)
+
+
+def difference(program: Program, phase: str, plain: Run, run: Run) -> Fault | None:
+    """Return the first quantity that differs."""
+    expected, got = plain.end, run.end
+    assert expected is not None
+    assert got is not None
+    steps = {
+        "rows": (per_step(plain, "rows", "rows"), per_step(run, "rows", "rows")),
+        "rates": (per_step(plain, "rates", "rates"), per_step(run, "rates", "rates")),
+        "loss": (numbers_of(plain, "loss"), numbers_of(run, "loss")),
+        "grad_norm": (numbers_of(plain, "grad_norm"), numbers_of(run, "grad_norm")),
+        "metrics": (numbers_of(plain, "eval_loss"), numbers_of(run, "eval_loss")),
+    }
+    for quantity, (reference, launches) in steps.items():
+        found = first_difference(program, reference[0], launches)
+        if found is not None:
+            return Fault(phase, quantity, *found)
+    for quantity, key in (("steps", "step"), ("best", "best"), ("checkpoints", "checkpoints")):
+        if quantity == "checkpoints" and program.move == "lost" and phase == "resumed":
+            continue  # only what a resume needs is fetched
+        if expected[key] != got[key]:
+            return Fault(phase, quantity, got["step"], f"{expected[key]} became {got[key]}")
+    total = (expected["total"], got["total"])
+    if differs(program, *total) or (program.move != "batch" and expected["digest"] != got["digest"]):
+        return Fault(phase, "weights", got["step"], f"{total[0]} became {total[1]}")
+    return None
+
+
+def first_difference(
+    program: Program, reference: dict[int, Any], launches: list[dict[int, Any]]
+) -> tuple[int, str] | None:
+    """Return the first step that differs in one of the launches, or that is in none of them."""
+    for launch in launches:
+        for step, value in sorted(launch.items()):
+            if differs(program, reference.get(step), value):
+                return step, f"{shortened(reference.get(step))} became {shortened(value)}"
+    missing = sorted(set(reference) - {step for launch in launches for step in launch})
+    return (missing[0], f"{shortened(reference[missing[0]])} never came") if missing else None
+
+
+def shortened(value: Any) -> str:
+    """Return a value as text that fits into a line."""
+    return str(value)[:120]

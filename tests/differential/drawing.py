@@ -1,0 +1,87 @@
+"""Draws programs with hypothesis."""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+from program import CHOICES, HOW, WHERE, Interruption, Program
+
+OFTEN = 3
+"""How many times more often a field has its simplest value than a uniform choice would say, where most programs do."""
+USUAL = ("trainer", "model", "data", "workers", "optimizer", "replay", "only_model", "smoothing", "augmentation")
+OWN_TRAINERS = ("Trainer", "compute_loss", "training_step", "evaluate", "dataloader")
+"""Trainer itself and subclasses of it, which take every model and every kind of data."""
+SMALL_VISION = ("vit", "batch_norm")
+
+
+def weighted(name: str) -> st.SearchStrategy[Any]:
+    """Return the strategy of a field: its simplest value comes first, and more often where it is usual."""
+    values = CHOICES[name]
+    return st.sampled_from(values[:1] * (OFTEN if name in USUAL else 1) + values)
+
+
+interruptions = st.lists(
+    st.builds(
+        Interruption,
+        how=st.sampled_from(HOW[:1] * 2 + HOW),
+        where=st.sampled_from(WHERE[:1] * 2 + WHERE),
+        percent=st.sampled_from((85, 60, 40, 20)),
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    """Draw a program that plain Trainer can run."""
+    drawn = {name: draw(weighted(name)) for name in CHOICES}
+    return possible(Program(**drawn, interruptions=draw(interruptions)))
+
+
+def possible(program: Program) -> Program:
+    """Return the program without choices that exclude each other or have no effect."""
+    changes: dict[str, Any] = {}
+    if program.trainer == "Seq2SeqTrainer":
+        changes["model"] = "t5"
+    elif program.trainer not in OWN_TRAINERS:
+        changes |= {"model": "llama", "data": "sized", "sampler": "default", "collator": "default"}
+        changes |= {"augmentation": "none", "smoothing": 0.0, "rows": 16 if program.rows == 64 else program.rows}
+        if program.trainer in ("GRPOTrainer", "RLOOTrainer"):
+            changes |= {"batch": 4, "workers": 0}
+    program = replace(program, **changes)
+    changes = {}
+    if program.model in SMALL_VISION:
+        changes |= {"collator": "default", "sampler": "default" if program.sampler == "group_by_length" else None}
+        changes |= {"data": "sized" if program.data in ("padded", "packed") else None, "smoothing": 0.0}
+    if program.data in ("stream", "shuffled_stream"):
+        changes |= {"sampler": "default", "augmentation": "none"}
+    elif program.data != "stream" and program.workers == 2:
+        changes["workers"] = 1
+    if program.trainer == "dataloader":
+        changes |= {"sampler": "default", "data": "sized", "workers": 0}
+    if program.model in ("batch_norm", "running_mean", "counter", "noise_in_place"):
+        changes["smoothing"] = 0.0
+    if program.eval_strategy == "no":
+        changes |= {"best": "none", "early_stopping": 0}
+        changes |= {"schedule": "constant" if program.schedule == "plateau" else None}
+        changes |= {"save_strategy": "steps" if program.save_strategy == "best" else None}
+    if program.early_stopping and program.best == "none":
+        changes["best"] = "lowest"
+    if program.optimizer in ("numpy_rate", "numpy_betas") and program.schedule in ("OneCycleLR", "CyclicLR"):
+        changes["schedule"] = "constant"
+    program = replace(program, **{name: value for name, value in changes.items() if value is not None})
+    changes = {}
+    if program.best != "none" and program.save_strategy != "best":
+        changes["save_strategy"] = program.eval_strategy
+        if program.eval_strategy == "steps":
+            changes["save_steps"] = program.eval_steps
+    if program.save_strategy == "best" and program.best == "none":
+        changes["best"] = "lowest"
+    if program.move == "batch" and program.batch * program.accumulation not in (4, 8):
+        changes["move"] = "none"
+    if program.eval_strategy == "no":
+        changes["interruptions"] = tuple(
+            replace(each, where="step") if each.where == "evaluation" else each for each in program.interruptions
+        )
+    return replace(program, **changes)

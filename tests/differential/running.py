@@ -1,0 +1,395 @@
+"""Runs programs in child processes: as a whole with plain Trainer and with hfscale, and interrupted."""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+TESTS = FOLDER.parent
+for path in (TESTS, TESTS / "trainers", FOLDER):
+    if str(path) not in sys.path:
+        sys.path.insert(0, str(path))
+
+from program import Interruption, Program  # noqa: E402
+
+LIMIT_S = 90.0
+"""Time limit of one launch."""
+PRELOADED = (
+    "parts",
+    "trl",
+    "trl.trainer.grpo_trainer",
+    "trl.trainer.rloo_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.sft_trainer",
+    "sentence_transformers",
+    "hfscale.checkpoint.remote",
+    "fsspec.implementations.local",
+)
+OF_NO_INTEREST = ("runtime", "per_second", "flos", "step_time", "entropy_s", "num_tokens")
+
+
+@dataclass
+class Launch:
+    """What one process has recorded.
+
+    Args:
+        events (`list[dict]`): its events, in order.
+        code (`int` or `None`): exit code; None if it had to be ended at the time limit.
+        output (`str`): the end of its standard error.
+    """
+
+    events: list[dict[str, Any]]
+    code: int | None
+    output: str = ""
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `train` has returned."""
+        return bool(self.of("end"))
+
+
+@dataclass
+class Run:
+    """All launches of one run of a program."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """The last event, where `train` has returned."""
+        return self.launches[-1].of("end")[0] if self.launches and self.launches[-1].is_complete else None
+
+
+# In the child
+
+
+class PlannedCrashError(Exception):
+    """The end of a launch, as a mistake in a user's program would be."""
+
+
+def run_child(job: dict[str, Any]) -> None:
+    """Train once; write what happens to the file of events."""
+    import transformers
+    from parts import arguments_of, row_ids, trainer_of
+
+    tempfile.tempdir = None  # that of TMPDIR, not of the process that was forked
+    program = eval(job["program"], {"Program": Program, "Interruption": Interruption})  # noqa: S307  our own text
+    out = os.open(job["events"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    where = {"step": 0}
+
+    def write(event: str, **values: Any) -> None:
+        os.write(out, json.dumps({"event": event, **values}).encode() + b"\n")
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            write("line", text=record.getMessage(), step=where["step"])
+
+    class Recorder(transformers.TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            where["step"] = state.global_step
+            write("begin", step=state.global_step)
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            where["step"] = state.global_step
+
+        def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+            rates = [float(group["lr"]) for group in optimizer.param_groups]
+            write("rates", step=state.global_step + 1, rates=rates)
+
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            numbers = {
+                name: float(value)
+                for name, value in (logs or {}).items()
+                if isinstance(value, int | float) and not any(word in name for word in OF_NO_INTEREST)
+            }
+            write("log", step=state.global_step, numbers=numbers)
+
+    logging.getLogger("hfscale").addHandler(Lines(logging.WARNING))
+    try:
+        resume = None
+        callbacks: list[Any] = [Recorder()]
+        if job["hfscale"]:
+            callbacks = [*hfscale_callbacks(program, job), *callbacks]
+        if job["interruption"] is not None:
+            callbacks.append(interrupter(Interruption(**job["interruption"]), job))
+        transformers.utils.logging.disable_progress_bar()
+        import datasets
+
+        datasets.disable_progress_bars()
+        if job["resumes"]:
+            resume = find_checkpoint(job)
+        write("resume", path=resume, cpu_s=time.process_time())
+        trainer = trainer_of(program, arguments_of(program, job["folder"], other_batch=job["other_batch"]), callbacks)
+        fetch = trainer.get_batch_samples
+
+        def record_rows(*args: Any, **kwargs: Any) -> Any:
+            batches, count = fetch(*args, **kwargs)
+            ids = [each for batch in batches for each in row_ids(batch)]
+            write("rows", step=trainer.state.global_step + 1, rows=sorted(ids, key=str))
+            return batches, count
+
+        trainer.get_batch_samples = record_rows
+        trainer.train(resume_from_checkpoint=resume)
+        folder = Path(job["folder"])
+        write(
+            "end",
+            step=trainer.state.global_step,
+            best=trainer.state.best_global_step if program.best != "none" else None,
+            checkpoints=sorted(path.name for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()),
+            cpu_s=time.process_time(),
+            **weights_of(trainer.model),
+        )
+    except BaseException as error:
+        # Only the kind of a message matters: numbers and paths differ between runs.
+        kind = [each.__name__ for each in type(error).__mro__]
+        write("raised", type=kind[0], mro=kind, message=str(error)[:600], step=where["step"])
+        raise
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    """Return a hash of the weights, and a number that differs little where they do."""
+    digest, total = hashlib.sha256(), 0.0
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().contiguous().cpu().float().numpy().tobytes())
+        total += float(tensor.detach().double().abs().sum())
+    return {"digest": digest.hexdigest()[:16], "total": total}
+
+
+def hfscale_callbacks(program: Program, job: dict[str, Any]) -> list[Any]:
+    """Return the callbacks of hfscale that the program has."""
+    from hfscale import ScalingCallback, SpotCheckpointCallback
+    from hfscale.health.callback import CommHealthCallback
+
+    spot = SpotCheckpointCallback(remote=job["remote"])
+    replays = {"replay_every_steps": program.replay} if program.replay else {}
+    if program.callback == "scaling":
+        return [ScalingCallback(spot_checkpoint=spot, comm_health=CommHealthCallback(**replays))]
+    return [spot, *([CommHealthCallback(**replays)] if replays else [])]
+
+
+def find_checkpoint(job: dict[str, Any]) -> str | None:
+    """Return the checkpoint to resume from, as users find it."""
+    if job["hfscale"]:
+        from hfscale import latest_checkpoint
+
+        return latest_checkpoint(job["folder"], remote=job["remote"])
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return get_last_checkpoint(job["folder"]) if Path(job["folder"]).is_dir() else None
+
+
+def interrupter(interruption: Interruption, job: dict[str, Any]) -> Any:
+    """Return a callback that ends the launch."""
+    import torch
+    import transformers
+
+    def strike() -> None:
+        if interruption.how == "crash":
+            raise PlannedCrashError(interruption.where)
+        if interruption.how == "stop_file":
+            # hfscale's name of it
+            Path(job["folder"], "hfscale_stop").touch()
+            return
+        number = {"kill": signal.SIGKILL, "notice": signal.SIGTERM, "ctrl_c": signal.SIGINT}[interruption.how]
+        os.kill(os.getpid(), number)
+        if interruption.how == "kill":
+            threading.Event().wait()
+
+    class Interrupter(transformers.TrainerCallback):
+        def __init__(self) -> None:
+            self.is_over = False
+
+        def is_due(self, state) -> bool:
+            due = state.global_step >= max(1, state.max_steps * interruption.percent // 100)
+            if due and not self.is_over:
+                self.is_over = True
+                return True
+            return False
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            if interruption.where == "step" and self.is_due(state):
+                strike()
+
+        def on_prediction_step(self, args, state, control, **kwargs):
+            if interruption.where == "evaluation" and self.is_due(state):
+                strike()
+
+        def on_save(self, args, state, control, **kwargs):
+            if interruption.where == "save" and interruption.how != "kill" and self.is_due(state):
+                strike()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if interruption.where == "save" and interruption.how == "kill" and self.is_due(state):
+                save = torch.save
+
+                def save_and_strike(*args: Any, **kwargs: Any) -> None:
+                    save(*args, **kwargs)
+                    strike()
+
+                torch.save = save_and_strike
+
+    return Interrupter()
+
+
+# In the worker
+
+
+class Runner:
+    """Runs programs in forks of a process that has imported everything."""
+
+    def __init__(self) -> None:
+        from fork_client import ForkServer
+
+        paths = [str(path) for path in (FOLDER, TESTS / "trainers", TESTS)]
+        layers = os.environ.get("PYTHONPATH", "")
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([layers] if layers else [])])
+        os.environ["HFSCALE_TEST_PRELOAD"] = ",".join(PRELOADED)
+        os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HFSCALE_CLOUD": "none"}
+        self._server = ForkServer()
+        self.launches = 0
+
+    def close(self) -> None:
+        """End all processes."""
+        self._server.close()
+
+    def launch(self, program: Program, folder: Path, job: dict[str, Any], cwd: Path) -> Launch:
+        """Run one process of a program to its end."""
+        self.launches += 1
+        name = folder / f"launch{self.launches}"
+        events, err = Path(f"{name}.events"), Path(f"{name}.err")
+        defaults = {"program": str(program), "events": str(events), "remote": None, "other_batch": False}
+        defaults |= {"hfscale": False, "interruption": None, "resumes": False}
+        started = self._server.start(
+            "script",
+            [str(FOLDER / "running.py"), json.dumps(defaults | job)],
+            cwd=cwd,
+            env=os.environ | {"TMPDIR": str(folder)},
+            out=Path(f"{name}.out"),
+            err=err,
+        )
+        try:
+            code: int | None = self._server.wait(started, LIMIT_S)[0]
+        except TimeoutError:
+            code = None
+        lines = events.read_text().splitlines() if events.exists() else []
+        return Launch([json.loads(line) for line in lines], code, err.read_text(errors="replace")[-3000:])
+
+    def whole(self, program: Program, folder: Path, *, hfscale: bool) -> Run:
+        """Run the program without an interruption."""
+        out = folder / ("whole" if hfscale else "plain")
+        remote = f"file://{folder / 'remote-whole'}" if hfscale and program.move == "lost" else None
+        if remote:
+            Path(remote.removeprefix("file://")).mkdir(exist_ok=True)
+        return Run([self.launch(program, folder, {"folder": str(out), "hfscale": hfscale, "remote": remote}, folder)])
+
+    def interrupted(self, program: Program, folder: Path, *, hfscale: bool) -> Run:
+        """Run the program with its interruptions, in as many launches as it takes."""
+        place = folder / ("broken" if hfscale else "broken-plain")
+        place.mkdir()
+        remote = f"file://{place / 'remote'}" if hfscale and program.move == "lost" else None
+        if remote:
+            (place / "remote").mkdir()
+        out = place / "out"
+        run = Run()
+        left = list(program.interruptions)
+        while len(run.launches) < len(program.interruptions) + 3:
+            number = len(run.launches)
+            out, name, cwd = moved(program.move, place, out, number)
+            interruption = left.pop(0).__dict__ if left else None
+            job = {"folder": name, "hfscale": hfscale, "resumes": number > 0, "interruption": interruption}
+            job |= {"remote": remote, "other_batch": program.move == "batch" and number % 2 == 1}
+            run.launches.append(self.launch(program, folder, job, cwd))
+            last = run.launches[-1]
+            if last.is_complete or last.code is None or is_unplanned(last):
+                break
+        return run
+
+
+def is_unplanned(launch: Launch) -> bool:
+    """Whether a launch has ended by an error that no interruption explains."""
+    if launch.code == -signal.SIGKILL:
+        return False
+    for event in launch.of("raised"):
+        planned = ("PlannedCrashError", "KeyboardInterrupt")
+        return event["type"] not in planned and not (event["type"] == "SystemExit" and event["message"] == "75")
+    return launch.code != 0
+
+
+def moved(move: str, place: Path, out: Path, number: int) -> tuple[Path, str, Path]:
+    """Move the output directory before a launch.
+
+    Returns:
+        `tuple`: its place, its name for the program, and the working directory.
+    """
+    if number == 0:
+        return (out, "out", place) if move == "relative" else (out, str(out), place)
+    if move == "renamed" and out.exists():
+        new = place / f"out{number}"
+        out.rename(new)
+        return new, str(new), place
+    if move == "relative":
+        other = place / f"elsewhere{number}"
+        other.mkdir(exist_ok=True)
+        return out, "../out", other
+    if move == "link":
+        link = place / f"mount{number}"
+        link.symlink_to(place, target_is_directory=True)
+        return out, str(link / "out"), place
+    if move == "lost":
+        shutil.rmtree(out, ignore_errors=True)
+    return out, str(out), place
+
+
+def check(program: Program, runner: Runner) -> Any:
+    """Run a program in all ways and compare."""
+    from comparing import Comparison, compare
+
+    begin = time.monotonic()
+    folder = Path(tempfile.mkdtemp(prefix="hfscale-differential-"))
+    try:
+        plain = runner.whole(program, folder, hfscale=False)
+        if plain.end is None:
+            raised = [f"{event['type']}: {event['message'][:200]}" for event in plain.launches[0].of("raised")]
+            return Comparison(program, "impossible", reason=raised[0] if raised else plain.launches[0].output[-300:])
+        whole = runner.whole(program, folder, hfscale=True)
+        broken = runner.interrupted(program, folder, hfscale=True)
+        result = compare(program, plain, whole, broken)
+        crashes = all(each.how == "crash" for each in program.interruptions) and program.move != "lost"
+        if result.verdict == "fault" and result.fault.phase == "resumed" and crashes:
+            again = compare(program, plain, plain, runner.interrupted(program, folder, hfscale=False))
+            result.plain_too = again.verdict == "fault" and again.fault.quantity == result.fault.quantity
+        result.seconds = time.monotonic() - begin
+        return result
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+
+
+def show(program: Program) -> None:
+    """Run one program and print how it compares; the exit code is 1 if there is a fault."""
+    runner = Runner()
+    try:
+        result = check(program, runner)
+    finally:
+        runner.close()
+    print(result.describe())
+    sys.exit(result.verdict == "fault")
+
+
+if __name__ == "__main__":
+    run_child(json.loads(sys.argv[1]))
