@@ -26,8 +26,10 @@ sys.path.insert(0, str(FOLDER))
 
 from program import Interruption, Program  # noqa: E402
 
-SHRINKING_RUNS = 40
+SHRINKING_RUNS = 30
 """Programs that may be run to shrink one fault."""
+ROUND = 20
+"""Programs of one call of hypothesis: the later ones of a call are often variations of the earlier ones."""
 VERDICTS = ("exact", "said", "fault", "impossible")
 
 
@@ -61,12 +63,13 @@ class Search:
         """Run that many programs, without those that shrink a fault."""
         import hypothesis
         from drawing import programs as strategy
+        from running import check
 
         rounds = 0
         while self.count < programs:
             self._target, self._shrinking_runs, self._smallest = None, 0, None
             settings = hypothesis.settings(
-                max_examples=programs - self.count,
+                max_examples=min(ROUND, programs - self.count),
                 database=None,
                 deadline=None,
                 derandomize=False,
@@ -78,14 +81,12 @@ class Search:
             test = hypothesis.seed(self.seed * 10_000 + self.number * 1_000 + rounds)(
                 settings(hypothesis.given(strategy())(lambda program: self._try(program, programs)))
             )
-            before = self.count
             try:
                 test()
             except FaultFoundError:
-                self._keep_kind(self._smallest)
+                smallest = check(self._smallest.program, self.runner)
+                self._keep_kind(smallest if smallest.verdict == "fault" else self._smallest)
             rounds += 1
-            if self.count == before:
-                break
         self.runner.close()
 
     def _try(self, program: Program, programs: int) -> None:
@@ -99,7 +100,7 @@ class Search:
                 self._shrinking_runs += 1
             elif self.count >= programs:
                 return
-            outcome = check(program, self.runner)
+            outcome = check(program, self.runner, phase=self._target[0] if self._target is not None else None)
             self.outcomes[program] = outcome
             if self._target is None:
                 self.count += 1

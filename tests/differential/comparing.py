@@ -108,10 +108,12 @@ EXPLANATIONS = (
 """The lines that explain a difference, each with the programs and the quantities that it is about."""
 
 
-def compare(program: Program, plain: Run, whole: Run, broken: Run) -> Comparison:
-    """Compare both runs with hfscale with the one of plain Trainer."""
+def compare(program: Program, plain: Run, whole: Run | None, broken: Run | None) -> Comparison:
+    """Compare the runs with hfscale that there are with the one of plain Trainer."""
     for phase, run in (("whole", whole), ("resumed", broken)):
-        lines = lines_of(whole) + lines_of(run) if phase == "resumed" else lines_of(run)
+        if run is None:
+            continue
+        lines = lines_of(run)
         crash = crash_of(phase, run)
         if crash is not None:
             first = run.launches[0] if phase == "whole" else None

@@ -6,18 +6,19 @@ from typing import Any
 from hypothesis import strategies as st
 from program import CHOICES, HOW, WHERE, Interruption, Program
 
-OFTEN = 3
-"""How many times more often a field has its simplest value than a uniform choice would say, where most programs do."""
-USUAL = ("trainer", "model", "data", "workers", "optimizer", "replay", "only_model", "smoothing", "augmentation")
+COMMON = ("sampler", "collator", "data", "model", "trainer", "rows", "epochs", "save_strategy", "save_steps", "limit")
+COMMON += ("eval_strategy", "eval_steps", "best", "move", "callback", "dropout")
+"""Fields of which every second program has another value than the simplest; of the others, every fourth."""
 OWN_TRAINERS = ("Trainer", "compute_loss", "training_step", "evaluate", "dataloader")
 """Trainer itself and subclasses of it, which take every model and every kind of data."""
 SMALL_VISION = ("vit", "batch_norm")
 
 
 def weighted(name: str) -> st.SearchStrategy[Any]:
-    """Return the strategy of a field: its simplest value comes first, and more often where it is usual."""
+    """Return the strategy of a field: its simplest value comes first."""
     values = CHOICES[name]
-    return st.sampled_from(values[:1] * (OFTEN if name in USUAL else 1) + values)
+    others = len(values) - 1
+    return st.sampled_from(values[:1] * (others if name in COMMON else 3 * others) + values[1:])
 
 
 interruptions = st.lists(
@@ -46,7 +47,10 @@ def possible(program: Program) -> Program:
         changes["model"] = "t5"
     elif program.trainer not in OWN_TRAINERS:
         changes |= {"model": "llama", "data": "sized", "sampler": "default", "collator": "default"}
-        changes |= {"augmentation": "none", "smoothing": 0.0, "rows": 16 if program.rows == 64 else program.rows}
+        changes |= {"augmentation": "none", "smoothing": 0.0, "rows": 16, "dropout": 0.0, "schedule": "cosine"}
+        changes["optimizer"] = "adafactor" if program.optimizer == "adafactor" else "default"
+        if not program.schedule.endswith("LR"):
+            changes["schedule"] = program.schedule
         if program.trainer in ("GRPOTrainer", "RLOOTrainer"):
             changes |= {"batch": 4, "workers": 0}
     program = replace(program, **changes)

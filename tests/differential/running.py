@@ -355,8 +355,14 @@ def moved(move: str, place: Path, out: Path, number: int) -> tuple[Path, str, Pa
     return out, str(out), place
 
 
-def check(program: Program, runner: Runner) -> Any:
-    """Run a program in all ways and compare."""
+def check(program: Program, runner: Runner, *, phase: str | None = None) -> Any:
+    """Run a program in all ways and compare.
+
+    Args:
+        program (`Program`): the program.
+        runner (`Runner`): what runs it.
+        phase (`str`, *optional*): run only what can show a fault of this phase.
+    """
     from comparing import Comparison, compare
 
     begin = time.monotonic()
@@ -366,12 +372,12 @@ def check(program: Program, runner: Runner) -> Any:
         if plain.end is None:
             raised = [f"{event['type']}: {event['message'][:200]}" for event in plain.launches[0].of("raised")]
             return Comparison(program, "impossible", reason=raised[0] if raised else plain.launches[0].output[-300:])
-        whole = runner.whole(program, folder, hfscale=True)
-        broken = runner.interrupted(program, folder, hfscale=True)
+        whole = runner.whole(program, folder, hfscale=True) if phase != "resumed" else None
+        broken = runner.interrupted(program, folder, hfscale=True) if phase != "whole" else None
         result = compare(program, plain, whole, broken)
         crashes = all(each.how == "crash" for each in program.interruptions) and program.move != "lost"
-        if result.verdict == "fault" and result.fault.phase == "resumed" and crashes:
-            again = compare(program, plain, plain, runner.interrupted(program, folder, hfscale=False))
+        if result.verdict == "fault" and result.fault.phase == "resumed" and crashes and phase is None:
+            again = compare(program, plain, None, runner.interrupted(program, folder, hfscale=False))
             result.plain_too = again.verdict == "fault" and again.fault.quantity == result.fault.quantity
         result.seconds = time.monotonic() - begin
         return result
