@@ -216,8 +216,8 @@ def _cache_cpu_info() -> None:
 if __name__ == "__main__":
     os.dup2(1, EVENTS)
     os.dup2(2, 1)
-    more = [name for name in os.environ.get("HFSCALE_TEST_PRELOAD", "").split(",") if name]  # of tests/differential
-    for module in (*MODULES, *more):
+    others = os.environ.get("HFSCALE_TEST_PRELOAD")  # of tests/differential
+    for module in others.split(",") if others else MODULES:
         with suppress(ImportError):  # not every environment of tests/versions can import all of them
             importlib.import_module(module)
     gc.collect()

@@ -2,9 +2,9 @@
 
 Each program runs as a whole with plain Trainer, as a whole with hfscale, and interrupted with hfscale and resumed
 until it ends. Every difference is a fault unless hfscale said it in a line before it took effect
-(`comparing.EXPLANATIONS`); so is a crash that plain Trainer does not have. A fault is shrunk by hypothesis to its
-smallest program, which is printed as a script, and the run goes on. The table at the end counts programs. The exit
-code is 1 if there was a fault.
+(`comparing.EXPLANATIONS`); so is a crash that plain Trainer does not have. Hypothesis draws the programs. A fault is
+shrunk to its smallest program, which is printed as a script, and the run goes on. The table at the end counts
+programs. The exit code is 1 if there was a fault.
 
     python tests/differential --programs 200 --seed 1
     python tests/differential --run 'Program(sampler="group_by_length", interruptions=(Interruption(),))'
@@ -26,15 +26,9 @@ sys.path.insert(0, str(FOLDER))
 
 from program import Interruption, Program  # noqa: E402
 
-SHRINKING_RUNS = 30
-"""Programs that may be run to shrink one fault."""
 ROUND = 20
 """Programs of one call of hypothesis: the later ones of a call are often variations of the earlier ones."""
 VERDICTS = ("exact", "said", "fault", "impossible")
-
-
-class FaultFoundError(Exception):
-    """Tells hypothesis that a program shows a fault."""
 
 
 class Search:
@@ -53,64 +47,47 @@ class Search:
         self.number = number
         self.seed = seed
         self.runner = Runner()
-        self.outcomes: dict[Program, Any] = {}
-        self.count = 0
-        self._target: tuple[str, str] | None = None
-        self._shrinking_runs = 0
-        self._smallest: Any = None
+        self.tried: set[Program] = set()
 
     def run(self, programs: int) -> None:
-        """Run that many programs, without those that shrink a fault."""
+        """Run that many programs, and those that shrink a fault."""
         import hypothesis
         from drawing import programs as strategy
-        from running import check
 
         rounds = 0
-        while self.count < programs:
-            self._target, self._shrinking_runs, self._smallest = None, 0, None
+        while len(self.tried) < programs:
             settings = hypothesis.settings(
-                max_examples=min(ROUND, programs - self.count),
+                max_examples=min(ROUND, programs - len(self.tried)),
                 database=None,
                 deadline=None,
-                derandomize=False,
-                report_multiple_bugs=False,
                 suppress_health_check=list(hypothesis.HealthCheck),
-                phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
-                verbosity=hypothesis.Verbosity.quiet,
+                phases=[hypothesis.Phase.generate],
             )
-            test = hypothesis.seed(self.seed * 10_000 + self.number * 1_000 + rounds)(
-                settings(hypothesis.given(strategy())(lambda program: self._try(program, programs)))
-            )
-            try:
-                test()
-            except FaultFoundError:
-                smallest = check(self._smallest.program, self.runner)
-                self._keep_kind(smallest if smallest.verdict == "fault" else self._smallest)
+            test = settings(hypothesis.given(strategy())(self._try))
+            hypothesis.seed(self.seed * 10_000 + self.number * 1_000 + rounds)(test)()
             rounds += 1
         self.runner.close()
 
-    def _try(self, program: Program, programs: int) -> None:
-        """Run one program; raise if it shows a fault of a kind that is not known yet."""
+    def _try(self, program: Program) -> None:
+        """Run one program; shrink it if it shows a fault of a kind that is not known yet."""
         from running import check
+        from shrinking import shrunk
 
-        if program not in self.outcomes:
-            if self._target is not None:
-                if self._shrinking_runs >= SHRINKING_RUNS:
-                    return
-                self._shrinking_runs += 1
-            elif self.count >= programs:
-                return
-            outcome = check(program, self.runner, phase=self._target[0] if self._target is not None else None)
-            self.outcomes[program] = outcome
-            if self._target is None:
-                self.count += 1
-                self._keep_outcome(outcome)
-        outcome = self.outcomes[program]
-        if outcome.verdict != "fault" or self._target not in (None, outcome.fault.kind) or self._is_known(outcome):
+        if program in self.tried:
             return
-        self._target = outcome.fault.kind
-        self._smallest = outcome
-        raise FaultFoundError
+        self.tried.add(program)
+        outcome = check(program, self.runner)
+        self._keep_outcome(outcome)
+        if outcome.verdict != "fault" or self._is_known(outcome):
+            return
+        kind = outcome.fault.kind
+
+        def fails(candidate: Program) -> bool:
+            found = check(candidate, self.runner, phase=kind[0])
+            return found.verdict == "fault" and found.fault.kind == kind and not self._is_known(found)
+
+        smallest = check(shrunk(program, fails), self.runner)
+        self._keep_kind(smallest if smallest.verdict == "fault" else outcome)
 
     def _is_known(self, outcome: Any) -> bool:
         """Whether a kind that was found already has the same fault with no other features than this program."""

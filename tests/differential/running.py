@@ -27,15 +27,16 @@ LIMIT_S = 90.0
 """Time limit of one launch."""
 PRELOADED = (
     "parts",
-    "trl",
-    "trl.trainer.grpo_trainer",
-    "trl.trainer.rloo_trainer",
-    "trl.trainer.dpo_trainer",
-    "trl.trainer.sft_trainer",
+    *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "bert", "t5", "vit")),
+    *(f"trl.trainer.{kind}_trainer" for kind in ("grpo", "rloo", "dpo", "sft")),
     "sentence_transformers",
+    "hfscale.scaling",
     "hfscale.checkpoint.remote",
+    "hfscale.checkpoint.resume",
+    "hfscale.metrics.profiler",
     "fsspec.implementations.local",
 )
+"""What the process that is forked has imported."""
 OF_NO_INTEREST = ("runtime", "per_second", "flos", "step_time", "entropy_s", "num_tokens")
 
 
@@ -326,7 +327,7 @@ def is_unplanned(launch: Launch) -> bool:
         return False
     for event in launch.of("raised"):
         planned = ("PlannedCrashError", "KeyboardInterrupt")
-        return event["type"] not in planned and not (event["type"] == "SystemExit" and event["message"] == "75")
+        return event["type"] not in planned and not ("SystemExit" in event["mro"] and event["message"] == "75")
     return launch.code != 0
 
 
