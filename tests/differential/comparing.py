@@ -13,8 +13,6 @@ ORDER = ("rows", "rates", "loss", "grad_norm", "metrics", "steps", "best", "chec
 """What is compared. Where several differ, the first one is the fault, as the others may follow from it."""
 CLOSE = 1e-4
 """Relative difference of numbers that may come from another batch per device."""
-PLANS = 3
-"""Steps without a checkpoint that one interruption may cost, in intervals of saves."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Comparison:
             Trainer cannot run it).
         fault (`Fault`, *optional*): the difference.
         reason (`str`): the line that said it, or why plain Trainer failed.
-        plain_too (`bool`, *optional*): whether plain Trainer has the same fault; None where it was not tried.
+        plain (`str`): what plain Trainer does with the same interruptions; empty where it was not tried.
         seconds (`float`): how long it took.
     """
 
@@ -57,7 +55,7 @@ class Comparison:
     verdict: str
     fault: Fault | None = None
     reason: str = ""
-    plain_too: bool | None = None
+    plain: str = ""
     seconds: float = 0.0
 
     def describe(self) -> str:
@@ -65,8 +63,8 @@ class Comparison:
         lines = [f"{self.verdict}: {self.program}"]
         if self.fault is not None:
             lines.append(f"  {self.fault.phase}: {self.fault.quantity} at step {self.fault.step}: {self.fault.detail}")
-            if self.plain_too is not None:
-                lines.append(f"  plain Trainer: {'the same fault' if self.plain_too else 'right'}")
+            if self.plain:
+                lines.append(f"  plain Trainer: {self.plain}")
         if self.reason:
             lines.append(f"  {self.reason}")
         return "\n".join(lines)

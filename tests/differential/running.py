@@ -379,7 +379,10 @@ def check(program: Program, runner: Runner, *, phase: str | None = None) -> Any:
         crashes = all(each.how == "crash" for each in program.interruptions) and program.move != "lost"
         if result.verdict == "fault" and result.fault.phase == "resumed" and crashes and phase is None:
             again = compare(program, plain, None, runner.interrupted(program, folder, hfscale=False))
-            result.plain_too = again.verdict == "fault" and again.fault.quantity == result.fault.quantity
+            result.plain = "right"
+            if again.fault is not None:
+                is_same = again.fault.quantity == result.fault.quantity
+                result.plain = "the same fault" if is_same else f"{again.fault.quantity}: {again.fault.detail[:200]}"
         result.seconds = time.monotonic() - begin
         return result
     finally:
