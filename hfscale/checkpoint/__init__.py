@@ -19,6 +19,8 @@ Read, called, or set once
   test_captures.py compare the files byte for byte.
 - `_config.load_universal_checkpoint` of the DeepSpeed engine. By: `finish_universal_load`. Reason: the engine would
   look for universal files in every later load. Test: test_reshape.py.
+- `torch._weights_only_unpickler._get_allowed_globals`. By: pickles.py. Reason: a checkpoint may hold what torch loads
+  with `weights_only`, and torch has no public list of it. Test: test_pickles.py.
 - `_iterator` of torch's `DataLoader`. By: preemption/workers.py. Reason: nothing public tells which worker processes
   a loader has. Test: test_preemption.py.
 """

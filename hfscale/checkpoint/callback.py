@@ -9,12 +9,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
+from hfscale.checkpoint.data_order.order import keep_data_order
+from hfscale.checkpoint.evaluations import note_made, note_unfinished_epoch, resume_evaluations
 from hfscale.checkpoint.identity import check_identity, words_of
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
 from hfscale.checkpoint.loading import (
+    check_own_adapters,
     check_resumed,
     discard_conversions,
     finish_merged_load,
@@ -25,6 +30,7 @@ from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.memory_snapshots import MemorySnapshots
 from hfscale.checkpoint.native_loading import NativeLoading
 from hfscale.checkpoint.options import CheckpointOptions
+from hfscale.checkpoint.pickles import check_pickles, safe_globals
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
@@ -146,6 +152,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._run_dir = Path()
         self._limit: int | None = None
         self._running_step: int | None = None
+        self._has_read_back = False
         self._failure: str | None = None  # why the training raised
         self._saves = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
@@ -183,6 +190,8 @@ class SpotCheckpointCallback(AdapterCallback):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
                 adapter.announce_saves()
+        if adapter.resumes_from is not None:
+            adapter.load_states_in(lambda: torch.serialization.safe_globals(safe_globals()))
         # Trainer works without it; a stream of it exists only where it is imported
         if "datasets" in sys.modules:
             from hfscale.checkpoint.stream_position import track_stream
@@ -226,8 +235,17 @@ class SpotCheckpointCallback(AdapterCallback):
         with TRAINING.agreed("start: load"):
             _finish_load(adapter)
         self._take_over_saving(adapter)
+        note_best(adapter.trainer, self._run_dir)
         self._saves = args.save_strategy != "no" or adapter.callback_saves
-        if not self._saves:
+        assert self._saving is not None  # `_take_over_saving` has made it
+        if self._saves and not self._saving.is_complete:
+            logger.warning(
+                "save_only_model is True: the checkpoints have no optimizer, schedule and random states, and no run "
+                "can resume from them"
+            )
+        if self._saves:
+            check_own_adapters(adapter.trainer)
+        else:
             logger.info(
                 "save_strategy is 'no': nothing will be saved, and a lost machine loses the run"
             )
@@ -244,6 +262,8 @@ class SpotCheckpointCallback(AdapterCallback):
             adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader")
         )
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
+        keep_data_order(adapter, kwargs.get("train_dataloader"))
+        resume_evaluations(adapter)
 
     def _refuse_to_discard(self, adapter: TrainerAdapter, state: TrainerState) -> None:
         """Refuse a start that would archive checkpoints which the script cannot have known of, or cannot have read.
@@ -370,6 +390,7 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         self._idle_since = time.monotonic()
         self._evaluated_step = state.global_step
+        note_made(state)
         self.preemption.at_evaluation_end(state, control)
 
     def on_save(
@@ -498,6 +519,7 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _begin_save(self, state: TrainerState, args: TrainingArguments) -> None:
         """Note in the state whether the checkpoint that is about to be written is temporary."""
+        note_unfinished_epoch(args, state, self._evaluated_step)
         is_temporary = self._own_step == state.global_step
         self._own_step = None  # a second save of this step is one that others have asked for
         if args.save_strategy == "best" and self._evaluated_step == state.global_step:
@@ -561,6 +583,7 @@ class SpotCheckpointCallback(AdapterCallback):
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
+        self._read_back(checkpoint)
         discard_conversions(self._run_dir)
         if self._saving is not None and not self._saving.has_readers:
             self._offer_and_rotate(checkpoint, best)
@@ -572,6 +595,18 @@ class SpotCheckpointCallback(AdapterCallback):
             "checkpoint/write_s": seconds,
             "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
         }
+
+    def _read_back(self, checkpoint: Path) -> None:
+        """Say at the first save of a training, and not at a resume, that no run could resume from it."""
+        if self._has_read_back:
+            return
+        self._has_read_back = True
+        try:
+            check_pickles(checkpoint)
+        except CheckpointError as error:
+            logger.warning(
+                "no run will be able to resume from the checkpoints of this training: %s", error
+            )
 
     def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
         keys, self._pending_keys = self._pending_keys, {}

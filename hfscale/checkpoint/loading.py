@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from hfscale.checkpoint.conversion import can_read, convert
 from hfscale.checkpoint.formats import dcp, format_written, unsharded
@@ -25,15 +25,21 @@ from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_vi
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.versions import what_is_missing
-from hfscale.errors import CheckpointError, HfScaleError, LayoutError, MissingDependencyError
+from hfscale.core.versions import is_peft_model, what_is_missing
+from hfscale.errors import (
+    CheckpointError,
+    HfScaleError,
+    LayoutError,
+    MissingDependencyError,
+    UsageError,
+)
 from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of
 from hfscale.trainer.state import global_batch_size, output_folder
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import requested_strategy
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import TrainingArguments
 
 logger = get_logger(__name__)
 
@@ -166,7 +172,7 @@ def _load_universal(args: "TrainingArguments") -> None:
         config.setdefault("checkpoint", {})["load_universal"] = True
 
 
-def finish_universal_load(trainer: "Trainer") -> None:
+def finish_universal_load(trainer: Trainer) -> None:
     """Correct what DeepSpeed 0.19.8 does wrong when it loads a universal checkpoint. Call it when training begins.
 
     Stage 3 gives all its optimizer states the same `step` tensor, which the update of each group then increments, so
@@ -208,7 +214,7 @@ def keeps_steps_on_device(optimizer: torch.optim.Optimizer) -> bool:
     return any(group.get("fused") or group.get("capturable") for group in groups)
 
 
-def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
+def finish_merged_load(trainer: Trainer, checkpoint: str | None) -> None:
     """Read from `checkpoint` the weights that Trainer leaves out of its load, for which it only logs a warning.
 
     transformers 5 writes the experts of a layer separately, under the names with which they were published, and holds
@@ -236,7 +242,7 @@ def finish_merged_load(trainer: "Trainer", checkpoint: str | None) -> None:
         )
 
 
-def check_resumed(trainer: "Trainer", checkpoint: str | None) -> None:
+def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
     """Report what Trainer on its own does silently when it resumes. Call it when training begins.
 
     A Trainer takes the weights from a checkpoint of another strategy if it finds any, and continues with a new
@@ -265,6 +271,15 @@ def check_resumed(trainer: "Trainer", checkpoint: str | None) -> None:
         _check_plain(Path(checkpoint), running)
         return
     manifest = read_manifest(checkpoint)
+    model_only = manifest.why_model_only()
+    if model_only is not None:
+        logger.warning(
+            "%s: %s; training continues at step %d with a new optimizer, a learning rate schedule that begins anew, "
+            "and new random numbers",
+            checkpoint,
+            model_only,
+            manifest.step,
+        )
     written = facts_of(manifest.strategy)
     # By `NativeLoading` and `ParallelTrainer`, in place of Trainer's own loading
     is_converted = running.is_set_by_script and written.is_convertible
@@ -287,6 +302,28 @@ def check_resumed(trainer: "Trainer", checkpoint: str | None) -> None:
             trainer.args.world_size,
             manifest.step * size,
             manifest.step * manifest.global_batch_size,
+        )
+
+
+def check_own_adapters(trainer: Trainer) -> None:
+    """Refuse to train adapters of `model.add_adapter`, of whose checkpoints Trainer cannot load one.
+
+    Trainer (5.23) saves `adapter_model.safetensors` for them, and looks for the weights of a whole model when it
+    resumes and when it loads the best model. A Trainer that loads them itself, such as that of sentence-transformers,
+    is not refused.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+
+    Raises:
+        UsageError: the model has such adapters.
+    """
+    model: Any = trainer.model
+    has_own = bool(getattr(model, "_hf_peft_config_loaded", False)) and not is_peft_model(model)
+    if has_own and type(trainer)._load_from_checkpoint is Trainer._load_from_checkpoint:
+        raise UsageError(
+            f"{type(model).__name__} has the adapters of model.add_adapter, and Trainer cannot load a checkpoint of "
+            "them: use peft.get_peft_model(model, config), or save_strategy='no'"
         )
 
 

@@ -30,7 +30,10 @@ import xxhash
 from hfscale.checkpoint.untrusted import read_json
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
+from hfscale.facts.strategies import facts_of
 
+_TRAINING_STATE = re.compile(r"scheduler\.pt|rng_state(_\d+)?\.pth")
+"""Files that Trainer writes unless it saves the model alone."""
 FORMAT = 1
 Identity = dict[str, dict[str, str | int]]
 """What is trained: aspect -> property -> value (`hfscale.checkpoint.identity`)."""
@@ -101,6 +104,18 @@ class Manifest:
             if reader == number:
                 names.append(name)
         return names
+
+    def why_model_only(self) -> str | None:
+        """Return why no run can resume from the checkpoint although it is whole; None if one can."""
+        is_unsharded = facts_of(self.strategy).file_format == "unsharded"
+        needed = ["optimizer.pt", "scheduler.pt"] if is_unsharded else []
+        missing = [name for name in needed if name not in self.files]
+        if not missing and any(_TRAINING_STATE.fullmatch(name) for name in self.files):
+            return None
+        return (
+            "it has no optimizer, learning rate schedule and random states, as save_only_model leaves it: no run can "
+            "resume from it"
+        )
 
     def to_json(self) -> str:
         """Return the manifest as indented JSON."""

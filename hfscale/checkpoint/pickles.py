@@ -19,12 +19,16 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
+import numpy as np
 import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from hfscale.checkpoint.manifest import checkpoint_files
 from hfscale.checkpoint.untrusted import (
@@ -45,6 +49,18 @@ _MAX_PATH = 4096
 _DTYPES = {
     name: value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)
 }
+
+
+_NUMPY_DTYPES = tuple(
+    f"{kind}{bits}DType"
+    for kind, widths in {
+        "Int": (8, 16, 32, 64),
+        "UInt": (8, 16, 32, 64),
+        "Float": (16, 32, 64),
+    }.items()
+    for bits in widths
+)
+"""Names of NumPy's types of numbers in `numpy.dtypes`."""
 
 
 class _ForbiddenNameError(Exception):
@@ -118,6 +134,18 @@ class _ZeroStage(int):
 
 class _LossScaler:
     """Replaces DeepSpeed's loss scalers for fp16."""
+
+
+def safe_globals() -> list[Any]:
+    """Return what torch may load with `weights_only` besides its own list, from pickles that `check_pickles` accepts.
+
+    Trainer loads `optimizer.pt` and `scheduler.pt` so, and their states may have numbers and arrays of NumPy, and
+    dictionaries with a default.
+    """
+    numpy_core = import_module(np.ndarray.__reduce__(np.zeros(0))[0].__module__)
+    dtypes = [getattr(np.dtypes, name) for name in ("BoolDType", *_NUMPY_DTYPES)]
+    plain = [defaultdict, set, frozenset, list, dict, tuple, int, float, bool, complex]
+    return [numpy_core.scalar, numpy_core._reconstruct, np.ndarray, np.dtype, *dtypes, *plain]
 
 
 RNG_STATE_CLASSES: tuple[tuple[type, str], ...] = tuple(
@@ -376,12 +404,13 @@ _CHECKPOINT_NAMES = {
             "tuple",
             "int",
             "float",
+            "long",
             "bool",
         ),
     ),  # protocol 2 writes the second name
     "_codecs": ("encode",),  # how older protocols write bytes
     "numpy": ("dtype", "ndarray"),
-    "numpy.dtypes": ("UInt32DType", "Int64DType", "Float64DType", "BoolDType"),
+    "numpy.dtypes": ("BoolDType", *_NUMPY_DTYPES),
     "numpy.core.multiarray": ("_reconstruct", "scalar"),
     "numpy._core.multiarray": ("_reconstruct", "scalar"),
     "torch": (
@@ -433,7 +462,19 @@ class _Inert(metaclass=_Fixed):
 
 def _inert_placeholder(module: str, name: str) -> Any:
     is_storage = module == "torch" and _STORAGE_NAME.fullmatch(name) is not None
-    return _Inert if is_storage or name in _CHECKPOINT_NAMES.get(module, ()) else None
+    is_known = is_storage or name in _CHECKPOINT_NAMES.get(module, ())
+    return _Inert if is_known or f"{module}.{name}" in _names_of_torch() else None
+
+
+def _names_of_torch() -> Container[str]:
+    """Return what torch itself builds with `weights_only`, and what the user has added to that."""
+    added = {f"{kind.__module__}.{kind.__qualname__}" for kind in _added_by_user()}
+    return {*_get_allowed_globals(), *added}
+
+
+def _added_by_user() -> list[Any]:
+    kinds = torch.serialization.get_safe_globals()
+    return [kind for kind in kinds if hasattr(kind, "__qualname__")]
 
 
 def check_pickles(checkpoint: Path, names: Iterable[str] | None = None) -> None:
@@ -491,8 +532,9 @@ def _check_archive(path: Path, start: int = 0, length: int | None = None) -> Non
                 _RestrictedUnpickler(archive.read(pickled), _inert_placeholder, _Inert).load()
     except _ForbiddenNameError as error:
         raise CheckpointError(
-            f"{path} is refused: loading it would run '{error}', which no training writes into a checkpoint; do not "
-            "use this checkpoint"
+            f"{path} is refused: loading it would run '{error}', which is neither on torch's list for weights_only "
+            "nor written by the libraries of a training; use a checkpoint whose states are tensors and plain values, "
+            "or allow it with torch.serialization.add_safe_globals"
         ) from None
     except HostileFileError as error:
         raise CheckpointError(f"{path} is refused: {error}; do not use this checkpoint") from None

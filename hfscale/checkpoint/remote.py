@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hfscale.checkpoint.best import best_step_of
 from hfscale.checkpoint.hub_bucket import HubBucket
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.resumable import check_visible
@@ -457,6 +458,52 @@ def fetch_newer(
         ) from None
     check_visible(fetched / MANIFEST_NAME, exchanges)
     return fetched
+
+
+def fetch_best(
+    store: RemoteStore, output_dir: Path, checkpoint: Path, exchanges: Exchanges
+) -> None:
+    """Fetch the best checkpoint that the state of `checkpoint` names, where it is in the store and not on the disk.
+
+    The final model needs it, and Trainer forgets a best checkpoint that is not there. Every rank must call it.
+
+    Args:
+        store (`RemoteStore`): the store.
+        output_dir (`Path`): output directory of the run.
+        checkpoint (`Path`): the checkpoint to resume from.
+        exchanges (`Exchanges`): between all ranks.
+
+    Raises:
+        StorageError: a download failed; raised on every rank.
+    """
+    step = exchanges.on_rank_0(
+        "best checkpoint", lambda: _missing_best(store, output_dir, checkpoint)
+    )
+    if step is None:
+        return
+    best = output_dir / f"checkpoint-{step}"
+    leads_node = exchanges.rank == 0 or os.environ.get("LOCAL_RANK") == "0"
+    try:
+        with exchanges.agreed("fetch the best checkpoint"):
+            if leads_node and not _is_good(best):
+                store.download(step, output_dir, output_dir / UNFINISHED / "download")
+    except (HfScaleError, OSError) as error:
+        raise StorageError(
+            f"the best checkpoint, {best.name}, cannot be fetched: {redacted_message(error)}; make the store "
+            "readable, or start without the remote"
+        ) from None
+    logger.info("fetched %s, the best checkpoint, from %s", best.name, store.url)
+
+
+def _missing_best(store: RemoteStore, output_dir: Path, checkpoint: Path) -> int | None:
+    """Return the step of a best checkpoint that is in the store alone; None if there is none."""
+    step = best_step_of(checkpoint)
+    if step is None or (output_dir / f"checkpoint-{step}").is_dir():
+        return None
+    try:
+        return step if step in store.committed_steps() else None
+    except StorageError:
+        return None  # which has been reported when a newer checkpoint was looked for
 
 
 def _fetch_newer(store: RemoteStore, output_dir: Path, local: Path | None) -> int | None:

@@ -7,6 +7,7 @@ length; a changed byte in them is not noticed, since there is no hash to compare
 import zipfile
 from pathlib import Path
 
+from hfscale.checkpoint.best import best_step_of
 from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import tag_folder
@@ -48,7 +49,9 @@ def why_not_resumable(checkpoint: Path, exchanges: Exchanges) -> str | None:
     with exchanges.agreed("verification"):
         try:
             if has_manifest:
-                verify(checkpoint, share=(exchanges.rank, exchanges.world_size))
+                manifest = verify(checkpoint, share=(exchanges.rank, exchanges.world_size))
+                model_only = manifest.why_model_only()
+                problem = f"{checkpoint}: {model_only}" if model_only is not None else None
             elif exchanges.rank == 0:
                 check_complete(checkpoint)
         except CheckpointError as error:
@@ -91,13 +94,14 @@ def check_pickles_on_all_ranks(checkpoint: Path, exchanges: Exchanges) -> None:
             check_pickles(checkpoint, recorded.share(exchanges.rank, exchanges.world_size))
 
 
-def check_best_on_all_ranks(checkpoint: Path, exchanges: Exchanges) -> None:
+def check_best_on_all_ranks(checkpoint: Path, run_dir: Path, exchanges: Exchanges) -> None:
     """Check the pickles of the best checkpoint that `checkpoint` names. Every rank must call it.
 
     At the end of the training Trainer loads it without another check.
 
     Args:
         checkpoint (`Path`): the checkpoint to resume from.
+        run_dir (`Path`): the folder of the run's checkpoints.
         exchanges (`Exchanges`): between all ranks.
 
     Raises:
@@ -105,18 +109,10 @@ def check_best_on_all_ranks(checkpoint: Path, exchanges: Exchanges) -> None:
     """
     with exchanges.agreed("pickles of the best checkpoint"):
         if exchanges.rank == 0:
-            best = _best_of(checkpoint)
-            if best is not None and best.is_dir():
+            step = best_step_of(checkpoint)
+            best = run_dir / f"checkpoint-{step}"
+            if step is not None and best.is_dir():
                 check_pickles(best)
-
-
-def _best_of(checkpoint: Path) -> Path | None:
-    """Return the best checkpoint that the state of `checkpoint` names; None if it names none, or cannot be read."""
-    try:
-        best = read_json(checkpoint / _LAST_WRITTEN)["best_model_checkpoint"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return Path(best) if isinstance(best, str) else None
 
 
 def check_visible(path: Path, exchanges: Exchanges) -> None:

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfscale.checkpoint.store import list_checkpoints, list_with_snapshots
+from hfscale.checkpoint.store import (
+    LAST_CHECKPOINT,
+    list_checkpoints,
+    list_with_snapshots,
+    name_last_checkpoint,
+)
 from hfscale.core.best_effort import best_effort
 from hfscale.core.exchanges import Exchanges, OneProcess, StoreExchanges
 from hfscale.core.logging import get_logger
@@ -121,10 +126,14 @@ def newest_resumable(
     latest = _newest_local(folder, exchanges)
     if store is None:
         return latest
-    from hfscale.checkpoint.remote import fetch_newer
+    from hfscale.checkpoint.remote import fetch_best, fetch_newer
 
     fetched = fetch_newer(store, folder, latest.path, exchanges)
-    return latest if fetched is None else Latest(path=fetched, skipped=latest.skipped)
+    if fetched is not None:
+        latest = Latest(path=fetched, skipped=latest.skipped)
+    if latest.path is not None:
+        fetch_best(store, folder, latest.path, exchanges)
+    return latest
 
 
 def refuse_to_replace_unread(run_dir: Path) -> None:
@@ -173,7 +182,10 @@ def _newest_local(output_dir: Path, exchanges: Exchanges) -> Latest:
 
 
 def _finish_renames(output_dir: Path) -> None:
-    """Commit what an ended process left complete but not yet renamed."""
+    """Commit what an ended process left complete but not yet renamed, and name `last-checkpoint` by its step."""
+    if (output_dir / LAST_CHECKPOINT).is_dir():
+        with best_effort(f"renaming {LAST_CHECKPOINT}", output_dir):
+            name_last_checkpoint(output_dir)
     memory = RunMemory.of_environment()
     folders = [output_dir] if memory is None else [output_dir, memory.snapshots(output_dir)]
     for folder in folders:

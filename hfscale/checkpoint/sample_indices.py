@@ -1,32 +1,33 @@
 """Tells which samples of the dataset an optimizer step reads on this rank, so that a failure can name them."""
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
-from accelerate.data_loader import DataLoaderDispatcher
-from torch.utils.data import IterableDataset
 from transformers.trainer_utils import has_length
 
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.batch_indices import BatchListener, listen_to_batches
+from hfscale.trainer.state import steps_per_epoch
 
 
-class StepSamples:
+class StepSamples(BatchListener):
     """The samples of each optimizer step; `record_samples` makes it.
 
     Args:
-        batches (`dict[int, list]`): the indices of this rank's micro-batches by their number in the pass, as far as
-            they have been taken.
         steps_per_pass (`int`): optimizer steps in a pass over the data.
         accumulation (`int`): micro-batches of a step.
     """
 
-    def __init__(
-        self, batches: dict[int, list[Any]], steps_per_pass: int, accumulation: int
-    ) -> None:
-        self._batches = batches
+    def __init__(self, *, steps_per_pass: int, accumulation: int) -> None:
+        # The indices of this rank's micro-batches by their number in the pass, as far as they have been taken
+        self._batches: dict[int, list[Any]] = {}
         self._steps_per_pass = steps_per_pass
         self._accumulation = accumulation
+
+    def begin_pass(self) -> None:
+        self._batches.clear()
+
+    def batch_taken(self, number: int, batch: Any) -> None:
+        self._batches[number] = batch
 
     def of_step_after(self, steps: int) -> list[Any]:
         """Return the dataset indices of a step on this rank, once its batches have been fetched.
@@ -58,33 +59,13 @@ def record_samples(adapter: TrainerAdapter, train_dataloader: Any) -> StepSample
         `StepSamples` or `None`: None if the indices cannot be known: the dataset is iterable, rank 0 reads for all,
         the data loader has no length or no batch sampler, or a resumed run does not skip what it has read.
     """
-    args = adapter.trainer.args
-    if isinstance(train_dataloader, DataLoaderDispatcher) or not has_length(train_dataloader):
+    trainer = adapter.trainer
+    if not has_length(train_dataloader):
         return None
-    if args.ignore_data_skip and adapter.trainer.state.global_step:
+    if trainer.args.ignore_data_skip and trainer.state.global_step:
         return None
-    # Without Accelerate's part
-    loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)
-    sampler = getattr(loader, "batch_sampler", None)
-    # Whose batch sampler yields no indices
-    if sampler is None or isinstance(loader.dataset, IterableDataset):
-        return None
-    kind = type(sampler)
-    batches = dict[int, list[Any]]()
-
-    def iterate(self: Any) -> Iterator[list[Any]]:
-        batches.clear()
-        for number, batch in enumerate(kind.__iter__(self)):
-            batches[number] = batch
-            yield batch
-
-    try:
-        # torch has no event for the batches that a sampler yields, and a data loader keeps the sampler that it has.
-        sampler.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
-    except TypeError:  # a class whose instances cannot have another one
-        return None
-    adapter.at_training_end(lambda: setattr(sampler, "__class__", kind))
-    accumulation = args.gradient_accumulation_steps
-    return StepSamples(
-        batches, max(1, math.ceil(len(train_dataloader) / accumulation)), accumulation
+    samples = StepSamples(
+        steps_per_pass=steps_per_epoch(trainer),
+        accumulation=trainer.args.gradient_accumulation_steps,
     )
+    return samples if listen_to_batches(adapter, train_dataloader, samples) else None

@@ -4,7 +4,6 @@ The files are those that Trainer writes, in its layout, made by the same calls; 
 What they consist of is decided once, by the choice of a `Capture`.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -15,11 +14,13 @@ from typing import Any
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hfscale.checkpoint.best import name_best, note_best
 from hfscale.checkpoint.captures import capture_of
 from hfscale.checkpoint.captures.capture import Captured
 from hfscale.checkpoint.contents import (
     fits_in_host_memory,
     processes_on_this_host,
+    take_json,
     take_rng_state,
     take_tensors,
     take_trainer_state,
@@ -159,6 +160,11 @@ class TrainerSaving:
         if pushed or (self._capture.replaces_trainer and self._trainer.args.push_to_hub):
             push_checkpoint(self._trainer, job.target)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the checkpoints have what a resume needs besides the model."""
+        return self._capture.is_complete
+
     def why_no_optional_save(self) -> str | None:
         """Return why `save_optional` cannot save the complete state of this Trainer; None if it can."""
         if not self._capture.is_complete:
@@ -275,10 +281,10 @@ class TrainerSaving:
         if is_optional:
             state.best_model_checkpoint = best
         else:
-            _note_best(self._trainer, run_dir)
+            note_best(self._trainer, run_dir)
         if self._trainer.args.should_save:
             folder = unfinished_folder(run_dir, state.global_step)
-            _name_best(folder / TRAINER_STATE_NAME, state.best_model_checkpoint)
+            name_best(folder / TRAINER_STATE_NAME, state.best_model_checkpoint)
 
     def _copied_methods(self) -> list[str]:
         """Return the methods of Trainer that must not write in a save, since it copies what they would write."""
@@ -310,6 +316,7 @@ class TrainerSaving:
             write_collectively = state.write_collectively
         if self._capture.is_complete:
             writes.append(take_tensors(self._adapter.saved_tensors))
+            writes.append(take_json(self._adapter.saved_json))
         additions = self._capture.additions()
         if additions is not None:
             writes.append(additions)
@@ -391,28 +398,3 @@ def _why_user_code_waits(trainer: Trainer) -> str | None:
         if name is not None:
             return f"{name}.on_save may read the checkpoint"
     return None
-
-
-def _note_best(trainer: Trainer, run_dir: Path) -> None:
-    """Record the best checkpoint, as `Trainer._save_checkpoint` does.
-
-    It is the one of the best step, if that one exists or is being written.
-    """
-    state = trainer.state
-    if trainer.args.save_strategy == "no" or not state.best_global_step:
-        return
-    best = run_dir / f"checkpoint-{state.best_global_step}"
-    if state.best_global_step == state.global_step or best.exists():
-        state.best_model_checkpoint = str(best)
-
-
-def _name_best(trainer_state: Path, best: str | None) -> None:
-    """Correct the best checkpoint in `trainer_state.json`: Trainer may have named it by the unfinished folder."""
-    if not trainer_state.is_file():
-        return  # a subclass has not called Trainer's method
-    fields = json.loads(trainer_state.read_text(encoding="utf-8"))
-    if fields["best_model_checkpoint"] != best:
-        fields["best_model_checkpoint"] = best
-        trainer_state.write_text(
-            json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-        )

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hfscale.checkpoint.best import STATE_NAME, best_step_of
 from hfscale.checkpoint.manifest import (
     FileRecord,
     Identity,
@@ -39,6 +40,8 @@ VISIBILITY_TIMEOUT_S = 75.0
 (nfs(5), acdirmax); the rest allows for slow servers and clocks that differ."""
 STATUS_NAME = "hfscale_status.json"
 STATUSES = ("running", "completed", "preempted", "failed")
+LAST_CHECKPOINT = "last-checkpoint"
+"""The folder that `hub_strategy="checkpoint"` uploads."""
 GOOD = "good"
 INCOMPLETE = "incomplete"
 CORRUPT = "corrupt"
@@ -204,6 +207,32 @@ def list_with_snapshots(output_dir: str | os.PathLike[str]) -> list[Path]:
     memory = RunMemory.of_environment()
     snapshots = list_checkpoints(memory.snapshots(output_dir)) if memory is not None else []
     return sorted([*list_checkpoints(output_dir), *snapshots], key=checkpoint_step)
+
+
+def name_last_checkpoint(output_dir: Path) -> None:
+    """Give the folder `last-checkpoint` the name by which a checkpoint is found, `checkpoint-N`.
+
+    `hub_strategy="checkpoint"` uploads the newest checkpoint under that name, so it is there after a download of the
+    repository; and Trainer moves the local folder to it during an upload, which a killed process does not undo. It
+    stays where a checkpoint of its step is there already.
+
+    Args:
+        output_dir (`Path`): output directory of the run.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    last = output_dir / LAST_CHECKPOINT
+    try:
+        step = int(read_json(last / STATE_NAME)["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        logger.warning("%s is no complete checkpoint, and is left alone", last)
+        return
+    named = output_dir / f"checkpoint-{step}"
+    if named.exists():
+        return
+    last.rename(named)
+    logger.info("%s is renamed to %s, so that the run finds it", last, named.name)
 
 
 def is_link_to_unfinished(path: Path) -> bool:
@@ -400,7 +429,8 @@ class CheckpointInfo:
     path: str
     """Path of its folder."""
     state: str
-    """`good` (every file matches the manifest), `incomplete` (no manifest), `corrupt`, or `superseded`: a launch that
+    """`good` (every file matches the manifest), `incomplete` (no manifest, or the model alone), `corrupt`, or
+    `superseded`: a launch that
     started at an earlier step has archived it, and none resumes from it."""
     reason: str | None
     """Why it is not good; None if it is good."""
@@ -454,17 +484,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _best_name(checkpoints: list[Path]) -> str | None:
-    for checkpoint in reversed(checkpoints):
-        try:
-            state = read_json(checkpoint / "trainer_state.json")
-            return (
-                Path(state["best_model_checkpoint"]).name
-                if state.get("best_model_checkpoint")
-                else None
-            )
-        except (OSError, ValueError, TypeError, AttributeError):
-            continue
-    return None
+    newest = next((each for each in reversed(checkpoints) if (each / STATE_NAME).is_file()), None)
+    step = best_step_of(newest) if newest is not None else None
+    return f"checkpoint-{step}" if step is not None else None
 
 
 def _inspect(checkpoint: Path, best: str | None, read_files: bool) -> CheckpointInfo:
@@ -506,6 +528,9 @@ def _state_of(checkpoint: Path, read_files: bool) -> tuple[Manifest | None, str,
             _compare_lengths(checkpoint, manifest)
     except CheckpointError as error:
         return manifest, CORRUPT, str(error).removeprefix(f"{checkpoint} is corrupt: ")
+    model_only = manifest.why_model_only()
+    if model_only is not None:
+        return manifest, INCOMPLETE, model_only
     return manifest, GOOD, None
 
 

@@ -18,18 +18,16 @@ again after a resume, with the states that the random number generators had when
 import functools
 import itertools
 import json
-import random
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
-import numpy as np
-import torch
 import xxhash
 from torch.utils.data import get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hfscale.checkpoint.data_order.random_states import global_states, set_global_states
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
@@ -49,7 +47,7 @@ class _Draw:
     number: int
     """Number of the sample in the pass, counted from 1."""
     before: dict[str, Any]
-    """The states before it of the generators that were drawn from (`_random_states`)."""
+    """The states before it of the generators that were drawn from (`global_states`)."""
     continues: bool
     """Whether nothing else has drawn from them since the draw before."""
 
@@ -102,7 +100,7 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         self._first_epoch = position["pass"]
         self._start = position
         for number, states in position.get("random", ()):
-            self._before[number] = functools.partial(_set_random_states, states)
+            self._before[number] = functools.partial(set_global_states, states)
         self._before[position.get("read", -1) + 1] = finish
 
     def position_after(self, samples: int) -> dict[str, Any] | None:
@@ -192,12 +190,12 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         last: dict[str, Any] = {}  # the states after the last draw
         while True:
             self._before.pop(self._count + 1, lambda: None)()
-            before = _random_states()
+            before = global_states()
             sample = next(samples, _END)
             if sample is _END:
                 break
             self._count += 1
-            after = _random_states()
+            after = global_states()
             drawn = {name: states for name, states in before.items() if states != after[name]}
             if drawn:
                 continues = all(last.get(name) == states for name, states in drawn.items())
@@ -213,33 +211,6 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         self._positions.pop(number, None)
         while len(self._draws) > 1 and self._draws[1].number <= number:
             del self._draws[0]
-
-
-def _random_states() -> dict[str, Any]:
-    """Return the states of the random number generators of torch (CPU), numpy and Python as JSON values, by name."""
-    state: Any = np.random.get_state()  # a tuple: the dictionary is made for legacy=False only
-    name, keys, *others = state
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "numpy": (name, keys.tobytes().hex(), *others),
-        "python": random.getstate(),
-    }
-
-
-def _set_random_states(states: dict[str, Any]) -> None:
-    """Set random number generators to earlier states.
-
-    Args:
-        states (`dict[str, Any]`): what `_random_states` returned, or a part of it.
-    """
-    if "torch" in states:
-        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
-    if "numpy" in states:
-        name, keys, *others = states["numpy"]
-        np.random.set_state((name, np.frombuffer(bytes.fromhex(keys), dtype=np.uint32), *others))
-    if "python" in states:
-        version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
 
 
 def _digest(sample: Any) -> str:
@@ -353,8 +324,8 @@ class StreamPosition(TrainerCallback):
             self._at_step = state.global_step
         if args.dataloader_num_workers:  # they start with the seed that the loader draws now
             if self._resumed is not None:
-                _set_random_states(self._seed_state)  # empty where a new pass begins
-            self._seed_state = {"torch": _random_states()["torch"]}
+                set_global_states(self._seed_state)  # empty where a new pass begins
+            self._seed_state = {"torch": global_states()["torch"]}
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -100,7 +100,7 @@ def _check_none_skipped(output_dir: Path, reasons: tuple[str, ...]) -> None:
 def _check_best(checkpoint: Path, args: "TrainingArguments") -> None:
     """Check the pickles of the best checkpoint if the training will load it. Every rank must call it."""
     if args.load_best_model_at_end:
-        check_best_on_all_ranks(checkpoint, START)
+        check_best_on_all_ranks(checkpoint, output_folder(args), START)
 
 
 def _has_begun(output_dir: Path) -> bool:

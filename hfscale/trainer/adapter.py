@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 from hfscale.core.build_locks import remove_locks_before_deepspeed
 from hfscale.core.clocks import PhaseClock
 from hfscale.core.collectives import TRAINING
+from hfscale.core.logging import get_logger
 from hfscale.core.options import describe_options, fill_in_options
 from hfscale.core.rank_link import connect
 from hfscale.core.run_state import ResetOnCopy
@@ -29,6 +30,8 @@ from hfscale.trainer.frames import calling_trainer, resumed_from, training_frame
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
 from hfscale.trainer.strategies import Strategy
+
+logger = get_logger(__name__)
 
 _ATTRIBUTE = "_hfscale_adapter"
 _ABSENT = object()
@@ -69,6 +72,7 @@ class TrainerAdapter:
         self._wait_for_save: Callable[[], None] | None = None
         self._calls_after_reports: dict[str, Callable[[], None]] = {}
         self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
+        self.saved_json: dict[str, Callable[[], dict[str, Any]]] = {}
         self.callback_saves = False
         """Whether a callback saves in this training, although `save_strategy` may be `no`."""
         self._resumes_from: str | None = None
@@ -301,6 +305,35 @@ class TrainerAdapter:
             self._replace(self.trainer, name, method)
         return original
 
+    def load_states_in(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Have Trainer load the optimizer and the scheduler of a checkpoint within a context.
+
+        Args:
+            context (`Callable`): returns the context.
+        """
+        load = self.trainer._load_optimizer_and_scheduler
+
+        def load_in_context(checkpoint: str | None) -> None:
+            with context():
+                load(checkpoint)
+
+        self._replace(self.trainer, "_load_optimizer_and_scheduler", load_in_context)
+
+    def replace_rng_loading(
+        self, load: Callable[[str | None], None]
+    ) -> Callable[[str | None], None]:
+        """Replace `_load_rng_state`, which Trainer calls after the first batch of a resumed training has been fetched.
+
+        Args:
+            load (`Callable`): called with the checkpoint.
+
+        Returns:
+            `Callable`: the method of before.
+        """
+        original: Callable[[str | None], None] = self.trainer._load_rng_state
+        self._replace(self.trainer, "_load_rng_state", load)
+        return original
+
     def announce_saves(self) -> None:
         """Set `callback_saves` until the end of the training. Call it before `on_train_begin`, in `before_train`."""
         self.callback_saves = True
@@ -324,6 +357,16 @@ class TrainerAdapter:
         """
         self.saved_tensors[name] = source
         self.at_training_end(lambda: self.saved_tensors.pop(name, None))
+
+    def save_json(self, name: str, source: Callable[[], dict[str, Any]]) -> None:
+        """Have each checkpoint of this training keep JSON values of this rank, if `SpotCheckpointCallback` saves it.
+
+        Args:
+            name (`str`): the file is `NAME_RANK.json`.
+            source (`Callable`): called at each save; what it returns is written out before the next step.
+        """
+        self.saved_json[name] = source
+        self.at_training_end(lambda: self.saved_json.pop(name, None))
 
     def output_dir(self, trial: Any) -> str:
         """Return the output folder of the run, or that of one trial in a hyperparameter search.
@@ -462,6 +505,36 @@ class TrainerAdapter:
         """
         self._undo_one((id(self.trainer), "evaluate"))
         self._replace(self.trainer, "evaluate", wrap(self.trainer.evaluate))
+
+    def wrap_evaluation_of_training(
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Replace `_evaluate`, by which a training evaluates, and then moves a schedule that follows a metric.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `_evaluate`; returns the function to use, which takes the same
+                arguments.
+        """
+        self._undo_one((id(self.trainer), "_evaluate"))
+        self._replace(self.trainer, "_evaluate", wrap(self.trainer._evaluate))
+
+    def evaluate_as_in_training(self) -> None:
+        """Evaluate between two steps as the training loop does: its schedule, the best model and a save follow."""
+        trainer = self.trainer
+        frame = training_frame()
+        known = frame.f_locals if frame is not None else {}
+        metrics = trainer._evaluate(None, known.get("ignore_keys_for_eval"))
+        is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
+        if trainer.args.save_strategy == SaveStrategy.BEST and is_best:
+            trainer._save_checkpoint(trainer.model_wrapped, None)
+            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def skip_epoch(self) -> None:
+        """Have the epoch that is about to begin take no step. Call it in `on_epoch_begin`."""
+        if not has_epoch_methods():
+            logger.warning("transformers before 5.4 takes one more step before it stops early")
+            return
+        self._replace(self.trainer, "_run_epoch", lambda *args, **kwargs: None)
 
     def on_eval_dataloader(self, name: str, listener: Callable[[Any], object]) -> None:
         """Have `listener(loader)` called when the Trainer gets a data loader for an evaluation, after training too.

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from ports import free_port
 from tiny import tiny_trainer
 
@@ -85,6 +86,8 @@ def make_checkpoint(folder, step, content="weights"):
     (checkpoint / "part").mkdir(parents=True)
     (checkpoint / "model.safetensors").write_text(f"{content} {step}")
     (checkpoint / "part" / "__0_0.distcp").write_text(f"shard {step}")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, checkpoint / name)
     commit(checkpoint, step=step, strategy="single", world_size=1, global_batch_size=4)
     return checkpoint
 
@@ -138,7 +141,8 @@ class TestStore:
         checkpoint = make_checkpoint(tmp_path, 3)
         with pytest.raises(StorageError, match="OSError: connection lost"):
             store.upload(checkpoint)
-        assert order == ["model.safetensors", "part/__0_0.distcp", *[MANIFEST_NAME] * 2]
+        files = ["model.safetensors", "optimizer.pt", "part/__0_0.distcp", "scheduler.pt"]
+        assert order == [*files, *[MANIFEST_NAME] * 2]
         assert store.committed_steps() == []
         monkeypatch.setattr(RemoteStore, "_put", lambda self, *arguments: self.nothing)
         with pytest.raises(AttributeError, match="nothing"):  # a defect, not a store that cannot be reached

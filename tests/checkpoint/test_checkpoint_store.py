@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from transformers.trainer_utils import rotate_checkpoints
 
 from hfscale import latest_checkpoint
@@ -32,6 +33,8 @@ def make_checkpoint(output_dir: Path, step: int, committed: bool = True) -> Path
     (checkpoint / "model.safetensors").write_bytes(os.urandom(5000))
     (checkpoint / "shards" / "rank_0.distcp").write_bytes(os.urandom(300))
     (checkpoint / "trainer_state.json").write_text("{}")
+    for name in ("optimizer.pt", "scheduler.pt"):
+        torch.save({}, checkpoint / name)
     if committed:
         commit(checkpoint, step=step, strategy="ddp", world_size=2, global_batch_size=16)
     return checkpoint

@@ -380,7 +380,7 @@ class TestTraining:
         again = tiny_trainer(tmp_path / "run", returning(), **arguments)
         again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
         assert logged(again, "loss") == logged(uninterrupted, "loss")
-        assert logged(again, "eval_loss") == logged(uninterrupted, "eval_loss")[1:]
+        assert logged(again, "eval_loss") == logged(uninterrupted, "eval_loss")
 
     def test_several_evaluation_sets_are_all_cut_short(self, tmp_path):
         trainer = tiny_trainer(tmp_path, At("on_prediction_step", 1, kill()), returning(), **(SAVING | EVALUATING))

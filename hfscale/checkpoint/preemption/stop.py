@@ -18,6 +18,7 @@ The decision is applied through the flags of `TrainerControl`, at this boundary 
 import functools
 import math
 import signal
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from typing import Any
 
 from transformers import TrainerControl, TrainerState
 
+from hfscale.checkpoint.evaluations import note_missing
 from hfscale.checkpoint.preemption import (
     EXIT_CODE,
     NOTICES,
@@ -63,6 +65,8 @@ still has to end."""
 EXCHANGE_EVERY_S = 0.5
 """Seconds between two exchanges. A notice is known to all ranks within this time and two steps: half a second of the 5
 that the shortest notice leaves (RunPod), at the cost of one small collective in the background."""
+_WITHOUT_DEADLINE = (signal.SIGINT.name, STOP_FILE)
+"""Sources after which nothing ends the process before it has finished."""
 _STOP_VOTE = "stop"
 _CONTINUE = 0.0
 _SAVE = 1.0
@@ -91,6 +95,8 @@ class Stop:
     seconds_left: float | None
     save: bool
     why_not: str | None = None
+    finishes_evaluation: bool = False
+    """Whether an evaluation under way, or due at that step, is made before the training ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,19 +114,36 @@ class _Outlook:
     """Seconds that the last save took; -1: there was none."""
     around_save_s: float
     """Seconds that waiting for a save in flight and copying to a remote store take in addition."""
+    evaluation_s: float
+    """Seconds that an evaluation under way, or due at this step, still takes; infinity: not known."""
 
     def of_all_ranks(self) -> "_Outlook":
         """Return the worst values of all ranks; every rank must call it."""
-        source, minus_left, write_s, around_save_s = TRAINING.maximum(
+        source, minus_left, write_s, around_save_s, evaluation_s = TRAINING.maximum(
             "stop: outlook",
-            [float(self.source), -self.seconds_left, self.write_s, self.around_save_s],
+            [
+                float(self.source),
+                -self.seconds_left,
+                self.write_s,
+                self.around_save_s,
+                self.evaluation_s,
+            ],
         )
         return _Outlook(
             source=int(source),
             seconds_left=-minus_left,
             write_s=write_s,
             around_save_s=around_save_s,
+            evaluation_s=evaluation_s,
         )
+
+    @property
+    def has_time_to_evaluate(self) -> bool:
+        """Whether the evaluation fits into the time that is left, with a save after it; not if that is not known."""
+        if math.isinf(self.seconds_left):
+            return SOURCES[self.source] in _WITHOUT_DEADLINE
+        save_s = max(self.write_s, 0.0) + self.around_save_s
+        return (self.evaluation_s + save_s) * SAFETY <= self.seconds_left
 
     @property
     def has_time_to_save(self) -> bool:
@@ -172,6 +195,9 @@ class PreemptionStop(ResetOnCopy):
         self._adapter: TrainerAdapter | None = None
         self._stop_path: Path | None = None
         self._metric_for_best_model: str | None = None
+        self._is_in_training = False  # whether the training evaluates, and not a callback
+        self._evaluation_begun: float | None = None
+        self._last_evaluation_s: float | None = None
 
     def begin(self, adapter: TrainerAdapter, train_dataloader: Any, *, saves: bool) -> None:
         """Start collecting notices, at the beginning of a training and before its data loader workers start.
@@ -216,6 +242,7 @@ class PreemptionStop(ResetOnCopy):
         shield_workers(train_dataloader)
         adapter.on_eval_dataloader("shield", shield_workers)
         adapter.wrap_evaluate(self._cut_short_by_a_stop)
+        adapter.wrap_evaluation_of_training(self._without_effect_if_cut)
 
     def at_step_end(
         self, agreed: float | None, state: TrainerState, control: TrainerControl
@@ -234,9 +261,10 @@ class PreemptionStop(ResetOnCopy):
     def at_prediction_step(self, state: TrainerState, control: TrainerControl) -> None:
         """Vote during an evaluation, which can last for hours, and end it at once if the run stops.
 
-        An evaluation changes nothing that a checkpoint holds. An evaluation that is ended early returns no metrics,
-        since metrics of a part of the data would be mistaken for those of all data. After the last step only the
-        evaluation is ended, so that the run reaches its last save and its end.
+        It is finished first if the time that is left allows it, as after Ctrl-C. An evaluation that is ended early
+        returns no metrics, since metrics of a part of the data would be mistaken for those of all data; the resumed
+        launch makes it again. After the last step only the evaluation is ended, so that the run reaches its last save
+        and its end.
 
         Args:
             state (`TrainerState`): the state of the Trainer.
@@ -252,11 +280,15 @@ class PreemptionStop(ResetOnCopy):
             agreed = None if votes is None else votes[_STOP_VOTE]
             if state.global_step < state.max_steps:
                 self._follow(agreed, state, control)
-            elif agreed == _STOP:
+            elif agreed == _STOP and not self._outlook().of_all_ranks().has_time_to_evaluate:
+                logger.warning(
+                    "the last evaluation of the training is cut short: the best model is chosen without it"
+                )
                 raise _EvaluationCutError
         if self.stop is not None:
             self._apply(state, control)
-            raise _EvaluationCutError
+            if not self.stop.finishes_evaluation:
+                raise _EvaluationCutError
 
     def at_evaluation_end(self, state: TrainerState, control: TrainerControl) -> None:
         """Vote after an evaluation, before the next step.
@@ -287,7 +319,9 @@ class PreemptionStop(ResetOnCopy):
         self._apply(state, control)
 
     def at_epoch_end(self, state: TrainerState, control: TrainerControl) -> None:
-        """Prevent the evaluation at the end of an epoch that a stop has ended early.
+        """Prevent the evaluation at the end of the epoch in which the run stops.
+
+        Where the epoch has taken all its steps, the checkpoint says that its evaluation is missing.
 
         Args:
             state (`TrainerState`): the state of the Trainer.
@@ -396,12 +430,14 @@ class PreemptionStop(ResetOnCopy):
         if outlook.source < 0:
             return None
         why_not = self._reason_not_to_save(outlook, state)
+        finishes = outlook.has_time_to_evaluate and why_not is None
         return Stop(
             source=SOURCES[outlook.source],
             step=state.global_step,
             seconds_left=None if math.isinf(outlook.seconds_left) else outlook.seconds_left,
             save=why_not is None,
             why_not=why_not,
+            finishes_evaluation=finishes,
         )
 
     def _outlook(self) -> _Outlook:
@@ -415,7 +451,16 @@ class PreemptionStop(ResetOnCopy):
             ),
             write_s=-1.0 if self.last_write_s is None else self.last_write_s,
             around_save_s=self.around_save_s(),
+            evaluation_s=self._evaluation_left_s(),
         )
+
+    def _evaluation_left_s(self) -> float:
+        """Return the seconds that the evaluation under way still takes, or the next one; infinity: not known."""
+        if self._last_evaluation_s is None:
+            return math.inf
+        if self._evaluation_begun is None:
+            return self._last_evaluation_s
+        return max(self._last_evaluation_s - (time.monotonic() - self._evaluation_begun), 0.0)
 
     def _assumed_s(self, source: str) -> float | None:
         """Return the seconds that are assumed for a source that gives no time; None: no limit."""
@@ -456,16 +501,40 @@ class PreemptionStop(ResetOnCopy):
         def cut_short(*args: Any, **kwargs: Any) -> Any:
             # With several evaluation sets evaluate() calls itself for each
             outer = self._evaluation_agreement
-            self._evaluation_agreement = outer or self._new_agreement()
+            if outer is not None:
+                return evaluate(*args, **kwargs)
+            self._evaluation_agreement = self._new_agreement()
+            self._evaluation_begun = time.monotonic()
+            try:
+                metrics = evaluate(*args, **kwargs)
+                self._last_evaluation_s = time.monotonic() - self._evaluation_begun
+                return metrics
+            except _EvaluationCutError:
+                logger.info("the evaluation was cut short; it gives no metrics")
+                if self._is_in_training:
+                    raise
+                return self._missing_metrics()
+            finally:
+                self._evaluation_agreement = self._evaluation_begun = None
+
+        return cut_short
+
+    def _without_effect_if_cut(self, evaluate: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `Trainer._evaluate`, so that an evaluation without metrics does not move the schedule."""
+
+        @functools.wraps(evaluate)
+        def evaluate_or_note(*args: Any, **kwargs: Any) -> Any:
+            self._is_in_training = True
             try:
                 return evaluate(*args, **kwargs)
             except _EvaluationCutError:
-                logger.info("the evaluation was cut short; it gives no metrics")
+                assert self._adapter is not None
+                note_missing(self._adapter.trainer.state, has_begun=True)
                 return self._missing_metrics()
             finally:
-                self._evaluation_agreement = outer
+                self._is_in_training = False
 
-        return cut_short
+        return evaluate_or_note
 
     def _missing_metrics(self) -> dict[str, float]:
         """Return NaN for the metric that selects the best model, which Trainer looks up, and no other metric."""

@@ -1,0 +1,265 @@
+"""Keeps the order of the samples in the checkpoints, and the random numbers that are drawn while they are read.
+
+Trainer seeds the random number generators anew in a resumed launch, and restores their states when the first batch has
+been fetched. So a sampler that draws the order of a pass from a global generator (`group_by_length`,
+`WeightedRandomSampler`) draws another one, a sampler with a generator of its own (TRL's `RepeatSampler`) draws that of
+the first pass again, and a collator that masks at random gives the batch that was read ahead another mask.
+
+Here the checkpoint keeps, for each rank,
+
+- the states of all generators when the pass began, and what the samplers count;
+- their states before each batch whose indices had been taken and which had not been trained on;
+- the states at the save of the generators that are not in Trainer's own file;
+- a hash of the batches of the pass so far.
+
+A resumed launch begins the pass with the first, gives the batches that were read ahead the second, sets the third and
+Trainer's own before the batch after them, and compares the hash: a sampler whose order depends on anything else is
+named in a warning.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
+
+from hfscale.checkpoint.data_order.owners import DataState
+from hfscale.checkpoint.data_order.random_states import States, global_states, set_global_states
+from hfscale.checkpoint.untrusted import read_json
+from hfscale.core import distributed
+from hfscale.core.logging import get_logger
+from hfscale.errors import CheckpointError
+from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.batch_indices import BatchListener, batch_sampler_of, listen_to_batches
+from hfscale.trainer.state import steps_per_epoch
+
+logger = get_logger(__name__)
+
+NAME = "data_order"
+"""The file of a rank is `data_order_RANK.json`."""
+
+
+class DataOrder(BatchListener, TrainerCallback):
+    """Keeps the order of a Trainer's samples in its checkpoints, and resumes with it.
+
+    `keep_data_order` adds it to the Trainer.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer, whose state is that of the beginning of the training.
+        train_dataloader (`DataLoader`): its training data.
+    """
+
+    def __init__(self, adapter: TrainerAdapter, train_dataloader: Any) -> None:
+        self._adapter = adapter
+        args = adapter.trainer.args
+        self._accumulation = args.gradient_accumulation_steps
+        self._steps_per_pass = steps_per_epoch(adapter.trainer)
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
+        self._data = DataState(
+            batch_sampler_of(train_dataloader),
+            getattr(loader, "collate_fn", None),
+            getattr(loader, "dataset", None),
+        )
+        # What must be equal in the launch that resumes, for more than the beginning of the pass to count
+        self._launch = {
+            "world_size": distributed.world_size(),
+            "batch": args.per_device_train_batch_size,
+            "accumulation": self._accumulation,
+        }
+        self._begin: dict[str, Any] = {}
+        self._before: dict[int, States] = {}
+        self._digests: dict[int, str] = {0: ""}
+        self._digest = xxhash.xxh3_64()
+        self._taken = 0
+        self._resumed: _Resumed | None = None
+
+    # --- the checkpoint ---------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint of this step keeps, as JSON values."""
+        trained = self._batches_trained()
+        return {
+            "launch": self._launch,
+            "begin": self._begin,
+            "trained": trained,
+            "taken": self._taken,
+            "before": {n: states for n, states in self._before.items() if n >= trained},
+            "now": self._own_states(),
+            "digest": self._digests.get(trained),
+        }
+
+    def _own_states(self) -> dict[str, Any]:
+        return {"generators": self._data.generators(), "counters": self._data.counters()}
+
+    def _batches_trained(self) -> int:
+        """Return how many batches of this pass have been trained on; 0 between two passes."""
+        steps = self._adapter.trainer.state.global_step
+        return steps % self._steps_per_pass * self._accumulation
+
+    def resume(self, saved: dict[str, Any], checkpoint: str) -> None:
+        """Continue with what the checkpoint keeps. Call it when the training begins.
+
+        Args:
+            saved (`dict[str, Any]`): what `saved` returned.
+            checkpoint (`str`): the folder of the checkpoint.
+        """
+        self._data.set_generators(saved["now"]["generators"])
+        self._data.set_counters(saved["now"]["counters"])
+        trained = self._batches_trained()
+        if trained == 0:
+            return  # a new pass: Trainer restores its states before it begins
+        is_same_launch = saved["launch"] == self._launch
+        self._resumed = _Resumed(saved, checkpoint, trained, is_same_launch=is_same_launch)
+        # Trainer would restore its states after the batches that follow have been fetched: `_finish` does it before
+        self._load = self._adapter.replace_rng_loading(lambda checkpoint: None)
+
+    # --- the batches ------------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self._before = {}
+        self._digests = {0: ""}
+        self._digest = xxhash.xxh3_64()
+        self._taken = 0
+        resumed = self._resumed
+        if resumed is not None:
+            set_global_states(resumed.begin["random"])
+            self._data.set_generators(resumed.begin["generators"])
+            self._data.set_counters(resumed.begin["counters"])
+        self._begin = {"random": global_states(), **self._own_states()}
+
+    def before_batch(self, number: int) -> None:
+        if self._resumed is not None:
+            self._set_states(self._resumed, number)
+        trained = self._batches_trained()
+        self._before = {n: states for n, states in self._before.items() if n >= trained}
+        self._digests = {n: digest for n, digest in self._digests.items() if n >= trained}
+        self._before[number] = {"random": global_states(), "generators": self._data.generators()}
+
+    def batch_taken(self, number: int, batch: Any) -> None:
+        self._digest.update(repr(batch).encode())
+        self._taken = number + 1
+        self._digests[self._taken] = self._digest.hexdigest()
+
+    def end_pass(self, number: int) -> None:
+        if self._resumed is not None:
+            self._finish(self._resumed)
+
+    def _set_states(self, resumed: "_Resumed", number: int) -> None:
+        """Set the generators as they were before a batch in the launch that saved."""
+        if number == resumed.trained:
+            self._compare_order(resumed)
+        if number >= resumed.taken:
+            self._finish(resumed)
+        elif number in resumed.before:
+            set_global_states(resumed.before[number]["random"])
+            self._data.set_generators(resumed.before[number]["generators"])
+
+    def _finish(self, resumed: "_Resumed") -> None:
+        """Set the generators as they were at the save: what follows is not of that launch any more."""
+        self._resumed = None
+        self._load(resumed.checkpoint)
+        self._data.set_generators(resumed.now["generators"])
+
+    def _compare_order(self, resumed: "_Resumed") -> None:
+        if resumed.digest is None or resumed.digest == self._digests.get(resumed.trained):
+            return
+        sampler = self._data.describe_sampler()
+        logger.warning(
+            "%s does not repeat the order of the samples: the %d batches that this pass has trained on were others, "
+            "so that some samples of the pass are seen twice or never; let it draw from a generator that is seeded, "
+            "such as torch's global one",
+            sampler,
+            resumed.trained,
+        )
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._resumed is not None:  # fewer workers read ahead than in the launch that saved
+            self._finish(self._resumed)
+
+
+class _Resumed:
+    """What the checkpoint says of the pass in which a training resumes, until it has been used."""
+
+    def __init__(
+        self, saved: dict[str, Any], checkpoint: str, trained: int, *, is_same_launch: bool
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.trained = trained
+        self.begin = saved["begin"]
+        self.now = saved["now"]
+        self.taken = trained
+        self.before: dict[int, States] = {}
+        self.digest: str | None = None
+        if is_same_launch:
+            self.taken = saved["taken"]
+            self.before = {int(number): states for number, states in saved["before"].items()}
+            self.digest = saved["digest"]
+
+
+def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
+    """Keep the order of the samples in the checkpoints of this training, and resume with it.
+
+    Call it when a training begins. Data without a length, streams, and loaders without a batch sampler are left alone.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+        train_dataloader (`DataLoader`): its training data.
+
+    Raises:
+        CheckpointError: the file of the checkpoint is broken.
+    """
+    if not has_length(train_dataloader) or batch_sampler_of(train_dataloader) is None:
+        return
+    order = DataOrder(adapter, train_dataloader)
+    if not listen_to_batches(adapter, train_dataloader, order):
+        return
+    adapter.save_json(NAME, order.saved)
+    adapter.append_callback(order)
+    checkpoint = adapter.resumes_from
+    if checkpoint is None or adapter.trainer.args.ignore_data_skip:
+        return
+    saved = _read(Path(checkpoint))
+    if saved is not None:
+        order.resume(saved, checkpoint)
+        _warn_of_workers(adapter)
+
+
+def _warn_of_workers(adapter: TrainerAdapter) -> None:
+    args = adapter.trainer.args
+    is_inside_pass = adapter.trainer.state.global_step % max(steps_per_epoch(adapter.trainer), 1)
+    if args.dataloader_num_workers and is_inside_pass:
+        logger.warning(
+            "random numbers that the %d processes of the data loader draw for this pass, such as masks of a collator, "
+            "are not those of an uninterrupted run: set dataloader_num_workers to 0 if the data draw any",
+            args.dataloader_num_workers,
+        )
+
+
+def _read(checkpoint: Path) -> dict[str, Any] | None:
+    """Return what the file of this rank says, else that of rank 0; None if an older version wrote the checkpoint."""
+    for rank in (distributed.rank(), 0):
+        path = checkpoint / f"{NAME}_{rank}.json"
+        if not path.is_file():
+            continue
+        try:
+            saved: dict[str, Any] = read_json(path)
+            _check(saved)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}): use another checkpoint"
+            ) from None
+        if rank != distributed.rank():
+            saved["launch"] = {}  # that of another rank: only the beginning of the pass counts
+        return saved
+    return None
+
+
+def _check(saved: dict[str, Any]) -> None:
+    for name in ("launch", "begin", "trained", "taken", "before", "now", "digest"):
+        saved[name]
+    for part in (saved["now"], saved["begin"]):
+        dict(part["generators"])
+        dict(part["counters"])

@@ -1,0 +1,219 @@
+"""A resumed run trains on the samples and the random numbers of an uninterrupted one, in any step of any epoch."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import LENGTH, VOCAB, RandomTokens, StopAt, tiny_arguments, tiny_model
+from torch.utils.data import Dataset, Sampler, WeightedRandomSampler
+from transformers import Trainer, TrainerCallback, default_data_collator
+
+from hfscale import SpotCheckpointCallback, latest_checkpoint
+
+ROWS, BATCH = 24, 4
+EPOCH = ROWS // BATCH
+STEPS = 3 * EPOCH
+CRASHES = [2, EPOCH, EPOCH + 3, 2 * EPOCH + 1]
+OWN = np.random.default_rng(5)
+
+
+class OwnGenerator(Sampler):
+    """Draws each pass from a generator that is seeded when it is made, as TRL's RepeatSampler does."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter(torch.randperm(ROWS, generator=self.generator).tolist())
+
+
+class CountsPasses(Sampler):
+    """Orders the rows by the number of the pass, which it counts itself."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+
+class ShufflesInPlace(Sampler):
+    """Shuffles an order that it keeps, so that each pass depends on the one before."""
+
+    def __init__(self):
+        self.order = list(range(ROWS))
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        random.shuffle(self.order)
+        return iter(list(self.order))
+
+
+class Curriculum(Sampler):
+    """Draws each pass from NumPy's global generator."""
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter(np.random.permutation(ROWS).tolist())
+
+
+class DrawsFromTheSystem(Sampler):
+    """Has another order in each launch."""
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return iter(random.SystemRandom().sample(range(ROWS), ROWS))
+
+
+class Augmented(Dataset):
+    """Changes a token of each row at random when the row is read."""
+
+    rows = RandomTokens(ROWS)
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        row = {name: value.clone() for name, value in self.rows[index].items()}
+        row["input_ids"][random.randrange(LENGTH)] = 3 + int(OWN.integers(VOCAB - 3))
+        return row
+
+
+class Masks:
+    """A collator that masks at random, from a global generator or one of its own."""
+
+    def __init__(self, kind):
+        self.kind = kind
+        self.own = np.random.RandomState(4)
+
+    def __call__(self, rows):
+        batch = default_data_collator(rows)
+        shape = batch["input_ids"].shape
+        draw = {"torch": torch.rand, "numpy": np.random.rand, "own": self.own.rand}[self.kind]
+        batch["labels"] = batch["labels"].masked_fill(torch.as_tensor(draw(*shape)) < 0.3, -100)
+        return batch
+
+
+class Sampled(Trainer):
+    """A Trainer with a sampler of the user."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return self.make_sampler()
+
+
+SAMPLERS = {
+    "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, ROWS + 1), ROWS),
+    "own generator": OwnGenerator,
+    "counts its passes": CountsPasses,
+    "shuffles in place": ShufflesInPlace,
+    "numpy": Curriculum,
+}
+
+
+class Rows(TrainerCallback):
+    """The rows of each step, by their tokens."""
+
+    def __init__(self):
+        self.of_step, self._now = {}, []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, module, args, kwargs):
+        if module.training:
+            self._now.append(kwargs["input_ids"].tolist())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.of_step[state.global_step], self._now = self._now, []
+
+
+def train(folder, *callbacks, sampler=None, collator=None, data=None, accumulation=1, resume=None):
+    """Train with dropout, so that the training itself draws from torch's global generator between two batches."""
+    OWN.bit_generator.state = np.random.default_rng(5).bit_generator.state
+    random.seed(0)
+    np.random.seed(0)
+    args = tiny_arguments(
+        folder,
+        max_steps=STEPS // accumulation,
+        gradient_accumulation_steps=accumulation,
+        save_strategy="steps",
+        save_steps=1000,
+        train_sampling_strategy="group_by_length" if sampler == "group_by_length" else "random",
+    )
+    if isinstance(collator, str):
+        collator = Masks(collator)
+    kind = Sampled if sampler in SAMPLERS or isinstance(sampler, type) else Trainer
+    model = tiny_model(attention_dropout=0.1)
+    rows = Rows()
+    trainer = kind(
+        model=model,
+        args=args,
+        train_dataset=data or RandomTokens(ROWS),
+        data_collator=collator or default_data_collator,
+        callbacks=[*callbacks, rows],
+    )
+    trainer.make_sampler = SAMPLERS.get(sampler, sampler)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+    return rows.of_step, {step: losses[step] for step in rows.of_step}
+
+
+def check_equal(tmp_path, stops, **program):
+    """Compare an uninterrupted run of plain Trainer with one that is stopped and resumed several times."""
+    rows, losses = train(tmp_path / "plain", **program)
+    seen, logs = {}, {}
+    for stop in [*stops, None]:
+        resume = latest_checkpoint(tmp_path / "run")
+        ends = [StopAt(stop)] if stop else []
+        of_step, of_log = train(tmp_path / "run", SpotCheckpointCallback(), *ends, resume=resume, **program)
+        seen |= of_step
+        logs |= of_log
+    assert seen == rows
+    assert logs == losses
+
+
+@pytest.mark.parametrize("sampler", [*SAMPLERS, "group_by_length"])
+def test_a_sampler_repeats_its_order(tmp_path, sampler):
+    check_equal(tmp_path, CRASHES, sampler=sampler)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy", "own"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_collator_draws_the_same_masks(tmp_path, kind, accumulation):
+    stops = [stop // accumulation for stop in (2, EPOCH + 4)]
+    check_equal(tmp_path, stops, collator=kind, accumulation=accumulation)
+
+
+def test_augmentations_are_the_same(tmp_path):
+    check_equal(tmp_path, [1, EPOCH + 2], data=Augmented(), sampler="own generator")
+
+
+def test_a_sampler_that_cannot_repeat_its_order_is_named(tmp_path, caplog):
+    train(tmp_path, SpotCheckpointCallback(), StopAt(2), sampler=DrawsFromTheSystem)
+    assert "does not repeat" not in caplog.text
+    train(
+        tmp_path, SpotCheckpointCallback(), StopAt(3), sampler=DrawsFromTheSystem, resume=latest_checkpoint(tmp_path)
+    )
+    assert "DrawsFromTheSystem does not repeat the order of the samples" in caplog.text
+
+
+def test_a_checkpoint_with_a_broken_file_is_refused(tmp_path):
+    train(tmp_path, SpotCheckpointCallback(), StopAt(2))
+    (tmp_path / "checkpoint-2" / "data_order_0.json").write_text("[1]")
+    (tmp_path / "checkpoint-2" / "hfscale_manifest.json").unlink()
+    with pytest.raises(Exception, match=r"data_order_0\.json cannot be read"):
+        train(tmp_path, SpotCheckpointCallback(), resume=str(tmp_path / "checkpoint-2"))
