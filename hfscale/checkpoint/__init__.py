@@ -5,8 +5,6 @@ fails when a new version moves it.
 
 Replaced until the end of the training
 
-- `__class__` of the batch sampler of the training data, under `hfscale run`. By: `record_samples`. Reason: nothing
-  tells which samples a batch consists of. Test: test_memory_snapshots.py.
 - `checkpoint_engine` of the DeepSpeed engine, during a save. By: captures/zero.py. Reason: DeepSpeed's
   own background writers commit at a time that they report to nobody. Test: test_checkpoint_writer.py.
 
@@ -21,6 +19,10 @@ Read, called, or set once
   look for universal files in every later load. Test: test_reshape.py.
 - `torch._weights_only_unpickler._get_allowed_globals`. By: pickles.py. Reason: a checkpoint may hold what torch loads
   with `weights_only`, and torch has no public list of it. Test: test_pickles.py.
+- `numpy.ndarray.__reduce__`'s function `_reconstruct`. By: pickles.py. Reason: pickles of arrays name it. Test:
+  test_pickles.py.
+- `Trainer._load_from_checkpoint` and `_hf_peft_config_loaded` of a model, read. By: `check_own_adapters`. Reason:
+  nothing public tells that a model has adapters of its own, or whether a Trainer loads them. Test: test_adapters.py.
 - `_iterator` of torch's `DataLoader`. By: preemption/workers.py. Reason: nothing public tells which worker processes
   a loader has. Test: test_preemption.py.
 """

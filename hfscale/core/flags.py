@@ -1,9 +1,8 @@
-"""Command-line flags: as dataclass fields, checks of their values, and YAML files that give them (`--config`)."""
+"""Command-line flags: checks of their values, and YAML files that give them (`--config`)."""
 
 import difflib
 import re
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,6 @@ import yaml
 
 from hfscale.core.spelling import plain_value, spelled
 from hfscale.errors import ConfigFileError, ParameterError, UsageError
-
-
-def flag(help: str, default: object = None, **metadata: object) -> Any:
-    """Return a dataclass field that `HfArgumentParser` shows as a flag.
-
-    Args:
-        help (`str`): the text that `--help` prints.
-        default (`object`, *optional*): the value of a flag that is not given.
-        metadata (`object`): further keys of the field's metadata, such as `choices`.
-    """
-    return field(default=default, metadata={"help": help, **metadata})
 
 
 def require_positive(arguments: object, *names: str) -> None:

@@ -26,7 +26,6 @@ from typing import (
     get_type_hints,
 )
 
-from hfscale.core.flags import flag
 from hfscale.core.spelling import current_speaker, speaking, spelled_value
 from hfscale.errors import ParameterError
 
@@ -35,6 +34,17 @@ Check = Callable[[str, Any], None]
 Made = TypeVar("Made")
 Owner = TypeVar("Owner")
 Parameters = ParamSpec("Parameters")
+
+
+def flag(help: str, default: object = None, **metadata: object) -> Any:
+    """Return a dataclass field that `HfArgumentParser` shows as a flag.
+
+    Args:
+        help (`str`): the text that `--help` prints.
+        default (`object`, *optional*): the value of a flag that is not given.
+        metadata (`object`): further keys of the field's metadata, such as `choices`.
+    """
+    return field(default=default, metadata={"help": help, **metadata})
 
 
 # -- what an option is ------------------------------------------------------------------------------------------------

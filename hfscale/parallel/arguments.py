@@ -6,7 +6,8 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hfscale.core.flags import flag, require_positive
+from hfscale.core.flags import require_positive
+from hfscale.core.options import flag
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ExpertLayout, ParallelLayout

@@ -18,9 +18,9 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
-from hfscale.core.flags import flag, require_from_0, require_positive
+from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.nvidia_driver import check_gpus_of_driver
-from hfscale.core.options import check_flags, options_taken_by, with_flags_of
+from hfscale.core.options import check_flags, flag, options_taken_by, with_flags_of
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, MissingDependencyError, ParameterError, UsageError

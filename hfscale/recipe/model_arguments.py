@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from hfscale.core.flags import flag, require_from_0, require_positive
+from hfscale.core.flags import require_from_0, require_positive
+from hfscale.core.options import flag
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import require
 from hfscale.errors import UsageError

@@ -31,6 +31,14 @@ Replaced until the end of the training
   writing. Test: test_checkpoint_writer.py.
 - `Trainer._get_output_dir`, for the call in `Trainer._save_checkpoint`. By: `run_dir`, `output_dir`,
   `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder. Test: test_checkpoint_writer.py.
+- `Trainer._evaluate` and, called, `Trainer._determine_best_metric`. By: `wrap_evaluation_of_training`,
+  `evaluate_as_in_training`. Reason: an evaluation that a notice cuts short must not move a schedule, and the next
+  launch makes it up. Test: test_evaluations.py.
+- `Trainer._run_epoch`. By: `skip_epoch`. Reason: a training whose checkpoint has stopped early would take a step more.
+  Test: test_evaluations.py.
+- `Trainer._load_rng_state` and `Trainer._load_optimizer_and_scheduler`, in a training that resumes. By:
+  `replace_rng_loading`, `load_states_in`. Reason: Trainer restores the random states after the batches that follow
+  have been fetched, and has no list of what it may load. Test: test_data_order.py.
 - `Trainer._load_from_checkpoint`, `Trainer._load_optimizer_and_scheduler`, `Trainer._load_rng_state` and
   `Trainer._load_best_model`. By: `replace_loading`. Reason: Trainer cannot resume a model that was loaded with
   `distributed_config`. Test: test_native.py.
@@ -64,6 +72,9 @@ Replaced until the end of the training
 - `Module._parameters` of the experts of a layer, while they compute, and `forward` (public) of PEFT's `ParamWrapper`,
   as long as the model lives. By: expert_adapters.py. Reason: PEFT cannot adapt experts of which a rank has a part, and
   an assignment to the attribute refuses a tensor that is not a parameter. Test: test_native.py, TestAdapters.
+
+- `__class__` of the batch sampler of the training data (public). By: `listen_to_batches`. Reason: nothing tells which
+  samples a batch consists of, or when a pass begins. Test: test_data_order.py.
 
 Read, called, or set once
 

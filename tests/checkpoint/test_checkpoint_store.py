@@ -26,6 +26,8 @@ from hfscale.core.durable_files import write_atomically
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
 
+TRAINED = {"model.safetensors", "optimizer.pt", "scheduler.pt"}
+
 
 def make_checkpoint(output_dir: Path, step: int, committed: bool = True) -> Path:
     checkpoint = output_dir / f"checkpoint-{step}"
@@ -44,7 +46,7 @@ def test_the_manifest_has_the_documented_fields(tmp_path):
     fields = json.loads((make_checkpoint(tmp_path, 7) / MANIFEST_NAME).read_text())
     assert set(fields) == {"format", "step", "strategy", "world_size", "global_batch_size", "files"}
     assert (fields["format"], fields["step"], fields["strategy"], fields["world_size"]) == (1, 7, "ddp", 2)
-    assert set(fields["files"]) == {"model.safetensors", "shards/rank_0.distcp", "trainer_state.json"}
+    assert set(fields["files"]) == {"shards/rank_0.distcp", "trainer_state.json", *TRAINED}
     record = fields["files"]["model.safetensors"]
     assert record["bytes"] == 5000
     assert len(record["xxh3_128"]) == 32
@@ -212,7 +214,7 @@ def test_files_added_after_the_commit_become_part_of_the_checkpoint(tmp_path):
     with pytest.raises(CheckpointError):
         verify(checkpoint)
     update_manifest(checkpoint)
-    assert set(verify(checkpoint).files) == {"model.safetensors", "trainer_state.json", "added.txt"}
+    assert set(verify(checkpoint).files) == {"trainer_state.json", "added.txt", *TRAINED}
 
 
 def test_a_file_that_changes_without_its_length_becomes_part_of_the_checkpoint(tmp_path):

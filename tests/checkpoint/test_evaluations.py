@@ -1,5 +1,6 @@
 """A resumed run has the evaluations, the best model and the early stop of an uninterrupted one."""
 
+import math
 import os
 import signal
 
@@ -77,13 +78,14 @@ def check_equal(again, whole):
     [{}, {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}}],
     ids=["best model", "plateau"],
 )
-def test_an_evaluation_that_was_cut_short_is_made_by_the_next_launch(tmp_path, program):
+def test_an_evaluation_that_was_cut_short_is_made_by_the_next_launch(tmp_path, monkeypatch, program):
     whole, _ = run(tmp_path / "whole", **program)
-    first, spot = run(tmp_path / "run", SignalAt("on_prediction_step", 4), notice_s=0.001, **program)
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
+    first, spot = run(tmp_path / "run", SignalAt("on_prediction_step", 4), **program)
     assert spot.preempted is not None
     assert first.state.global_step == 4
     assert 4 not in results(first)["eval_loss"]
-    assert (tmp_path / "run" / "checkpoint-2").exists()
+    assert latest_checkpoint(tmp_path / "run").endswith("checkpoint-4")
     again, _ = run(tmp_path / "run", **program)
     check_equal(again, whole)
 
@@ -99,8 +101,7 @@ def test_an_evaluation_that_fits_into_the_notice_is_finished(tmp_path, number, n
 
 
 def test_the_evaluation_of_an_epoch_is_made_if_its_last_step_was_saved_before(tmp_path):
-    arguments = EPOCHS | {"rows": 16, "attention_dropout": 0.1}
-    del arguments["attention_dropout"]
+    arguments = EPOCHS | {"rows": 16}
     whole, _ = run(tmp_path / "whole", **arguments)
     first, _ = run(tmp_path / "run", SignalAt("on_step_begin", 3), **arguments)
     assert first.state.global_step == 4

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+import math
 import multiprocessing
 import os
 import re
@@ -51,6 +52,12 @@ def handlers(monkeypatch):
     yield
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
     assert NOTICES.pending() == []
+
+
+@pytest.fixture
+def long_evaluations(monkeypatch):
+    """Evaluations are expected to last longer than any notice leaves."""
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
 
 
 def status(output_dir):
@@ -355,7 +362,7 @@ class TestTraining:
         assert status(tmp_path / "run")["status"] == "completed"
 
     @pytest.mark.parametrize("save_strategy", ["steps", "best", "epoch"])
-    def test_an_evaluation_is_cut_short_and_gives_no_metrics(self, tmp_path, save_strategy):
+    def test_an_evaluation_is_cut_short_and_gives_no_metrics(self, tmp_path, long_evaluations, save_strategy):
         arguments = SAVING | EVALUATING | {"save_strategy": save_strategy, "metric_for_best_model": "loss"}
         spot, steps = returning(), []
         count = At("on_prediction_step", -1, lambda: None)
