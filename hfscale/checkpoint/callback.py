@@ -330,6 +330,7 @@ class SpotCheckpointCallback(AdapterCallback):
                 state.global_step,
                 archived[-1],
             )
+        self._warn_if_completed(state)
         self._temporary = _temporary_steps(state)
         # A launch that was killed may not have reached it
         self._rotate(state.best_model_checkpoint)
@@ -345,6 +346,21 @@ class SpotCheckpointCallback(AdapterCallback):
             limit = self._positive_limit
             self.remote.begin(
                 self._run_dir, state, limit=limit, committed=self.last_committed, below=trial
+            )
+
+    def _warn_if_completed(self, state: TrainerState) -> None:
+        """Say that a run which has completed is trained again, as where its last checkpoints were not kept."""
+        before = read_status(self._output_dir) or {}
+        step = before.get("step")
+        if before.get("status") != "completed" or not isinstance(step, int):
+            return
+        if state.global_step < step:
+            logger.warning(
+                "this run has completed at step %d, and is trained again from step %d: the checkpoint of step %d is "
+                "gone, or was not given",
+                step,
+                state.global_step,
+                step,
             )
 
     def _begin_counting(self, adapter: TrainerAdapter, state: TrainerState) -> None:

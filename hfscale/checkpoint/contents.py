@@ -28,6 +28,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.core.versions import is_peft_model
 from hfscale.trainer.state import model_of
+from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
@@ -266,7 +267,8 @@ def take_json(sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Callable[[
 def parameter_names(trainer: Trainer) -> ParameterNames | None:
     """Return the names of the optimizer's parameters, which another strategy needs and Trainer does not save.
 
-    Call it between two steps: during a forward, FSDP2 puts other tensors in the place of the model's parameters.
+    Call it between two steps. In a forward, FSDP2 puts other tensors in the place of the model's parameters, and after
+    an evaluation it leaves those of the last layers there.
 
     Args:
         trainer (`Trainer`): the Trainer that is saved, under a strategy whose files do not name them.
@@ -277,6 +279,7 @@ def parameter_names(trainer: Trainer) -> ParameterNames | None:
     """
     if trainer.optimizer is None:
         return None
+    Strategy.of(trainer).reshard()
     try:
         return ParameterNames.of(model_of(trainer), trainer.optimizer.param_groups)
     except KeyError:

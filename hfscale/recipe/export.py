@@ -44,8 +44,8 @@ def save_final_model(trainer: "Trainer", *, merge_adapters: bool = False) -> Non
         UsageError: adapters are to be merged into a base model that has no name or folder.
     """
     # Checkpoints may be written in shards; the exported model is a single state dict.
-    Strategy.of(trainer).collect_full_state_dicts()
-    trainer.save_model()
+    with Strategy.of(trainer).full_state_dicts():
+        trainer.save_model()
     folder = output_folder(trainer.args)
     if trainer.args.should_save:
         _write_generation_config(trainer, folder)

@@ -83,6 +83,9 @@ class TrainerAdapter:
         for name in ("push_to_hub", "_push_from_checkpoint"):
             push = without_working_files(trainer, getattr(trainer, name))
             self._replace(trainer, name, push, undo=self._undo_lasting)
+        if trainer.is_fsdp_enabled:
+            save = self._saving_complete_weights(trainer.save_model)
+            self._replace(trainer, "save_model", save, undo=self._undo_lasting)
         remove_locks_before_deepspeed()
         spread_expert_adapters(trainer)
 
@@ -333,6 +336,21 @@ class TrainerAdapter:
         original: Callable[[str | None], None] = self.trainer._load_rng_state
         self._replace(self.trainer, "_load_rng_state", load)
         return original
+
+    def _saving_complete_weights(self, save_model: Callable[..., None]) -> Callable[..., None]:
+        """Return `save_model` for scripts: with sharded checkpoints, Trainer's writes no model and does not say so."""
+
+        @functools.wraps(save_model)
+        def save(
+            output_dir: str | None = None, _internal_call: bool = False, *args: Any, **kwargs: Any
+        ) -> None:
+            if _internal_call:  # of a checkpoint
+                save_model(output_dir, _internal_call, *args, **kwargs)
+                return
+            with Strategy.of(self.trainer).full_state_dicts():
+                save_model(output_dir, _internal_call, *args, **kwargs)
+
+        return save
 
     def announce_saves(self) -> None:
         """Set `callback_saves` until the end of the training. Call it before `on_train_begin`, in `before_train`."""

@@ -93,9 +93,15 @@ class Fsdp2(ShardedByLayers):
         # Accelerate sets the base class of the policy where nothing is offloaded
         return isinstance(self._plugin.cpu_offload, CPUOffloadPolicy)
 
-    def collect_full_state_dicts(self) -> None:
-        """Have Accelerate gather the shards when Trainer saves the model."""
+    @contextmanager
+    def full_state_dicts(self) -> Iterator[None]:
+        """Have Accelerate gather the shards when Trainer saves the model: with any other type it writes none."""
+        before = self._plugin.state_dict_type
         self._plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            yield
+        finally:
+            self._plugin.set_state_dict_type(before)
 
     @property
     def replicas(self) -> bool:

@@ -6,7 +6,7 @@ here is named after a capability, and a new strategy is one class.
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -233,8 +233,9 @@ class Strategy:
             optimizer = optimizer.optimizer
         return optimizer  # type: ignore[no-any-return]
 
-    def collect_full_state_dicts(self) -> None:
-        """Have Trainer save complete weights from now on, where the engine can also save shards."""
+    def full_state_dicts(self) -> AbstractContextManager[None]:
+        """Have Trainer's `save_model` write complete weights within the context, and not each rank its part."""
+        return nullcontext()
 
     def reshard(self) -> None:
         """Free gathered weights: then the parameters of the model are the shards that the optimizer steps."""
