@@ -22,6 +22,7 @@ from hfscale.lr_scaling.learning_rate import (
 )
 from hfscale.lr_scaling.options import LRScalingOptions
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.loss_rule import why_loss_grows
 from hfscale.trainer.state import global_batch_size, saved_state
 from hfscale.trainer.strategies import Strategy
 
@@ -170,6 +171,9 @@ class LRScalingCallback(AdapterCallback):
         """
         scaling = self.scaling
         assert scaling is not None
+        grows = why_loss_grows(trainer) if scaling.factor != 1 else None
+        if grows is not None:
+            raise UsageError(f"the learning rate cannot be scaled with the batch: {grows}")
         self._factor = scaling.factor
         given = [rate / scaling.factor for rate in rates]
         whose = " of this trial" if state.is_hyper_param_search else ""
