@@ -20,7 +20,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.state import saved_state
+from hfscale.trainer.state import drop_saved_state, saved_state
 
 logger = get_logger(__name__)
 
@@ -62,7 +62,7 @@ def note_made(state: TrainerState) -> None:
     Args:
         state (`TrainerState`): the state of the Trainer.
     """
-    saved_state(state, _STATE_NAME).clear()
+    drop_saved_state(state, _STATE_NAME)
 
 
 class ResumedEvaluations(TrainerCallback):
@@ -87,6 +87,7 @@ class ResumedEvaluations(TrainerCallback):
             return
         self._is_first_epoch = False
         saved = dict(saved_state(state, _STATE_NAME))
+        drop_saved_state(state, _STATE_NAME)
         if saved.get(_MISSING) == state.global_step and args.eval_strategy != IntervalStrategy.NO:
             self._evaluate(has_begun=bool(saved[_HAS_BEGUN]))
         if any(map(_has_stopped, self._adapter.trainer.callback_handler.callbacks)):

@@ -27,7 +27,7 @@ import xxhash
 from torch.utils.data import get_worker_info
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.checkpoint.data_order.random_states import global_states, set_global_states
+from hfscale.checkpoint.data_order.random_states import global_states, plain, set_global_states
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
@@ -190,12 +190,12 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         last: dict[str, Any] = {}  # the states after the last draw
         while True:
             self._before.pop(self._count + 1, lambda: None)()
-            before = global_states()
+            before = plain(global_states())
             sample = next(samples, _END)
             if sample is _END:
                 break
             self._count += 1
-            after = global_states()
+            after = plain(global_states())
             drawn = {name: states for name, states in before.items() if states != after[name]}
             if drawn:
                 continues = all(last.get(name) == states for name, states in drawn.items())
@@ -325,7 +325,7 @@ class StreamPosition(TrainerCallback):
         if args.dataloader_num_workers:  # they start with the seed that the loader draws now
             if self._resumed is not None:
                 set_global_states(self._seed_state)  # empty where a new pass begins
-            self._seed_state = {"torch": global_states()["torch"]}
+            self._seed_state = plain({"torch": global_states()["torch"]})
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

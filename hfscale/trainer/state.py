@@ -66,6 +66,18 @@ def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
     return saved
 
 
+def drop_saved_state(state: TrainerState, name: str) -> None:
+    """Remove a dictionary that hfscale keeps in `trainer_state.json`; nothing is done if there is none.
+
+    Args:
+        state (`TrainerState`): the state of the Trainer.
+        name (`str`): name of the dictionary.
+    """
+    by_callback: Any = state.stateful_callbacks
+    if isinstance(by_callback, dict):
+        by_callback.get(_STATE_KEY, {}).pop(name, None)
+
+
 def requested_optimizer(args: TrainingArguments) -> str:
     """Return the name of the optimizer that a Trainer's arguments ask for, such as `adamw_torch`.
 

@@ -1,5 +1,6 @@
 """A resumed run trains on the samples and the random numbers of an uninterrupted one, in any step of any epoch."""
 
+import json
 import random
 
 import numpy as np
@@ -10,6 +11,12 @@ from torch.utils.data import Dataset, Sampler, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint.data_order.random_states import (
+    generator_state,
+    plain,
+    set_generator_state,
+    set_global_states,
+)
 
 ROWS, BATCH = 24, 4
 EPOCH = ROWS // BATCH
@@ -217,3 +224,38 @@ def test_a_checkpoint_with_a_broken_file_is_refused(tmp_path):
     (tmp_path / "checkpoint-2" / "hfscale_manifest.json").unlink()
     with pytest.raises(Exception, match=r"data_order_0\.json cannot be read"):
         train(tmp_path, SpotCheckpointCallback(), resume=str(tmp_path / "checkpoint-2"))
+
+
+def test_states_of_earlier_versions_are_read():
+    """As they are in the position in a stream: torch's and NumPy's as hexadecimal digits, Python's as a list."""
+    name, keys, *others = np.random.get_state()
+    states = {
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+        "numpy": [name, keys.tobytes().hex(), *others],
+        "python": json.loads(json.dumps(random.getstate())),
+    }
+    drawn = torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]
+    set_global_states(states)
+    assert (torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]) == drawn
+
+
+def test_states_are_json_values_and_come_back():
+    own = np.random.default_rng(3)
+    kinds = [
+        torch.Generator().manual_seed(1),
+        np.random.RandomState(2),
+        own,
+        np.random.Generator(np.random.MT19937(4)),
+    ]
+    for generator in [*kinds, random.Random(5)]:
+        state = json.loads(json.dumps(plain(generator_state(generator))))
+        drawn = draw(generator)
+        assert draw(generator) != drawn
+        set_generator_state(generator, state)
+        assert draw(generator) == drawn
+
+
+def draw(generator):
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    return [generator.random() for _ in range(3)] if hasattr(generator, "random") else generator.rand(3).tolist()

@@ -7,6 +7,8 @@ steps it finishes the commit of an earlier launch, and archives the checkpoints 
 import sys
 from pathlib import Path
 
+import torch
+
 from hfscale.checkpoint.lock import lock_for_all_ranks
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.store import archive, rotate, update_manifest, write_status
@@ -27,6 +29,8 @@ def main() -> None:
             (folder / "shards").mkdir()
             (folder / "shards" / "rank_0.txt").write_text(f"{number} {step} " * 100)
             (folder / "state.json").write_text(f"{number}")
+            for name in ("optimizer.pt", "scheduler.pt"):
+                torch.save({}, folder / name)
             if number != 2:
                 (folder / "only_in_the_first_save").mkdir()
                 (folder / "only_in_the_first_save" / "file.txt").write_text(f"{step}")

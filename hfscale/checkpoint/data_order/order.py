@@ -25,7 +25,12 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import has_length
 
 from hfscale.checkpoint.data_order.owners import DataState
-from hfscale.checkpoint.data_order.random_states import States, global_states, set_global_states
+from hfscale.checkpoint.data_order.random_states import (
+    States,
+    global_states,
+    plain,
+    set_global_states,
+)
 from hfscale.checkpoint.untrusted import read_json
 from hfscale.core import distributed
 from hfscale.core.logging import get_logger
@@ -67,7 +72,8 @@ class DataOrder(BatchListener, TrainerCallback):
             "batch": args.per_device_train_batch_size,
             "accumulation": self._accumulation,
         }
-        self._begin: dict[str, Any] = {}
+        self._begin: States = {}
+        self._begin_counters: dict[str, Any] = {}
         self._before: dict[int, States] = {}
         self._digests: dict[int, str] = {0: ""}
         self._digest = xxhash.xxh3_64()
@@ -79,18 +85,19 @@ class DataOrder(BatchListener, TrainerCallback):
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of this step keeps, as JSON values."""
         trained = self._batches_trained()
+        before = {n: plain(states) for n, states in self._before.items() if n >= trained}
         return {
             "launch": self._launch,
-            "begin": self._begin,
+            "begin": {"counters": self._begin_counters, **plain(self._begin)},
             "trained": trained,
             "taken": self._taken,
-            "before": {n: states for n, states in self._before.items() if n >= trained},
-            "now": self._own_states(),
+            "before": before,
+            "now": {
+                "counters": self._data.counters(),
+                "generators": plain(self._data.generators()),
+            },
             "digest": self._digests.get(trained),
         }
-
-    def _own_states(self) -> dict[str, Any]:
-        return {"generators": self._data.generators(), "counters": self._data.counters()}
 
     def _batches_trained(self) -> int:
         """Return how many batches of this pass have been trained on; 0 between two passes."""
@@ -126,7 +133,8 @@ class DataOrder(BatchListener, TrainerCallback):
             set_global_states(resumed.begin["random"])
             self._data.set_generators(resumed.begin["generators"])
             self._data.set_counters(resumed.begin["counters"])
-        self._begin = {"random": global_states(), **self._own_states()}
+        self._begin = self._states()
+        self._begin_counters = self._data.counters()
 
     def before_batch(self, number: int) -> None:
         if self._resumed is not None:
@@ -134,7 +142,10 @@ class DataOrder(BatchListener, TrainerCallback):
         trained = self._batches_trained()
         self._before = {n: states for n, states in self._before.items() if n >= trained}
         self._digests = {n: digest for n, digest in self._digests.items() if n >= trained}
-        self._before[number] = {"random": global_states(), "generators": self._data.generators()}
+        self._before[number] = self._states()
+
+    def _states(self) -> States:
+        return {"random": global_states(), "generators": self._data.generators()}
 
     def batch_taken(self, number: int, batch: Any) -> None:
         self._digest.update(repr(batch).encode())
