@@ -317,11 +317,8 @@ def state(checkpoint: Path) -> str:
 
 def hashes(checkpoint: Path) -> dict[str, str]:
     """Return a hash of each file of a checkpoint, without the files of hfscale."""
-    files = [
-        path
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and not path.name.startswith(("hfscale_", "data_order_"))
-    ]
+    ours = ("hfscale_", "data_order_")
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and not path.name.startswith(ours)]
     return {str(path.relative_to(checkpoint)): hashlib.sha256(content(path)).hexdigest() for path in files}
 
 
