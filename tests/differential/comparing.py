@@ -91,15 +91,15 @@ EXPLANATIONS = (
     Explanation(
         lambda program: program.data == "shuffled_stream", r"shuffle buffer|buffer.*read again", ("rows", *FROM_LOSS)
     ),
-    Explanation(lambda program: program.workers > 0, r"workers? .*random|random.*workers?", FROM_LOSS),
+    Explanation(lambda program: program.workers > 0, r"random numbers that the \d+ processes of the data loader draw", FROM_LOSS),
     Explanation(
         lambda program: program.sampler not in ("default", "sequential", "set_epoch"),
-        r"[Ss]ampler",
+        r"does not repeat the order of the samples",
         ("rows", *FROM_LOSS),
     ),
     Explanation(
         lambda program: any(each.where == "evaluation" for each in program.interruptions),
-        r"evaluation .*(cut|not counted|did not)",
+        r"the last evaluation of the training is cut short",
         ("metrics", "best", "checkpoints", "steps", "weights", "rates", "loss", "grad_norm"),
     ),
 )
