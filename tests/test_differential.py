@@ -52,14 +52,17 @@ def test_a_step_that_nobody_trained_is_a_fault():
 
 @pytest.mark.parametrize(
     ("line", "verdict"),
-    [((1, "the sampler cannot be restored"), "said"), ((4, "the sampler cannot be restored"), "fault")],
+    [
+        ((1, "Curriculum does not repeat the order of the samples"), "said"),
+        ((4, "the sampler cannot be restored"), "fault"),
+    ],
 )
 def test_a_line_counts_before_the_difference_only(line, verdict):
     assert resumed(launch(first=3, order=(0, 1, 3, 2), lines=[line])).verdict == verdict
 
 
 def test_a_line_explains_programs_that_it_is_about_only():
-    line = (1, "the sampler cannot be restored")
+    line = (1, "Curriculum does not repeat the order of the samples")
     program = replace(PROGRAM, sampler="default")
     assert resumed(launch(first=3, order=(0, 1, 3, 2), lines=[line]), program=program).verdict == "fault"
 

@@ -19,7 +19,6 @@ import io
 import pickle
 import re
 import zipfile
-from collections import defaultdict
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -139,12 +138,11 @@ class _LossScaler:
 def safe_globals() -> list[Any]:
     """Return what torch may load with `weights_only` besides its own list, from pickles that `check_pickles` accepts.
 
-    Trainer loads `optimizer.pt` and `scheduler.pt` so, and their states may have numbers and arrays of NumPy, and
-    dictionaries with a default.
+    Trainer loads `optimizer.pt` and `scheduler.pt` so, and their states may have numbers and arrays of NumPy.
     """
     numpy_core = import_module(np.ndarray.__reduce__(np.zeros(0))[0].__module__)
     dtypes = [getattr(np.dtypes, name) for name in ("BoolDType", *_NUMPY_DTYPES)]
-    plain = [defaultdict, set, frozenset, list, dict, tuple, int, float, bool, complex]
+    plain = [set, frozenset, list, dict, tuple, int, float, bool, complex]
     return [numpy_core.scalar, numpy_core._reconstruct, np.ndarray, np.dtype, *dtypes, *plain]
 
 
@@ -384,6 +382,7 @@ def _chunk(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], info: An
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".pkl")
 _NEVER_LOADED = ("training_args.bin",)  # Trainer writes it and never reads it
+_LOADED_BY_TRAINER = ("optimizer.pt", "scheduler.pt")
 _LATEST_NAMES = ("latest", "latest_universal")
 """Files of DeepSpeed that contain the name of the folder with its other files."""
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_\-]+")
@@ -508,6 +507,24 @@ def check_pickles(checkpoint: Path, names: Iterable[str] | None = None) -> None:
             _check_distributed(path.parent)
         else:
             _check_archive(path)
+            if name in _LOADED_BY_TRAINER:
+                _check_loadable(path)
+
+
+def _check_loadable(path: Path) -> None:
+    """Check that torch loads a file of Trainer's as a resume will: its list of names is not all that it demands."""
+    try:
+        with torch.serialization.safe_globals(safe_globals()):
+            torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # torch raises errors of several types
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next(
+            (line for line in lines if line.startswith(("Can only", "Unsupported"))), lines[0]
+        )
+        raise CheckpointError(
+            f"{path} cannot be loaded again: torch refuses it with weights_only, as Trainer loads it ({reason}); keep "
+            "tensors, numbers and plain dictionaries in the state"
+        ) from None
 
 
 def _check_latest(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Hostile files in a checkpoint: no code of theirs runs, and none makes the check allocate much memory."""
 
+import collections
 import io
 import json
 import pickle
@@ -18,10 +19,12 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from attacks import RunsCode
 from forked_ranks import run_ranks
+from tiny import tiny_trainer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.formats.parameter_names import model_of_config
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.pickles import check_pickles, load_archive, read_dcp_metadata
@@ -554,3 +557,43 @@ def test_no_mutated_metadata_runs_code(tmp_path, trials):
 
     codes = run_ranks(1, _fuzz, target, trials, mutated, pickle.loads, log=tmp_path / "log", timeout_s=540)
     assert codes == [0], (tmp_path / "log" / "rank-0.log").read_text()[-3000:]
+
+
+def save_states(folder, **states):
+    folder.mkdir(exist_ok=True)
+    for name, state in states.items():
+        torch.save(state, folder / f"{name}.pt")
+
+
+def test_what_torch_loads_and_numbers_of_numpy_are_accepted(tmp_path):
+    milestones = collections.Counter([2, 4])
+    parameter = torch.nn.Parameter(torch.ones(2))
+    rates = {"lr": np.float32(0.1), "betas": np.array([0.9, 0.99]), "step": np.int64(3)}
+    tensors = [torch.ones(2).to(torch.float8_e4m3fn), torch.eye(3).to_sparse(), parameter]
+    save_states(tmp_path / "checkpoint-1", optimizer={"groups": [rates], "state": tensors}, scheduler=milestones)
+    check_pickles(tmp_path / "checkpoint-1")
+
+
+@pytest.mark.parametrize("state", [collections.defaultdict(int, {3: 1}), collections.deque([1])])
+def test_a_state_that_torch_does_not_load_again_is_refused(tmp_path, state):
+    save_states(tmp_path / "checkpoint-1", optimizer={"state": state}, scheduler={})
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt (cannot be loaded again|is refused)"):
+        check_pickles(tmp_path / "checkpoint-1")
+
+
+class Counting(torch.optim.SGD):
+    """An optimizer whose state torch does not load with `weights_only`."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"][:1]:
+            self.state[parameter].setdefault("counts", collections.defaultdict(int))[1] += 1
+
+
+def test_the_first_save_says_that_no_run_could_resume(tmp_path, caplog):
+    trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), max_steps=3, save_strategy="steps", save_steps=1)
+    trainer.optimizer = Counting(trainer.model.parameters(), lr=0.1)
+    trainer.train()
+    said = [record.getMessage() for record in caplog.records if "no run will be able to resume" in record.getMessage()]
+    assert len(said) == 1
+    assert "checkpoint-1/optimizer.pt cannot be loaded again" in said[0]

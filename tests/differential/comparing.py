@@ -86,12 +86,23 @@ class Explanation:
 
 
 FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "weights")
+REFUSED = "refused"
+"""A launch ends with a `CheckpointError`, where an earlier one has said that none of its checkpoints can be used."""
 EXPLANATIONS = (
-    Explanation(lambda program: program.only_model, r"save_only_model", ("rows", "rates", *FROM_LOSS)),
+    Explanation(lambda program: program.only_model, r"save_only_model", ("rows", "rates", *FROM_LOSS, REFUSED)),
+    Explanation(
+        lambda program: program.optimizer == "counting",
+        r"no run will be able to resume from the checkpoints",
+        (REFUSED,),
+    ),
     Explanation(
         lambda program: program.data == "shuffled_stream", r"shuffle buffer|buffer.*read again", ("rows", *FROM_LOSS)
     ),
-    Explanation(lambda program: program.workers > 0, r"random numbers that the \d+ processes of the data loader draw", FROM_LOSS),
+    Explanation(
+        lambda program: program.workers > 0,
+        r"random numbers that the \d+ processes of the data loader draw",
+        FROM_LOSS,
+    ),
     Explanation(
         lambda program: program.sampler not in ("default", "sequential", "set_epoch"),
         r"does not repeat the order of the samples",
@@ -127,7 +138,8 @@ def compare(program: Program, plain: Run, whole: Run | None, broken: Run | None)
 def judged(program: Program, fault: Fault, lines: list[tuple[int, str]]) -> Comparison:
     """Return the verdict on a difference, given the lines of hfscale with the step of each."""
     for explanation in EXPLANATIONS:
-        if not explanation.feature(program) or fault.quantity not in explanation.explains:
+        quantity = REFUSED if fault.quantity.startswith("CheckpointError") else fault.quantity
+        if not explanation.feature(program) or quantity not in explanation.explains:
             continue
         for step, line in lines:
             if step <= fault.step and re.search(explanation.line, line):
