@@ -45,7 +45,6 @@ from hfscale.health.replay import StepReplay
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
-from hfscale.trainer.loss_rule import why_loss_grows
 from hfscale.trainer.precision import why_accumulation_is_inexact, why_products_are_slow
 from hfscale.trainer.state import model_of, output_folder
 from hfscale.trainer.strategies import Strategy
@@ -154,7 +153,6 @@ class CommHealthCallback(AdapterCallback):
             why_expert_gradients_are_small(trainer.model, args.device.type),
             why_products_are_slow(trainer, has_bf16=has_bf16),
             why_tokens_weigh_unequally(trainer),
-            why_loss_grows(trainer),
         ):
             if doubt is not None:
                 logger.warning(doubt)

@@ -29,6 +29,7 @@ from hfscale.trainer.expert_adapters import spread_expert_adapters
 from hfscale.trainer.frames import calling_trainer, resumed_from, training_frame
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
+from hfscale.trainer.loss_rule import why_loss_grows
 from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
@@ -737,6 +738,9 @@ class TrainerAdapter:
             chosen = kwargs.get("resume_from_checkpoint")
             self._resumes_from = str(chosen) if chosen else None
             self._check_support()
+            grows = why_loss_grows(self.trainer)
+            if grows is not None:
+                logger.warning(grows)
             return loop(*args, **kwargs)
 
         self._replace(self.trainer, "_inner_training_loop", note_and_train)

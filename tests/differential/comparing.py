@@ -11,6 +11,8 @@ from running import Launch, Run, is_unplanned
 
 ORDER = ("rows", "rates", "loss", "grad_norm", "metrics", "steps", "best", "checkpoints", "weights")
 """What is compared. Where several differ, the first one is the fault, as the others may follow from it."""
+ZERO = 1e-8
+"""Where the terms of a loss cancel, as GRPO's do, what is left is rounding; a float32 near 1 has steps of 1e-7."""
 CLOSE = 1e-4
 """Relative difference of numbers that may come from another batch per device."""
 
@@ -89,6 +91,7 @@ FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "we
 REFUSED = "refused"
 """A launch ends with a `CheckpointError`, where an earlier one has said that none of its checkpoints can be used."""
 EXPLANATIONS = (
+    Explanation(lambda program: program.move == "batch", r"does not divide its loss by num_items_in_batch", FROM_LOSS),
     Explanation(lambda program: program.only_model, r"save_only_model", ("rows", "rates", *FROM_LOSS, REFUSED)),
     Explanation(
         lambda program: program.optimizer == "counting",
@@ -199,7 +202,7 @@ def differs(program: Program, left: Any, right: Any) -> bool:
     if math.isnan(left) and math.isnan(right):
         return False
     tolerance = CLOSE if program.move == "batch" else 0.0
-    return not math.isclose(left, right, rel_tol=tolerance, abs_tol=tolerance / 100)
+    return not math.isclose(left, right, rel_tol=tolerance, abs_tol=max(tolerance / 100, ZERO))
 
 
 def difference(program: Program, phase: str, plain: Run, run: Run) -> Fault | None:
