@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.trainer_utils import IntervalStrategy
 
+from hfscale.checkpoint.best import note_best
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import drop_saved_state, saved_state
@@ -79,6 +80,9 @@ class ResumedEvaluations(TrainerCallback):
         self._adapter = adapter
         self._checkpoint = checkpoint
         self._is_first_epoch = True
+        state = adapter.trainer.state
+        if state.global_step >= state.max_steps:  # there is no further epoch
+            adapter.before_finalizing(self._make_up)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -86,10 +90,7 @@ class ResumedEvaluations(TrainerCallback):
         if not self._is_first_epoch:
             return
         self._is_first_epoch = False
-        saved = dict(saved_state(state, _STATE_NAME))
-        drop_saved_state(state, _STATE_NAME)
-        if saved.get(_MISSING) == state.global_step and args.eval_strategy != IntervalStrategy.NO:
-            self._evaluate(has_begun=bool(saved[_HAS_BEGUN]))
+        self._make_up()
         if any(map(_has_stopped, self._adapter.trainer.callback_handler.callbacks)):
             logger.info(
                 "the run has stopped early at step %d: it takes no further step", state.global_step
@@ -97,8 +98,17 @@ class ResumedEvaluations(TrainerCallback):
             control.should_training_stop = True
             self._adapter.skip_epoch()
 
+    def _make_up(self) -> None:
+        """Make the evaluation of the checkpoint's step, as the training would have done, if it is missing."""
+        adapter = self._adapter
+        state = adapter.trainer.state
+        saved = dict(saved_state(state, _STATE_NAME))
+        drop_saved_state(state, _STATE_NAME)
+        has_evaluations = adapter.trainer.args.eval_strategy != IntervalStrategy.NO
+        if saved.get(_MISSING) == state.global_step and has_evaluations:
+            self._evaluate(has_begun=bool(saved[_HAS_BEGUN]))
+
     def _evaluate(self, *, has_begun: bool) -> None:
-        """Make the evaluation of the checkpoint's step, as the training would have done."""
         adapter = self._adapter
         logger.info(
             "the evaluation of step %d, which the launch before has not completed, is made now",
@@ -109,6 +119,7 @@ class ResumedEvaluations(TrainerCallback):
             adapter.load_rng_state(self._checkpoint)
             adapter.replace_rng_loading(lambda checkpoint: None)
         adapter.evaluate_as_in_training()
+        note_best(adapter.trainer, adapter.run_dir())
 
 
 def _has_stopped(callback: TrainerCallback) -> bool:

@@ -34,8 +34,9 @@ Replaced until the end of the training
 - `Trainer._evaluate` and, called, `Trainer._determine_best_metric`. By: `wrap_evaluation_of_training`,
   `evaluate_as_in_training`. Reason: an evaluation that a notice cuts short must not move a schedule, and the next
   launch makes it up. Test: test_evaluations.py.
-- `Trainer._run_epoch`. By: `skip_epoch`. Reason: a training whose checkpoint has stopped early would take a step more.
-  Test: test_evaluations.py.
+- `Trainer._run_epoch` and `Trainer._finalize_training`. By: `skip_epoch`, `before_finalizing`. Reason: a training
+  whose checkpoint has stopped early would take a step more, and no event comes before the best model is loaded. Test:
+  test_evaluations.py.
 - `Trainer._load_rng_state` and `Trainer._load_optimizer_and_scheduler`, in a training that resumes. By:
   `replace_rng_loading`, `load_states_in`. Reason: Trainer restores the random states after the batches that follow
   have been fetched, and has no list of what it may load. Test: test_data_order.py.

@@ -555,6 +555,24 @@ class TrainerAdapter:
             return
         self._replace(self.trainer, "_run_epoch", lambda *args, **kwargs: None)
 
+    def before_finalizing(self, call: Callable[[], None]) -> None:
+        """Have `call()` made when the training has taken its last step, before Trainer loads the best model.
+
+        Args:
+            call (`Callable`): called without arguments, on every rank.
+        """
+        if not has_epoch_methods():
+            call()
+            return
+        finalize = self.trainer._finalize_training
+
+        @functools.wraps(finalize)
+        def call_and_finalize(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return finalize(*args, **kwargs)
+
+        self._replace(self.trainer, "_finalize_training", call_and_finalize)
+
     def on_eval_dataloader(self, name: str, listener: Callable[[Any], object]) -> None:
         """Have `listener(loader)` called when the Trainer gets a data loader for an evaluation, after training too.
 

@@ -110,6 +110,27 @@ def test_the_evaluation_of_an_epoch_is_made_if_its_last_step_was_saved_before(tm
     check_equal(again, whole)
 
 
+class CrashInEvaluation(TrainerCallback):
+    """Ends the training in the evaluation of a step."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if state.global_step == self._step:
+            raise RuntimeError("the machine is gone")
+
+
+def test_the_last_evaluation_is_made_after_a_crash_in_it(tmp_path):
+    arguments = EPOCHS | {"rows": 16, "save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": False}
+    whole, _ = run(tmp_path / "whole", **arguments)
+    with pytest.raises(RuntimeError, match="gone"):
+        run(tmp_path / "run", CrashInEvaluation(12), **arguments)
+    again, _ = run(tmp_path / "run", **arguments)
+    check_equal(again, whole)
+    assert 12 in results(again)["eval_loss"]
+
+
 class Worse(TrainerCallback):
     """Lets each evaluation after the first be worse."""
 
