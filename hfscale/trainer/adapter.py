@@ -564,7 +564,7 @@ class TrainerAdapter:
         if not has_epoch_methods():
             call()
             return
-        finalize = self.trainer._finalize_training
+        finalize: Callable[..., Any] = self.trainer._finalize_training
 
         @functools.wraps(finalize)
         def call_and_finalize(*args: Any, **kwargs: Any) -> Any:
