@@ -218,9 +218,15 @@ def test_a_sampler_that_cannot_repeat_its_order_is_named(tmp_path, caplog):
     assert "DrawsFromTheSystem does not repeat the order of the samples" in caplog.text
 
 
-def test_a_checkpoint_with_a_broken_file_is_refused(tmp_path):
+@pytest.mark.parametrize("damage", ["[1]", "state"])
+def test_a_checkpoint_with_a_broken_file_is_refused(tmp_path, damage):
     train(tmp_path, SpotCheckpointCallback(), StopAt(2))
-    (tmp_path / "checkpoint-2" / "data_order_0.json").write_text("[1]")
+    file = tmp_path / "checkpoint-2" / "data_order_0.json"
+    if damage == "state":
+        saved = json.loads(file.read_text())
+        saved["begin"]["random"]["torch"]["tensor"] = "00"
+        damage = json.dumps(saved)
+    file.write_text(damage)
     (tmp_path / "checkpoint-2" / "hfscale_manifest.json").unlink()
     with pytest.raises(Exception, match=r"data_order_0\.json cannot be read"):
         train(tmp_path, SpotCheckpointCallback(), resume=str(tmp_path / "checkpoint-2"))

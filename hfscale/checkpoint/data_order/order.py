@@ -27,6 +27,7 @@ from transformers.trainer_utils import has_length
 from hfscale.checkpoint.data_order.owners import DataState
 from hfscale.checkpoint.data_order.random_states import (
     States,
+    check_global_states,
     global_states,
     plain,
     set_global_states,
@@ -274,3 +275,5 @@ def _check(saved: dict[str, Any]) -> None:
     for part in (saved["now"], saved["begin"]):
         dict(part["generators"])
         dict(part["counters"])
+    for states in (saved["begin"], *saved["before"].values()):
+        check_global_states(states["random"])

@@ -41,6 +41,27 @@ def set_global_states(states: Mapping[str, Any]) -> None:
         random.setstate(restored["python"])
 
 
+def check_global_states(states: Mapping[str, Any]) -> None:
+    """Check that states of the global generators can be set, on generators that nothing draws from.
+
+    Args:
+        states (`Mapping[str, Any]`): JSON values from a file.
+
+    Raises:
+        ValueError: a state is not one of its generator.
+    """
+    checked: dict[str, Generator] = {
+        "torch": torch.Generator(),
+        "numpy": np.random.RandomState(0),
+        "python": random.Random(0),  # noqa: S311 - for the order of data, not for cryptography
+    }
+    for name, state in states.items():
+        try:
+            set_generator_state(checked[name], state)
+        except Exception as error:  # each library raises errors of its own
+            raise ValueError(f"the state of the generator of {name} is broken") from error
+
+
 def _renewed(name: str, state: Any) -> Any:
     """Return a state of a global generator as `plain` writes it, also that of an earlier version of hfscale."""
     if name == "torch" and isinstance(state, str):
