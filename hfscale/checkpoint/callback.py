@@ -330,7 +330,8 @@ class SpotCheckpointCallback(AdapterCallback):
                 state.global_step,
                 archived[-1],
             )
-        self._warn_if_completed(state)
+        else:
+            self._warn_if_completed(state)
         self._temporary = _temporary_steps(state)
         # A launch that was killed may not have reached it
         self._rotate(state.best_model_checkpoint)
