@@ -518,9 +518,8 @@ def _check_loadable(path: Path) -> None:
             torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch raises errors of several types
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        reason = next(
-            (line for line in lines if line.startswith(("Can only", "Unsupported"))), lines[0]
-        )
+        named = [line for line in lines if line.startswith(("Can only", "Unsupported"))]
+        reason = (named or lines or [type(error).__name__])[0]
         raise CheckpointError(
             f"{path} cannot be loaded again: torch refuses it with weights_only, as Trainer loads it ({reason}); keep "
             "tensors, numbers and plain dictionaries in the state"

@@ -34,6 +34,7 @@ from hfscale.checkpoint.data_order.random_states import (
 )
 from hfscale.checkpoint.untrusted import read_json
 from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
@@ -221,7 +222,7 @@ def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
         train_dataloader (`DataLoader`): its training data.
 
     Raises:
-        CheckpointError: the file of the checkpoint is broken.
+        CheckpointError: the file of a rank is broken; raised on every rank.
     """
     if not has_length(train_dataloader) or batch_sampler_of(train_dataloader) is None:
         return
@@ -233,7 +234,8 @@ def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
     checkpoint = adapter.resumes_from
     if checkpoint is None or adapter.trainer.args.ignore_data_skip:
         return
-    saved = _read(Path(checkpoint))
+    with TRAINING.agreed("start: data order"):  # the file of one rank may be broken
+        saved = _read(Path(checkpoint))
     if saved is not None:
         order.resume(saved, checkpoint)
         _warn_of_workers(adapter)

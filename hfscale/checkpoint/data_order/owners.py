@@ -122,7 +122,12 @@ def _samplers_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield path, value
     for name, inner in vars(value).items():
         if isinstance(inner, Sampler) or (name.endswith("sampler") and inner is not None):
-            yield from _samplers_of(inner, f"{path}.{name}")
+            yield from _samplers_of(inner, _path_to(path, name))
+
+
+def _path_to(path: str, name: str) -> str:
+    """Return the path of an attribute; on several processes Accelerate's batch sampler is around the program's own."""
+    return path if name == "batch_sampler" else f"{path}.{name}"
 
 
 def _plain_numbers(value: Any) -> Any:
@@ -162,7 +167,7 @@ def _generators_of(
         return
     seen.add(id(value))
     for name, inner in _parts_of(value):
-        yield from _generators_of(inner, f"{path}.{name}", seen, depth + 1)
+        yield from _generators_of(inner, _path_to(path, name), seen, depth + 1)
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:

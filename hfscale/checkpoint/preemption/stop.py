@@ -140,6 +140,8 @@ class _Outlook:
     @property
     def has_time_to_evaluate(self) -> bool:
         """Whether the evaluation fits into the time that is left, with a save after it; not if that is not known."""
+        if self.source < 0:  # the notice has been withdrawn
+            return True
         if math.isinf(self.seconds_left):
             return SOURCES[self.source] in _WITHOUT_DEADLINE
         save_s = max(self.write_s, 0.0) + self.around_save_s
