@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from parallel_world import VOCAB
+from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -18,6 +19,7 @@ from hfscale.parallel import gradients
 from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelModel, parallelize_model
+from hfscale.parallel.parity import CASES, compare_case
 from hfscale.parallel.pipeline import Pipeline
 from hfscale.parallel.stages import StagePlan
 from hfscale.parallel.weights import build_model
@@ -86,6 +88,27 @@ SMALL = {
     "window_size": 8,
     "attention_types": [[["global", "local"], 2]],
     "word_embed_proj_dim": 32,
+    "embedding_size": 32,
+    "d_ff": 64,
+    "is_decoder": True,
+    "decoder_layers": 4,
+    "decoder_ffn_dim": 64,
+    "decoder_attention_heads": 4,
+    "encoder_layers": 4,
+    "encoder_ffn_dim": 64,
+    "encoder_attention_heads": 4,
+    "attn_dropout": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+    "activation_dropout": 0.0,
+    "embedding_dropout": 0.0,
+    "layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "lru_width": 32,
+    "attention_window_size": 8,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 8,
+    "init_std": 0.1,
     # With the usual 0.02 attention is nearly uniform at these sizes, and wrong positions hardly change the loss.
     "initializer_range": 0.1,
 }
@@ -180,6 +203,24 @@ def compare(job: dict[str, Any]) -> dict[str, float]:
         "gradient": largest,
         "shapes": sorted(shapes.seen),
     }
+
+
+def parity(job: dict[str, Any]) -> list[float]:
+    """The differences of each step of a small `family` on `tp` x `pp` x `cp` ranks, as `--check_parity` finds them."""
+    layout = decide_layout(dist.get_world_size(), **{axis: job.get(axis) for axis in ("tp", "pp", "cp")})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config(job["family"], **job.get("config", {})))
+    if job.get("adapters"):
+        model = get_peft_model(model, LoraConfig(**job["adapters"]))
+    found = compare_case(
+        next(case for case in CASES if case.name == job.get("case", "family")),
+        model,
+        make_mesh(layout, "cpu"),
+        StagePlan(pp=layout.pp),
+        sequence_parallel=job.get("sequence", False),
+        overlap_exchange=True,
+    )
+    return [step.difference for step in found.steps]
 
 
 def _largest_difference(model: Any, unsplit: Any) -> float:

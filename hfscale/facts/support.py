@@ -76,6 +76,8 @@ class Combination:
     """How rotary angles are computed."""
     quantized: bool | None = None
     """Whether the checkpoint has quantised weights."""
+    check_parity: bool | None = None
+    """Whether the run compares a small model under its layout with one process before it trains."""
     attention: str | None = None
     """The attention implementation that is asked for."""
     launcher_attention: str | None = None
@@ -200,6 +202,12 @@ _LISTS: Mapping[str, Any] = _TABLE["lists"]
 PIPELINE_TESTED: frozenset[str] = frozenset(_LISTS["pipeline_tested"])
 """Families whose pipeline stages compute the same as the model in one piece (test_parallel_families.py)."""
 
+PIPELINE_TESTED_ALONE: frozenset[str] = frozenset(_LISTS["pipeline_tested_alone"])
+"""Further families of which the same holds, without a shape in `hfscale.facts.families`."""
+
+STAGES_TESTED = PIPELINE_TESTED | PIPELINE_TESTED_ALONE
+"""All families whose pipeline stages compute the same as the model in one piece."""
+
 PIPELINE_UNSUPPORTED: Mapping[str, str] = _LISTS["pipeline_unsupported"]
 """Families with a tensor-parallel plan, or of `hfscale.facts.families`, whose stages would not compute the same as the
 model in one piece -> the reason."""
@@ -211,9 +219,12 @@ piece -> the reason."""
 TENSOR_PARALLEL_PLAN_MISSING: frozenset[str] = frozenset(_LISTS["tensor_parallel_plan_missing"])
 """Families of `hfscale.facts.families` whose config class in transformers 5.23 has no `base_model_tp_plan`."""
 
-SEQUENCE_PARALLEL_TESTED = (
+TENSOR_PARALLEL_TESTED = (
     PIPELINE_TESTED - TENSOR_PARALLEL_UNSUPPORTED.keys() - TENSOR_PARALLEL_PLAN_MISSING
 )
+"""Families that compute the same with tensor parallelism (test_parallel.py)."""
+
+SEQUENCE_PARALLEL_TESTED = TENSOR_PARALLEL_TESTED
 """Families that compute the same with sequence parallelism (test_parallel_sequence.py)."""
 
 CONTEXT_PARALLEL_UNSUPPORTED: Mapping[str, str] = _LISTS["context_parallel_unsupported"]
@@ -224,6 +235,8 @@ CONTEXT_PARALLEL_TESTED = PIPELINE_TESTED - CONTEXT_PARALLEL_UNSUPPORTED.keys()
 
 LISTS: Mapping[str, Collection[str]] = {
     **_LISTS,
+    "stages_tested": sorted(STAGES_TESTED),
+    "tensor_parallel_tested": sorted(TENSOR_PARALLEL_TESTED),
     "sequence_parallel_tested": sorted(SEQUENCE_PARALLEL_TESTED),
     "context_parallel_tested": sorted(CONTEXT_PARALLEL_TESTED),
 }

@@ -10,6 +10,8 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `model.py` | `parallelize_model`: all steps from an unsplit model to this rank's part of it |
 | `mesh.py` | the device mesh, and shards of tensors on it |
 | `partition.py`, `stages.py` | which stage holds which layers, which rank holds which stage |
+| `tracing.py` | which modules run before and after the layers, and which models cannot be split |
+| `parity.py` | a small model under a layout compared with one process |
 | `pipeline.py` | stages, and the schedules that run them |
 | `receiving.py` | buffers of what a stage receives |
 | `tensor.py`, `sequence.py`, `context.py` | tensor, sequence and context parallelism |

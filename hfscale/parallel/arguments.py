@@ -61,6 +61,11 @@ class ParallelArguments:
     virtual_stages: int | None = flag(
         "Stages per pipeline rank, for the schedules that take several."
     )
+    check_parity: bool = flag(
+        "Before the training, compare two steps of a small model of the same family under this layout with one "
+        "process; required for a family that no test has compared.",
+        default=False,
+    )
     dry_run: int | None = flag(
         "Do not train: build the program of this many ranks without weights or GPUs, print memory and schedule."
     )

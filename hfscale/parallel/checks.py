@@ -4,17 +4,14 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from hfscale.core.logging import get_logger
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.experts import check_experts_divide
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
-from hfscale.facts.support import PIPELINE_TESTED, check_support
+from hfscale.facts.support import check_support
 from hfscale.parallel.descriptions import describe_config
 from hfscale.parallel.key_value_heads import can_share_heads
 from hfscale.parallel.stages import StagePlan
-
-logger = get_logger(__name__)
 
 
 def check_config(
@@ -23,6 +20,8 @@ def check_config(
     plan: StagePlan,
     *,
     sequence_parallel: bool = False,
+    checks_parity: bool = False,
+    model_class: type | None = None,
 ) -> None:
     """Make sure that a model can be parallelized over a layout.
 
@@ -31,12 +30,15 @@ def check_config(
         layout (`ParallelLayout`): sizes of the axes.
         plan (`StagePlan`): the pipeline stages.
         sequence_parallel (`bool`): whether the tensor parallel ranks split sequences between blocks.
+        checks_parity (`bool`): whether the run compares a small model under this layout with one process first.
+        model_class (`type`, *optional*): the model's class, where there is a model: code that is not transformers' own
+            is no tested family, whatever the config calls it.
 
     Raises:
         LayoutError: heads, vocabulary, layers or experts do not divide over the axes; the message names the nearest
             sizes.
-        UsageError: the weights are quantised, or the model's family or its attention implementation does not support
-            one of the axes.
+        UsageError: the weights are quantised; the model's family or its attention implementation does not support
+            one of the axes; or no test has compared the family under them, and the run does not compare it either.
     """
     text = config.get_text_config()
     asked = replace(
@@ -47,14 +49,11 @@ def check_config(
         cp=layout.cp,
         expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
         sequence_parallel=sequence_parallel,
+        check_parity=checks_parity,
     )
+    if model_class is not None and model_class.__module__.partition(".")[0] != "transformers":
+        asked = replace(asked, family=f"{config.model_type} ({model_class.__name__})")
     check_support(asked)
-    if plan.stages > 1 and config.model_type not in PIPELINE_TESTED:
-        logger.warning(
-            "no test has compared the pipeline stages of a %s model with the unsplit model: compare the first losses "
-            "with those of a run with one pipeline rank",
-            config.model_type,
-        )
     if text.num_hidden_layers < plan.stages:
         possible = text.num_hidden_layers // plan.per_rank
         raise LayoutError(

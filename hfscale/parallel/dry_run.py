@@ -81,6 +81,7 @@ def dry_run(
     *,
     block_size: int,
     sequence_parallel: bool = False,
+    checks_parity: bool = False,
 ) -> list[RankMemory]:
     """Parallelize a model over a simulated world.
 
@@ -91,6 +92,7 @@ def dry_run(
         args (`TrainingArguments`): batch, accumulation, precision and recomputation are taken from it.
         block_size (`int`): tokens per sequence.
         sequence_parallel (`bool`): whether tensor parallel ranks split each sequence between blocks.
+        checks_parity (`bool`): whether the run compares a small model under this layout with one process.
 
     Returns:
         The memory of each pipeline rank, in the order of the ranks.
@@ -107,7 +109,13 @@ def dry_run(
         )
     require("ParallelTrainer", "dry_run")
     config = make_model().config
-    check_config(config, layout, plan, sequence_parallel=sequence_parallel)
+    check_config(
+        config,
+        layout,
+        plan,
+        sequence_parallel=sequence_parallel,
+        checks_parity=checks_parity,
+    )
     # Pipeline ranks whose stages have the same numbers of layers hold the same, so each kind is built once.
     built: dict[tuple[object, ...], ParallelizedModel] = {}
     specs: list[StageSpec] = []

@@ -49,6 +49,7 @@ from hfscale.parallel.tensor import (
     packed_parameters,
     tensor_parallel_plan,
 )
+from hfscale.parallel.tracing import trace_structure
 from hfscale.trainer.expert_adapters import add_own_adapters
 from hfscale.trainer.expert_counter import expert_layers
 
@@ -151,6 +152,8 @@ def parallelize_model(
     packed = packed_parameters(model)
     layers_with_experts = expert_layers(model)
     structure = ModelStructure.of(model)
+    if plan.stages > 1:
+        structure = trace_structure(model, structure)
     is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
     vocabulary = model.get_parameter(f"{structure.head}.weight").shape[0]
     vocab_loss = (

@@ -21,8 +21,6 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, UnsupportedModelError
 
 _ModuleT = TypeVar("_ModuleT", bound=nn.Module)
-_EMBEDDING_FACTORS = ("embedding_multiplier", "embed_scale")
-"""Attributes of decoders that multiply the embeddings in their own forward, such as Granite's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +86,7 @@ class ModelStructure:
             if path == layers:
                 behind_layers = True
                 continue
-            computes = _has_parameters(child) or (behind_layers and "Norm" in type(child).__name__)
+            computes = has_parameters(child) or (behind_layers and "Norm" in type(child).__name__)
             if child is embedding or not computes:
                 continue
             if behind_layers and not isinstance(child, nn.Embedding):
@@ -99,7 +97,7 @@ class ModelStructure:
         after += [
             name
             for name, child in model.named_children()
-            if name != outermost and _has_parameters(child)
+            if name != outermost and has_parameters(child)
         ]
         return cls(
             decoder=decoder,
@@ -132,7 +130,12 @@ class ModelStructure:
         return int(match[1]) if match else None
 
 
-def _has_parameters(module: nn.Module) -> bool:
+def has_parameters(module: nn.Module) -> bool:
+    """Return whether a module, or one inside it, has parameters.
+
+    Args:
+        module (`nn.Module`): the module.
+    """
     return any(True for _ in module.parameters())
 
 
@@ -265,6 +268,66 @@ class IdentityStage(nn.Identity):
         return args[0] if args else next(iter(kwargs.values()))
 
 
+class StageEntry(IdentityStage):
+    """Takes the place of the first layer in the stages after the first one, and returns what another stage has sent.
+
+    Whatever the decoder has computed of it before, such as a norm, a factor or positions that it adds to embeddings,
+    is left out: the first stage has done that.
+
+    Args:
+        layer (`nn.Module`): the layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self._received: torch.Tensor | None = None
+
+    def receive(self, hidden: torch.Tensor) -> None:
+        """Keep hidden states until the decoder reaches its layers.
+
+        Args:
+            hidden (`torch.Tensor`): (rows, sequence, hidden).
+        """
+        self._received = hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the hidden states that were received."""
+        assert (
+            self._received is not None
+        )  # `trace_structure` has seen that the decoder calls each layer once
+        received = self._received
+        self._received = None
+        return received
+
+
+class StageExit(IdentityStage):
+    """Takes the place of the layer behind a stage's last one, and keeps what the stage sends to the next one.
+
+    What the decoder makes of it afterwards is left out: the last stage does that.
+
+    Args:
+        layer (`nn.Module`): the layer.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self._output: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states, and keep them."""
+        self._output = super().forward(*args, **kwargs)
+        return self._output
+
+    def take(self) -> torch.Tensor:
+        """Return the hidden states that the last call was given, (rows, sequence, hidden)."""
+        assert (
+            self._output is not None
+        )  # `trace_structure` has seen that the decoder calls each layer once
+        output = self._output
+        self._output = None
+        return output
+
+
 class ZeroPositions(nn.Module):
     """Takes the place of learned position embeddings in later stages: the first stage has added them already."""
 
@@ -295,7 +358,7 @@ def remove_other_stages(
         if number not in kept:
             layers[number] = IdentityStage(layers[number])
     if not any(stage.is_first for stage in stages):
-        _replace_embeddings(model, structure)
+        replace_embeddings(model, structure)
     if not any(stage.is_last for stage in stages):
         _replace_head(model, structure)
     elif structure.tied and stages[0].stages > 1:
@@ -318,32 +381,64 @@ def stage_view(
     Returns:
         The view. Its decoder takes hidden states as `inputs_embeds` where it is not the first stage.
     """
-    view = _shallow_copy(model)
-    decoder: nn.Module = view
-    for name in structure.decoder.split("."):
-        child = _shallow_copy(getattr(decoder, name))
-        setattr(decoder, name, child)
-        decoder = child
-    layers = structure.layers_of(model)
-    own = [
-        layer if number in stage.layers else IdentityStage(layer)
-        for number, layer in enumerate(layers)
-    ]
-    setattr(decoder, structure.layers.rpartition(".")[2], nn.ModuleList(own))
+    own: list[nn.Module] = []
+    for number, layer in enumerate(structure.layers_of(model)):
+        if number in stage.layers:
+            own.append(layer)
+        elif number == 0:
+            own.append(StageEntry(layer))
+        elif number == stage.layers.stop:
+            own.append(StageExit(layer))
+        else:
+            own.append(IdentityStage(layer))
+    view = view_with_layers(model, structure, own)
     if not stage.is_first:
-        _replace_embeddings(view, structure)
-        for name, child in decoder.named_children():
-            if isinstance(child, nn.Dropout):  # of the embeddings
-                setattr(decoder, name, IdentityStage())
-        for name in _EMBEDDING_FACTORS:
-            if hasattr(decoder, name):
-                setattr(decoder, name, 1.0)
+        replace_embeddings(view, structure)
     if not stage.is_last:
         _replace_head(view, structure)
     return view
 
 
-def _replace_embeddings(model: PreTrainedModel, structure: ModelStructure) -> None:
+def view_with_layers(
+    model: PreTrainedModel, structure: ModelStructure, layers: Iterable[nn.Module]
+) -> PreTrainedModel:
+    """Make a shallow copy of a model that has other layers; all other modules are shared, not copied.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+        structure (`ModelStructure`): names of its parts.
+        layers (`Iterable[nn.Module]`): the layers of the copy.
+
+    Returns:
+        The copy. Modules outside the layers can be replaced in it by `replace_embeddings` without changing the model.
+    """
+    view = _shallow_copy(model)
+    for name in (structure.layers, structure.token_embedding, *structure.before):
+        _copy_path(view, model, name)
+    view.set_submodule(structure.layers, nn.ModuleList(layers))
+    return view
+
+
+def _copy_path(view: nn.Module, model: nn.Module, name: str) -> None:
+    """Copy the modules between a view and one of its modules, where they are still those of the model."""
+    parent = view
+    original = model
+    for part in name.split(".")[:-1]:
+        original = getattr(original, part)
+        child = getattr(parent, part)
+        if child is original:
+            child = _shallow_copy(original)
+            setattr(parent, part, child)
+        parent = child
+
+
+def replace_embeddings(model: PreTrainedModel, structure: ModelStructure) -> None:
+    """Remove token embeddings, and the modules with parameters between them and the layers, from a model in place.
+
+    Args:
+        model (`PreTrainedModel`): the model, or a view of it.
+        structure (`ModelStructure`): names of its parts.
+    """
     model.set_submodule(structure.token_embedding, IdentityStage())
     for name in structure.before:
         is_position = isinstance(model.get_submodule(name), nn.Embedding | ZeroPositions)

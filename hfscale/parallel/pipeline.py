@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from hfscale.facts.schedules import SCHEDULES
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
 from hfscale.parallel.overlap import Deferred, Pairs, Turns, value_of
-from hfscale.parallel.partition import ModelStructure, StageSpec
+from hfscale.parallel.partition import ModelStructure, StageEntry, StageExit, StageSpec
 from hfscale.parallel.receiving import ReceivingStage
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.batches import NOT_PADDING, token_mask
@@ -44,6 +44,7 @@ TORCH_SCHEDULES = {
     "DualPipeV": ScheduleDualPipeV,
 }
 """torch's schedule for each name of `hfscale.facts.schedules.SCHEDULES`."""
+_LayerT = TypeVar("_LayerT", bound=nn.Module)
 _CACHED_SCHEDULES = 4
 _TIMED_SCHEDULES = 64
 _PADDING = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
@@ -192,6 +193,8 @@ class Stage(nn.Module):
         self.spec = spec
         self._loss = loss
         self._base_model = structure.decoder.split(".")[0]
+        self._entry = _only(StageEntry, structure.layers_of(view))
+        self._exit = _only(StageExit, structure.layers_of(view))
         self._stage_hidden_states = stage_hidden_states
         self._context = context
         self._balance = balance
@@ -214,6 +217,8 @@ class Stage(nn.Module):
         not_padding = inputs.pop(NOT_PADDING, None)
         if self._stage_hidden_states is not None and not self.spec.is_first:
             hidden = self._stage_hidden_states(hidden)
+        if self._entry is not None:
+            self._entry.receive(hidden)
         attention_mask = inputs.get("attention_mask")
         labels = inputs.get("labels")
         if self._context is not None:
@@ -238,10 +243,9 @@ class Stage(nn.Module):
             return self._loss(self.view, inputs)
         for name in ("labels", "shift_labels"):
             inputs.pop(name, None)
-        hidden: torch.Tensor = getattr(self.view, self._base_model)(
-            **inputs, use_cache=False
-        ).last_hidden_state
-        return hidden
+        getattr(self.view, self._base_model)(**inputs, use_cache=False)
+        assert self._exit is not None  # of every stage but the last
+        return self._exit.take()
 
     def take_balance_losses(self) -> list[torch.Tensor]:
         """Return the load-balancing losses that a stage other than the last has computed since the previous call.
@@ -252,6 +256,11 @@ class Stage(nn.Module):
         losses = self._balance_losses
         self._balance_losses = []
         return losses
+
+
+def _only(kind: type[_LayerT], layers: nn.ModuleList) -> _LayerT | None:
+    """Return the layer of a kind, of which a stage has one or none."""
+    return next((layer for layer in layers if isinstance(layer, kind)), None)
 
 
 # --- all stages of a rank --------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.losses import without_shifting
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
+from hfscale.parallel.parity import CaseParity, check_parity
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
 from hfscale.parallel.weights import draw_weights, read_weights
 from hfscale.trainer.adapter import TrainerAdapter
@@ -87,15 +88,27 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
         check_arguments(args, cp=self.layout.cp, **kwargs)
+        causal_lm = model.get_base_model() if is_peft_model(model) else model
+        assert isinstance(causal_lm, PreTrainedModel)
         check_config(
             model.config,
             self.layout,
             self.stage_plan,
             sequence_parallel=parallel.sequence_parallel,
+            checks_parity=parallel.check_parity,
+            model_class=type(causal_lm),
         )
         self.mesh = make_mesh(self.layout, args.device.type)
-        causal_lm = model.get_base_model() if is_peft_model(model) else model
-        assert isinstance(causal_lm, PreTrainedModel)
+        self.parity: list[CaseParity] = []
+        """What `check_parity` has compared."""
+        if parallel.check_parity:
+            self.parity = check_parity(
+                model,
+                self.mesh,
+                self.stage_plan,
+                sequence_parallel=parallel.sequence_parallel,
+                overlap_exchange=parallel.overlap_exchange,
+            )
         self.parameter_counts = (
             sum(p.numel() for p in model.parameters()),
             sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -167,6 +180,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             args,
             block_size=block_size,
             sequence_parallel=parallel.sequence_parallel,
+            checks_parity=parallel.check_parity,
         )
         print_dry_run(ranks, layout, plan, args)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hfscale.check.small_model import make_config_small, start_equally
+from hfscale.trainer.small_model import make_config_small, start_equally
 
 
 def small(kind, **fields):

@@ -350,9 +350,11 @@ CASES = {
     ],
     "quantised checkpoints in `ParallelTrainer`": lambda c: [c.trainer_model(quantised=True, pp=2)],
     "pipeline stages of some families": lambda c: [
-        planned(family="nanochat", layout=PIPELINE, zero=3),
-        c.trainer_model("nanochat", pp=2),
+        planned(family="gpt_neo", layout=PIPELINE, zero=3),
+        c.trainer_model("gpt_neo", pp=2),
     ],
+    "pipeline stages of families that no test has compared": lambda c: [c.trainer_model("of_tomorrow", pp=2)],
+    "tensor parallelism of families that no test has compared": lambda c: [c.trainer_model("of_tomorrow", tp=2)],
     "tensor parallelism of some families": lambda c: [
         planned(family="doge", layout=TENSOR, zero=3),
         c.recipe_model(renamed("doge"), tp=2),
