@@ -22,9 +22,10 @@ from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import UnsupportedModelError
 from hfscale.parallel import gradients
+from hfscale.parallel.losses import IGNORED_LABEL
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.model import ParallelModel, parallelize_model
-from hfscale.parallel.pipeline import IGNORED_LABEL, Pipeline
+from hfscale.parallel.pipeline import Pipeline
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.small_model import make_config_small, switch_dropout_off
@@ -193,24 +194,35 @@ def compare_case(
 
 def _sentence(result: CaseParity, model: Any, mesh: ParallelMesh) -> str:
     """Name the first step and number that differ most."""
-    number, step = max(enumerate(result.steps, start=1), key=lambda pair: pair[1].difference)
-    for place, candidate in enumerate(result.steps, start=1):
-        if candidate.difference > TOLERANCE:
-            number = place
-            step = candidate
-            break
+    differing = [
+        (number, step)
+        for number, step in enumerate(result.steps, start=1)
+        if step.difference > TOLERANCE
+    ]
+    # Another rank may have found what is within the tolerance here
+    number, step = differing[0] if differing else (1, result.steps[0])
     name = max(step.one, key=lambda key: abs(step.asked[key] - step.one[key]))
     layout = mesh.layout
     sizes = {"pp": layout.pp, "tp": layout.tp, "cp": layout.cp, "ep": getattr(layout, "ep", 1)}
-    asked = (
-        " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "this layout"
-    )
-    alone = " ".join(spelled(f"{axis}_size", 1) for axis, size in sizes.items() if size > 1)
+    split = {axis: size for axis, size in sizes.items() if size > 1}
+    asked = " x ".join(f"{axis} {size}" for axis, size in split.items()) or "this layout"
+    alone = "train it in one process"
+    if split:
+        alone = "set " + " ".join(spelled(f"{axis}_size", 1) for axis in split)
+    expected = step.one[name]
+    found = step.asked[name]
     return (
         f"{spelled('check_parity', True)}: step {number} of a small {model.config.model_type} model "
-        f"({result.case}) has {name} {step.asked[name]:.7g} under {asked}, but {step.one[name]:.7g} in one process: "
-        f"this model cannot be trained so; set {alone}"
+        f"({result.case}) has {name} {found:.7g} under {asked}, but {expected:.7g} in one process: "
+        f"this model cannot be trained so; {alone}"
     )
+
+
+def _unsplit(model: Any) -> Any:
+    """Return the causal language model inside adapters."""
+    if is_peft_model(model):
+        return model.get_base_model()
+    return model
 
 
 # --- the small model and its batches ---------------------------------------------------------------------------------
@@ -218,7 +230,7 @@ def _sentence(result: CaseParity, model: Any, mesh: ParallelMesh) -> str:
 
 def _small_model(model: Any, mesh: ParallelMesh, plan: StagePlan) -> PreTrainedModel:
     """Make a small model of the same class, without using the run's random numbers."""
-    unsplit = model.get_base_model() if is_peft_model(model) else model
+    unsplit = _unsplit(model)
     try:
         config = small_config(unsplit.config, tp=mesh.layout.tp, stages=plan.stages)
         with torch.device("meta"):
@@ -375,7 +387,7 @@ class _LayoutRunner:
         self._mesh = mesh
         self._micro_batches = micro_batches
         self._items: int | None = None
-        unsplit = model.get_base_model() if is_peft_model(model) else model
+        unsplit = _unsplit(model)
         self._parallelized = parallelize_model(
             unsplit,
             mesh,

@@ -80,15 +80,16 @@ def trace_structure(model: PreTrainedModel, structure: ModelStructure) -> ModelS
     with _recorded(model, structure, parts, calls):
         _run(model, view, structure, input_ids=ids)
     _check_calls(model, structure, calls, ids)
-    first = calls.index(next(call for call in calls if isinstance(call, _LayerCall)))
-    last = max(place for place, call in enumerate(calls) if isinstance(call, _LayerCall))
+    # What runs between two layers, or on both sides of them, would have to be in several stages
+    of_layers = [place for place, call in enumerate(calls) if isinstance(call, _LayerCall)]
+    first = of_layers[0]
+    last = of_layers[-1]
     before = set(calls[:first])
-    between = {call for call in calls[first:last] if isinstance(call, str)}
+    between = [call for call in calls[first:last] if isinstance(call, str)]
     after = list(dict.fromkeys(calls[last + 1 :]))
-    for name in [*between, *(name for name in after if name in before)]:
-        raise _unsupported(
-            model, f"it runs {name} before, between or after its layers, more than once"
-        )
+    twice = [name for name in after if name in before]
+    for name in between + twice:
+        raise _unsupported(model, f"it runs {name} more than once, or between its layers")
     after += [name for name in parts if name not in before and name not in after]
     traced = replace(
         structure,
@@ -114,18 +115,23 @@ def _check_calls(
 ) -> None:
     """Make sure that hidden states pass all layers in turn, and that nothing else of the tokens reaches a layer."""
     of_layers = [call for call in calls if isinstance(call, _LayerCall)]
-    if [call.number for call in of_layers] != list(range(structure.depth)):
+    order = [call.number for call in of_layers]
+    if order != list(range(structure.depth)):
         raise _unsupported(model, "it does not run its layers one after the other")
+    # Layers stand for themselves here and return what they get, so another shape means that the decoder takes more of
+    # their output than hidden states. A stage receives hidden states only.
+    shape = of_layers[0].hidden.shape
     for call in of_layers:
-        if getattr(call.hidden, "shape", None) != of_layers[0].hidden.shape:
+        if getattr(call.hidden, "shape", None) != shape:
             raise _unsupported(model, "its layers return more than hidden states")
-        if any(other.requires_grad or other is ids for other in call.others):
+        depends = [other for other in call.others if other.requires_grad or other is ids]
+        if depends:
             raise _unsupported(
                 model,
                 "its layers get the tokens, their embeddings or trained values besides hidden states",
             )
     width = model.config.get_text_config().hidden_size
-    if of_layers[0].hidden.shape != (1, _TOKENS, width):
+    if shape != (1, _TOKENS, width):
         raise _unsupported(model, "its layers pass on something else than hidden states")
 
 
@@ -152,7 +158,7 @@ def _run(
     try:
         with torch.enable_grad():
             functional_call(decoder, tensors, kwargs=inputs | {"use_cache": False})
-    # Any error in the code of a model means the same here, and its sentence helps
+    # Any error in the code of a model means the same here: it has not been written for hidden states only
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         raise _unsupported(

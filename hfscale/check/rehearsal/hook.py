@@ -70,6 +70,8 @@ def install(folder: str) -> None:
     if COMPARED in os.environ:
         # As one process without the launcher's config has
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        functions["hfscale.parallel.arguments"] = _ask_for_cases
+        functions["hfscale.parallel.trainer"] = _start_parallel_trainers_equally
     if SMALL in os.environ:
         functions["transformers.modeling_utils"] = _make_models_small
     sys.meta_path.insert(0, _AfterImport(functions))
@@ -121,6 +123,18 @@ def _make_models_small(module: Any) -> None:
     make_models_small(module)
 
 
+def _ask_for_cases(module: Any) -> None:
+    from hfscale.check.parallel_run import ask_for_cases
+
+    ask_for_cases(module, alone="RANK" not in os.environ)
+
+
+def _start_parallel_trainers_equally(module: Any) -> None:
+    from hfscale.check.parallel_run import start_parallel_trainers_equally
+
+    start_parallel_trainers_equally(module)
+
+
 def _shorten_arguments(module: Any) -> None:
     from hfscale.check.short_run import shorten_arguments
 
@@ -147,11 +161,16 @@ def _shorten_trainings(module: Any) -> None:
 
 def _compare(trainer: Any) -> None:
     """Give a Trainer the weights that the compared run has too, and keep what it computes."""
+    from hfscale.check.parallel_run import PARITY, keep_cases
     from hfscale.check.short_run import keep_log
     from hfscale.trainer.small_model import start_equally
     from hfscale.trainer.strategies import Strategy
     from hfscale.why.callback import TraceCallback
 
+    if hasattr(trainer, PARITY):
+        keep_cases(trainer, Path(os.environ[FOLDER]))
+        keep_log(trainer, Path(os.environ[FOLDER]))
+        return
     start_equally(trainer.model)
     if not Strategy.of(trainer).engine_steps:
         trainer.add_callback(TraceCallback(_TRACED_STEPS, operations=False))

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hfscale.check.parallel_run import read_cases
 from hfscale.check.rehearsal.hook import COMPARED, FOLDER, SMALL, STEPS
 from hfscale.check.rehearsal.launch import failure_of, find_program, run_watched, too_few_ranks
 from hfscale.errors import HealthError
@@ -43,6 +44,8 @@ class Parity:
     """The first difference, as `hfscale why` names it."""
     explanation: str
     """The same in words."""
+    cases: list[dict[str, Any]]
+    """What a `ParallelTrainer` has compared with small models: `hfscale.parallel.parity.CASES`; empty for others."""
 
     @property
     def is_good(self) -> bool:
@@ -74,7 +77,17 @@ class Parity:
             lines.append(
                 f"{row.step:>4}  {shown[0]:>12} {shown[1]:>12}  {shown[2]:>12} {shown[3]:>12}{mark}"
             )
+        if self.cases:
+            lines += ["", *(_line_of(case) for case in self.cases)]
         return "\n".join([*lines, "", self.explanation])
+
+
+def _line_of(case: dict[str, Any]) -> str:
+    first = case["steps"][0]
+    return (
+        f"{case['case']}, small model: loss {first['asked']['loss']:.6f}, one process {first['one']['loss']:.6f}; "
+        f"grad_norm {first['asked']['grad_norm']:.6f}, one process {first['one']['grad_norm']:.6f}"
+    )
 
 
 def check_parity(command: Sequence[str], *, steps: int, quiet_s: float) -> Parity:
@@ -105,14 +118,16 @@ def check_parity(command: Sequence[str], *, steps: int, quiet_s: float) -> Parit
         if listener.world_size < 2:
             raise too_few_ranks(command, listener.world_size)
         argv = next(rank.argv for rank in listener.ranks if rank.rank == 0)
-        alone = variables | {COMPARED: str(listener.world_size), FOLDER: str(one / "output")}
+        rows, cases = read_cases(asked / "output")
+        replicas = rows or listener.world_size
+        alone = variables | {COMPARED: str(replicas), FOLDER: str(one / "output")}
         code, _, tail = run_watched(argv, one, alone, quiet_s)
         if code:
             raise HealthError(f"the script has failed in one process: {tail}")
-        return _compare(one / "output", asked / "output", listener.world_size)
+        return _compare(one / "output", asked / "output", listener.world_size, cases)
 
 
-def _compare(one: Path, asked: Path, ranks: int) -> Parity:
+def _compare(one: Path, asked: Path, ranks: int, cases: list[dict[str, Any]]) -> Parity:
     runs = read_run(one), read_run(asked)
     a, b = (run.numbers for run in runs)
     elements = elements_on_cpu(*runs)
@@ -135,4 +150,5 @@ def _compare(one: Path, asked: Path, ranks: int) -> Parity:
         steps=rows,
         first_difference=found["first_difference"],
         explanation=answer.explanation,
+        cases=cases,
     )
