@@ -11,6 +11,9 @@ Replaced
   states, in the processes that `hfscale check` starts. By: short_run.py. Reason: any script is to train for a few
   steps on CPUs, without a change to it. Test: test_collectives_check.py.
 
+- `__post_init__` and `__init__` of hfscale's own `ParallelArguments` and `ParallelTrainer`, there too. By:
+  parallel_run.py. Reason: one process has no layout, and all weights are drawn. Test: test_collectives_check.py.
+
 Read, called, or set once
 
 - `torch._C` with `_dispatch_get_all_op_names`, `_dispatch_keyset_full_after` and the operators of `c10d`, their

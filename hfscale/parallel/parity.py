@@ -28,7 +28,7 @@ from hfscale.parallel.model import ParallelModel, parallelize_model
 from hfscale.parallel.pipeline import Pipeline
 from hfscale.parallel.stages import StagePlan
 from hfscale.trainer.attention import attention_implementation
-from hfscale.trainer.small_model import make_config_small, switch_dropout_off
+from hfscale.trainer.small_model import WIDTHS, make_config_small, switch_dropout_off
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -39,6 +39,7 @@ _STEPS = 2
 _ROWS = 2  # of a micro-batch
 _LENGTH = 16
 _VOCABULARY = 512
+_MAX_WIDTH = 512  # of hidden states
 _LEARNING_RATE = 1e-3
 _MAX_PARAMETERS = 200_000_000
 
@@ -269,6 +270,8 @@ def small_config(config: PreTrainedConfig, *, tp: int, stages: int) -> PreTraine
     small = copy.deepcopy(config)
     make_config_small(small, layers=2 * stages, heads_divide_by=tp)
     text = small.get_text_config()
+    if not getattr(small, "sub_configs", {}):
+        _narrow_heads(text)
     text.vocab_size = min(text.vocab_size, _VOCABULARY)
     for name, value in list(vars(text).items()):
         if name.endswith("_token_id") and isinstance(value, int) and value >= text.vocab_size:
@@ -278,6 +281,24 @@ def small_config(config: PreTrainedConfig, *, tp: int, stages: int) -> PreTraine
     if getattr(text, "output_router_logits", False):
         text.output_router_logits = False
     return small
+
+
+def _narrow_heads(text: Any) -> None:
+    """Make each head narrower where all heads together stay wide, because a layout divides their number."""
+    heads = getattr(text, "num_attention_heads", None)
+    hidden = getattr(text, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int) or hidden <= _MAX_WIDTH:
+        return
+    if hidden % heads:
+        return
+    of_head = max(8, _MAX_WIDTH // heads)
+    if getattr(text, "head_dim", None) == hidden // heads:
+        text.head_dim = of_head
+    text.hidden_size = heads * of_head
+    for name in WIDTHS:
+        width = getattr(text, name, None)
+        if isinstance(width, int) and width > 2 * text.hidden_size:
+            setattr(text, name, 2 * text.hidden_size)
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ _LAYERS = (
     "decoder_layers",
     "depth",
 )
-_WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
+"""Names that configs have for the widths inside a layer."""
 _MAX_LAYERS = 2
 _MAX_HEADS = 4
 _SCALE = 0.02
@@ -84,7 +85,7 @@ def _narrower(config: Any, divisor: int) -> None:
     if isinstance(groups, int):
         config.num_key_value_heads = max(1, fewer * groups // heads)
     config.hidden_size = hidden // heads * fewer
-    for name in _WIDTHS:
+    for name in WIDTHS:
         width = getattr(config, name, None)
         if isinstance(width, int) and width > 2 * config.hidden_size:
             setattr(config, name, 2 * config.hidden_size)

@@ -229,3 +229,14 @@ def test_the_first_module_that_computes_something_else_is_named(parity):
     assert [step["differs"] for step in report["steps"]] == [True] * 3
     found = report["first_difference"]
     assert (found["step"], found["kind"], found["module"]) == (1, "forward", "layer")
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+def test_a_script_with_parallel_trainer_is_compared_with_its_cases(parity):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    flags = ["--pp_size", "2", "--gradient_accumulation_steps", "2", "--report_to", "none", "--max_steps", "3"]
+    report = parity(*launcher, REPOSITORY / "recipes" / "tp_pp" / "train.py", *flags, code=0)
+    assert [step["step"] for step in report["steps"]] == [1, 2, 3]
+    assert [case["case"] for case in report["cases"]] == ["family"]
+    assert all(case["is_equal"] for case in report["cases"])

@@ -13,6 +13,7 @@ from hfscale.parallel.parity import TOLERANCE
 from hfscale.parallel.parity import small_config as reduced
 from hfscale.parallel.partition import StageEntry
 
+WIDE = {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 
 
@@ -22,7 +23,7 @@ def test_layouts_of_two_ranks_agree_with_one_process():
         {"family": "llama", "pp": 2, "case": "adapters", "adapters": LORA},
         {"family": "qwen3_moe", "tp": 2, "sequence": True},
         {"family": "llama", "cp": 2},
-        {"family": "llama"},
+        {"family": "llama", "config": WIDE},
     ]
     for job, steps in zip(jobs, in_world(2, parity, jobs), strict=True):
         assert len(steps) == 2
@@ -84,6 +85,7 @@ def test_a_small_config_can_be_split_as_the_config_can():
     assert small.num_hidden_layers == 8
     assert (small.num_attention_heads, small.num_key_value_heads) == (64, 8)
     assert (small.vocab_size, max(small.eos_token_id)) == (512, 511)
+    assert (small.hidden_size, small.head_dim, small.intermediate_size) == (512, 8, 1024)
     assert reduced(llama, tp=2, stages=4).num_attention_heads == 16
 
 
