@@ -40,6 +40,8 @@ test_parallel_plan.py fails when a new version moves them:
   one stream of random numbers.
 - `buffer` of the descriptors in `args_recv_info` and `grad_recv_info` of `PipelineStage`, before torch 2.15. By:
   `ReceivingStage`. Reason: torch keeps one for each micro-batch. Test: test_receiving.py.
+- `torch.utils._pytree` with `tree_leaves` and `tree_map_only`. By: `trace_structure`. Reason: the arguments of layers
+  are nested, and there is no public way to find the tensors in them. Test: test_parallel_families.py.
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
 """
 
