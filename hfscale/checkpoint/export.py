@@ -23,7 +23,7 @@ DEFAULT_SHARD_BYTES = 5 * 10**9
 # The files of the tokenizer, the processor and the generation config, and not those of the training.
 _MODEL_FILE = re.compile(r"[^.].*\.(json|txt|jinja|model|md)")
 _TRAINING_FILE = re.compile(
-    r"trainer_state\.json|hfscale_.*\.json|.*\.index\.json|all_results\.json|.*_results\.json"
+    r"trainer_state\.json|data_order_\d+\.json|hfscale_.*\.json|.*\.index\.json|all_results\.json|.*_results\.json"
 )
 
 

@@ -446,3 +446,24 @@ def is_lora_layer(module: object) -> "TypeGuard[Any]":
     """
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(module, peft.tuners.lora.LoraLayer)
+
+
+def is_tuner_layer(module: object) -> "TypeGuard[Any]":
+    """Return whether a module is a layer that PEFT puts around one of the model's, with parameters of its own.
+
+    Args:
+        module (`object`): a module of a model.
+    """
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
+
+
+def is_auxiliary_wrapper(module: object) -> "TypeGuard[Any]":
+    """Return whether a module is PEFT's wrapper of one that trains next to the adapters: a copy of it
+    (`modules_to_save`), or some of its rows (`trainable_token_indices`).
+
+    Args:
+        module (`object`): a module of a model.
+    """
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.utils.AuxiliaryTrainingWrapper)

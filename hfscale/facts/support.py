@@ -98,6 +98,14 @@ class Combination:
     """Which parameters train: `full`, `lora` or `qlora`."""
     adapter: str | None = None
     """The kind of the adapters, PEFT's `peft_type` in lower case, such as `lora`."""
+    adapter_part: str | None = None
+    """An option of the adapters that is asked about, as PEFT spells it, such as `use_dora`, or `none`."""
+    adapter_init: str | None = None
+    """How the matrices of LoRA begin, `init_lora_weights` in lower case."""
+    tied_adapters: bool | None = None
+    """Whether the embedding or the head is adapted, or copied, of a model that ties both weights."""
+    on_meta: bool | None = None
+    """Whether the model is on the meta device, so that its weights are drawn or read afterwards."""
     frozen_adapter: bool | None = None
     """Whether parameters of the adapters do not train, and begin at random."""
     saves: bool | None = None

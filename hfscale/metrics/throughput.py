@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from hfscale.core.versions import allows_tf32, recomputes_activations
+from hfscale.core.versions import allows_tf32, is_lora_layer, recomputes_activations
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.hardware import Dtype, match_device_name, peak_tflops
 from hfscale.facts.model_shape import ModelShape
@@ -102,8 +102,13 @@ class FlopsModel:
 
 def _check_adapters(model: nn.Module) -> None:
     """Raise if something besides LoRA matrices is trained, such as a new head, or a copy of the embedding."""
+    matrices = set()
+    for module in model.modules():
+        if is_lora_layer(module):
+            matrices |= set(module.lora_A.parameters())
+            matrices |= set(module.lora_B.parameters())
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and ".lora_A." not in name and ".lora_B." not in name:
+        if parameter.requires_grad and parameter not in matrices:
             raise UnsupportedModelError(
                 f"no FLOPs formula: {name} is trained besides the LoRA adapters"
             )

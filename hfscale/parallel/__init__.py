@@ -19,6 +19,8 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `overlap.py` | the exchange of tokens for experts, overlapped with another micro-batch |
 | `losses.py`, `gradients.py` | losses, gradient sums, norms and clipping over several ranks |
 | `weights.py` | initial weights, drawn or read |
+| `adapters.py` | adapters of PEFT: what belongs to them, which are trained, and what PEFT saves |
+| `adapter_weights.py` | their initial values, and a check that no tensor is without one |
 | `checkpoints.py` | checkpoints that any layout can resume, and export for `from_pretrained` |
 | `dry_run.py` | memory and schedule of a run, without its GPUs |
 

@@ -14,8 +14,9 @@ import io
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,16 @@ def reshard_all(parallelized: ParallelizedModel) -> None:
         reshard(stage)
 
 
-def model_tensors(parallelized: ParallelizedModel) -> dict[str, torch.Tensor]:
+def model_tensors(
+    parallelized: ParallelizedModel, saved: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
     """Collect this rank's parameters and persistent buffers by canonical name; they share the model's memory.
 
-    Of a model with adapters only the trained parameters are collected.
+    Of a model with adapters only the trained parameters are collected, and what PEFT saves with them.
 
     Args:
         parallelized (`ParallelizedModel`): the model; its gathered parameters are freed first.
+        saved (`Collection[str]`): names of the tensors that PEFT saves of the adapters.
 
     Returns:
         Name in the unsplit model -> this rank's tensor: a `DTensor` where the parameter is sharded.
@@ -85,7 +89,9 @@ def model_tensors(parallelized: ParallelizedModel) -> dict[str, torch.Tensor]:
     reshard_all(parallelized)
     parameters = parallelized.model.named_parameters()
     if parallelized.has_adapters:
-        return {name: p.data for name, p in parameters if p.requires_grad}
+        found = {name: p.data for name, p in parameters if p.requires_grad or name in saved}
+        buffers = parallelized.model.named_buffers()
+        return found | {name: buffer for name, buffer in buffers if name in saved}
     tensors = {_canonical_name(parallelized, name): p.data for name, p in parameters}
     persistent = parallelized.model.state_dict().keys()
     return tensors | {
@@ -94,19 +100,24 @@ def model_tensors(parallelized: ParallelizedModel) -> dict[str, torch.Tensor]:
 
 
 def stored_tensors(
-    parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer | None
+    parallelized: ParallelizedModel,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    saved: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Collect what this rank writes into a checkpoint's folder `dcp`.
 
     Args:
         parallelized (`ParallelizedModel`): the model.
         optimizer (`torch.optim.Optimizer`, *optional*): where given, its state is collected too.
+        saved (`Collection[str]`): names of the tensors that PEFT saves of the adapters.
 
     Returns:
         Name -> tensor. Each is one rectangle of a complete tensor. They share the training's memory, so their values
         change with the next step.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(parallelized).items()}
+    model = model_tensors(parallelized, saved)
+    tensors = {f"model.{name}": tensor for name, tensor in model.items()}
     if optimizer is not None:
         for name, parameter in _optimized_parameters(parallelized, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
@@ -114,17 +125,28 @@ def stored_tensors(
     return dict(_unpacked(parallelized, tensors))
 
 
-def load_model(checkpoint: Path, parallelized: ParallelizedModel) -> None:
+def load_model(
+    checkpoint: Path, parallelized: ParallelizedModel, *, saved: Collection[str] = ()
+) -> None:
     """Read this rank's part of the model, in place, from a checkpoint of any layout.
 
     Args:
         checkpoint (`Path`): the checkpoint's folder.
         parallelized (`ParallelizedModel`): the model.
+        saved (`Collection[str]`): names of the tensors that PEFT saves of the adapters; those that do not train are
+            read where the checkpoint has them.
 
     Raises:
         CheckpointError: the tensors cannot be read, or a parameter is missing or has another shape.
     """
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(parallelized).items()}
+    stored = _stored_names(checkpoint)
+    always = model_tensors(parallelized)
+    tensors = {}
+    for name, tensor in model_tensors(parallelized, saved).items():
+        stored_name = f"model.{name}"
+        # Earlier versions stored trained parameters alone
+        if name in always or stored_name in stored:
+            tensors[stored_name] = tensor
     _read_tensors(checkpoint, parallelized, tensors)
     if parallelized.tied is not None:
         parallelized.tied.equalize()
@@ -202,6 +224,11 @@ def _read_tensors(
         ) from error
 
 
+def _stored_names(checkpoint: Path) -> set[str]:
+    """Return the names of a checkpoint's tensors; a packed one counts as a single tensor."""
+    return {name.split(PART)[0] for name in _stored_shapes(checkpoint)}
+
+
 def _stored_shapes(checkpoint: Path) -> dict[str, torch.Size]:
     stored = FileSystemReader(checkpoint / FOLDER).read_metadata().state_dict_metadata
     return {name: entry.size for name, entry in stored.items() if hasattr(entry, "size")}
@@ -273,7 +300,13 @@ def _matrices(tensor: torch.Tensor, packing: PackedParameter) -> list[torch.Tens
 # --- a model for `from_pretrained` -----------------------------------------------------------------------------------
 
 
-def write_weights(folder: Path, parallelized: ParallelizedModel, mesh: ParallelMesh) -> None:
+def write_weights(
+    folder: Path,
+    parallelized: ParallelizedModel,
+    mesh: ParallelMesh,
+    *,
+    saved_adapters: Mapping[str, str] | None = None,
+) -> None:
     """Write the model's safetensors files and their index, or an adapter's single file. Call it on every rank.
 
     One rank of each pipeline rank writes its stages' files. Its host memory has to hold the tensors of one file, or of
@@ -283,10 +316,12 @@ def write_weights(folder: Path, parallelized: ParallelizedModel, mesh: ParallelM
         folder (`Path`): an existing folder.
         parallelized (`ParallelizedModel`): the model.
         mesh (`ParallelMesh`): all ranks.
+        saved_adapters (`Mapping`, *optional*): the result of `hfscale.parallel.adapters.saved_names`, to write the
+            adapter only.
     """
     is_writer = mesh.data_rank == mesh.cp_rank == mesh.tp_rank == 0
-    if parallelized.has_adapters:
-        _write_adapter(folder, parallelized, is_writer=is_writer)
+    if saved_adapters is not None:
+        _write_adapter(folder, parallelized, saved_adapters, is_writer=is_writer)
         return
     index: dict[str, str] = {}
     size = 0
@@ -335,28 +370,32 @@ def _files(parallelized: ParallelizedModel) -> Iterator[dict[str, torch.Tensor]]
         yield gathered
 
 
-def _write_adapter(folder: Path, parallelized: ParallelizedModel, *, is_writer: bool) -> None:
-    own = {name: _full_tensor(tensor) for name, tensor in model_tensors(parallelized).items()}
-    packed = safetensors.torch.save(
-        {name: tensor.contiguous() for name, tensor in own.items()} if is_writer else {}
-    )
+def _write_adapter(
+    folder: Path,
+    parallelized: ParallelizedModel,
+    saved_adapters: Mapping[str, str],
+    *,
+    is_writer: bool,
+) -> None:
+    """Write what PEFT saves of an adapter, under PEFT's names. Each rank contributes what its stages hold."""
+    reshard_all(parallelized)
+    model = parallelized.model
+    own = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if name in saved_adapters:
+            own[saved_adapters[name]] = _full_tensor(tensor).contiguous()
+    packed = safetensors.torch.save(own if is_writer else {})
     gathered = [
         safetensors.torch.load(data) for data in TRAINING.gather_bytes("exported adapters", packed)
     ]
     if distributed.rank() == 0:
-        # In its files peft adds the names of its two wrappers and leaves out the adapter's own name.
-        named = {
-            f"base_model.model.{_without_adapter(name)}": tensor.contiguous()
-            for tensors in gathered
-            for name, tensor in tensors.items()
-        }
+        named: dict[str, torch.Tensor] = {}
+        for tensors in gathered:
+            named |= tensors
+        missing = set(saved_adapters.values()) - named.keys()
+        assert not missing, missing  # a stage holds each of them
         save_file(named, folder / ADAPTER_FILE, {"format": "pt"})
     TRAINING.barrier("exported adapters are written")
-
-
-def _without_adapter(name: str) -> str:
-    *before, _, last = name.split(".")
-    return ".".join([*before, last])
 
 
 def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -398,6 +437,8 @@ class ParallelCheckpointTrainer(Trainer):
     mesh: ParallelMesh
     parameter_names: ParameterNames
     """Names of the trained parameters of the unsplit model."""
+    saved_adapters: dict[str, str] | None = None
+    """Of a model with adapters: the result of `hfscale.parallel.adapters.saved_names`."""
     _cached_model_files: dict[str, bytes] | None = None
 
     def train(
@@ -436,7 +477,8 @@ class ParallelCheckpointTrainer(Trainer):
             Subfolder of the checkpoint -> name -> tensor.
         """
         optimizer = None if self.args.save_only_model else self._torch_optimizer
-        return {FOLDER: stored_tensors(self.parallelized, optimizer)}
+        saved = self.saved_adapters or ()
+        return {FOLDER: stored_tensors(self.parallelized, optimizer, saved=saved)}
 
     def checkpoint_files(self) -> dict[str, bytes]:
         """Make the small files that the main process writes in addition to the tensors, from the current state.
@@ -453,6 +495,7 @@ class ParallelCheckpointTrainer(Trainer):
             layout=asdict(self.layout),
             packed={name: packed.dim for name, packed in self.parallelized.packed.items()},
             groups=self._group_options(),
+            adapters=self.saved_adapters or {},
         )
         return files | {PARALLEL_NAME: metadata.to_json().encode()}
 
@@ -510,7 +553,7 @@ class ParallelCheckpointTrainer(Trainer):
             for name, tensors in self.sharded_state().items():
                 save_shards(tensors, folder / name, TRAINING)
         else:
-            write_weights(folder, self.parallelized, self.mesh)
+            write_weights(folder, self.parallelized, self.mesh, saved_adapters=self.saved_adapters)
         if self.args.should_save:
             for name, content in (
                 self.checkpoint_files() if _internal_call else self._model_files()
@@ -535,7 +578,7 @@ class ParallelCheckpointTrainer(Trainer):
             )
         # Raises if the checkpoint is broken, before any tensor is read.
         read_parallel_metadata(Path(resume_from_checkpoint))
-        load_model(Path(resume_from_checkpoint), self.parallelized)
+        load_model(Path(resume_from_checkpoint), self.parallelized, saved=self.saved_adapters or ())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
+from hfscale.parallel.adapter_weights import check_written, mark_memory
+from hfscale.parallel.adapters import base_names, has_adapters, is_on_meta
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.experts import (
     apply_expert_parallel,
@@ -75,7 +77,7 @@ class ParallelizedModel:
     partial_gradients: list[nn.Parameter]
     """Parameters whose gradient has to be summed over the tensor parallel ranks."""
     has_adapters: bool
-    """Whether it has LoRA adapters."""
+    """Whether it has adapters of PEFT."""
     packed: dict[str, PackedParameter]
     """Parameters that hold several matrices in one."""
     balance: RouterBalanceLoss | None
@@ -187,15 +189,16 @@ def parallelize_model(
     apply_shared_heads(model, shared_heads, tp_mesh, summed_blocks=summed_blocks)
     if expert_plan:
         apply_expert_parallel(model, expert_plan, mesh, turns=turns)
+        own_names = base_names(model)
         # The adapters of an expert get their gradient on the ranks that hold the expert.
         partial_gradients |= {
             n
             for n, _ in model.named_parameters()
-            if ".lora_" in n and is_of_experts(n, expert_plan)
+            if n not in own_names and is_of_experts(n, expert_plan)
         }
 
     # 5. Move real weights to the device after step 4, so that it never has to hold more than this rank's shards.
-    if not _is_on_meta(model):
+    if not is_on_meta(model):
         model.to(device)  # type: ignore[arg-type]  # transformers wraps `to` in a way that loses the type of `self`
     _tie_weights(model, structure, plan)  # sharding has made two parameters of a tied one
 
@@ -221,9 +224,10 @@ def parallelize_model(
     add_own_adapters(model)  # between FSDP2's hooks
 
     # 8. Give a model on the meta device its memory and values last, when every parameter is this rank's shard.
-    was_on_meta = _is_on_meta(model)
+    was_on_meta = is_on_meta(model)
     if was_on_meta and fill is not None:
         model.to_empty(device=device)
+        mark_memory(model)
         _tie_weights(model, structure, plan)  # getting memory has made two parameters of a tied one
         aliases = (
             {f"{structure.head}.weight": f"{structure.token_embedding}.weight"}
@@ -232,6 +236,7 @@ def parallelize_model(
         )
         fill(model, aliases)
         _tie_weights(model, structure, plan)
+        check_written(model)
 
     # 9. Connect the copies of a weight that is tied across stages once both have their values. Every rank does so,
     #    since making process groups is a collective.
@@ -248,7 +253,7 @@ def parallelize_model(
         specs=specs,
         stages=stages,
         partial_gradients=[parameters[name] for name in sorted(partial_gradients)],
-        has_adapters=any(".lora_" in name for name in parameters),
+        has_adapters=has_adapters(model),
         packed=packed,
         balance=balance,
         tied=tied,
@@ -258,10 +263,6 @@ def parallelize_model(
         expert_layers=layers_with_experts,
         turns=turns,
     )
-
-
-def _is_on_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _tie_weights(model: PreTrainedModel, structure: ModelStructure, plan: StagePlan) -> None:

@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from hfscale.facts.support import check_support
+from hfscale.parallel.adapters import plan_of_adapters
 from hfscale.parallel.descriptions import describe_config
 from hfscale.parallel.partition import IdentityStage
 
 PARTIAL_GRADIENT_STYLE = "replicated_with_grad_allreduce"
 """transformers' style of parameters that every rank holds, with the gradient of its own heads only."""
-_BASE_LAYER = ".base_layer"  # what peft inserts between a linear layer's name and its weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,7 @@ class PackedParameter:
 def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]:
     """Look up the tensor-parallel style of each module and parameter; to be called before the model is split.
 
-    With LoRA adapters in the model, the half of an adapter next to the sharded side of its linear layer is sharded in
-    the same way: the rows of B for colwise layers, the columns of A for rowwise layers.
+    Modules that PEFT has wrapped are planned by `hfscale.parallel.adapters.plan_of_adapters`.
 
     Args:
         model (`PreTrainedModel`): the unsplit model.
@@ -54,19 +53,7 @@ def tensor_parallel_plan(model: PreTrainedModel, tp_size: int) -> dict[str, str]
     # No public way: the expansion of a plan to this model's own modules. test_parallel_sequence.py fails when it
     # moves.
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=tp_size))
-    for name, module in model.named_modules():
-        style = plan.get(name)
-        if style is None or not hasattr(module, "base_layer"):
-            continue
-        del plan[name]
-        half = "lora_B" if style.startswith("colwise") else "lora_A"
-        adapters = getattr(module, half)
-        for part in (f"{name}{_BASE_LAYER}", *(f"{name}.{half}.{adapter}" for adapter in adapters)):
-            plan |= {
-                f"{part}.{own}": style
-                for own, _ in model.get_submodule(part).named_parameters(recurse=False)
-            }
-            plan[part] = style
+    plan_of_adapters(model, plan)
     return plan
 
 

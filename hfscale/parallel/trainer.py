@@ -24,10 +24,13 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfscale.checkpoint.formats.parameter_names import trained_names
+from hfscale.core.collectives import TRAINING
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_peft_model, require
 from hfscale.errors import UsageError
 from hfscale.parallel import gradients
+from hfscale.parallel.adapter_weights import draw_adapters
+from hfscale.parallel.adapters import check_adapters, saved_names
 from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
@@ -98,6 +101,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             checks_parity=parallel.check_parity,
             model_class=type(causal_lm),
         )
+        check_adapters(model, self.layout, sequence_parallel=parallel.sequence_parallel)
         self.mesh = make_mesh(self.layout, args.device.type)
         self.parity: list[CaseParity] = []
         """What `check_parity` has compared."""
@@ -108,6 +112,11 @@ class ParallelTrainer(ParallelCheckpointTrainer):
                 self.stage_plan,
                 sequence_parallel=parallel.sequence_parallel,
                 overlap_exchange=parallel.overlap_exchange,
+            )
+        if is_peft_model(model):
+            # One rank asks PEFT, which may look on the hub for the base model's config
+            self.saved_adapters = TRAINING.combine(
+                "names of saved adapters", None, lambda _: saved_names(model)
             )
         self.parameter_counts = (
             sum(p.numel() for p in model.parameters()),
@@ -443,3 +452,4 @@ def _fill_weights(
     draw_weights(model, seed=seed, parameters=weights_from is None)
     if weights_from is not None:
         read_weights(model, weights_from, aliases=aliases)
+    draw_adapters(model, seed=seed)

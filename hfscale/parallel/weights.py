@@ -28,8 +28,9 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from hfscale.core import distributed
 from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import version_of
-from hfscale.core.versions import is_fsdp_enabled, is_lora_layer
+from hfscale.core.versions import is_fsdp_enabled
 from hfscale.errors import UsageError
+from hfscale.parallel.adapters import base_names, wrapped_module
 from hfscale.parallel.mesh import copy_local_shard
 from hfscale.trainer.expert_adapters import is_wrapped_parameter
 
@@ -68,18 +69,19 @@ def build_model(
 def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) -> None:
     """Draw every weight of a model by the model's own rules, from the seed and the names of its modules only.
 
+    Adapters keep their values: `hfscale.parallel.adapter_weights.draw_adapters` draws them afterwards.
+
     Args:
         model (`PreTrainedModel`): a model on a real device; its weights are overwritten.
         seed (`int`): the run's seed.
         parameters (`bool`): whether the parameters are drawn. Without, only the buffers (rotary frequencies) are
-            computed and only adapters are drawn, for a rank whose parameters are sent or read afterwards.
+            computed, for a rank whose parameters are sent or read afterwards.
     """
 
     def visit(module: nn.Module, name: str, owner: PreTrainedModel) -> None:
-        if is_lora_layer(module):
-            visit(module.base_layer, name, owner)  # by the name that it has without adapters
-            own = f"{name}.{module.parameter_name}" if is_wrapped_parameter(module) else name
-            _draw_adapters(module, _seed_of(seed, f"{own}.lora"))
+        wrapped = wrapped_module(module)
+        if wrapped is not None:
+            visit(wrapped[1], name, owner)  # by the name that it has without adapters
             return
         # Children first, as in transformers: a parent may draw some of their weights again, with another scale.
         for child_name, child in module.named_children():
@@ -97,7 +99,7 @@ def draw_weights(model: PreTrainedModel, *, seed: int, parameters: bool = True) 
         if is_kept and not any(True for _ in module.buffers(recurse=False)):
             return
         with _kept(module) if is_kept else _gathered(module), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_seed_of(seed, name))
+            torch.manual_seed(seed_of(seed, name))
             # No public way to apply the architecture's rule to one module: `initialize_weights` draws all modules from
             # one stream. test_weights.py fails when it moves.
             owner._init_weights(module)
@@ -126,9 +128,9 @@ def read_weights(
     with contextlib.ExitStack() as files:
         files.enter_context(_without_wrapped_parameters(model))
         is_trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        adapted = {name for name, module in model.named_modules() if is_lora_layer(module)}
+        own_names = base_names(model)
         renamed = {
-            rf"^{re.escape(name)}\.(weight|bias)$": rf"{name}.base_layer.\1" for name in adapted
+            f"^{re.escape(plain)}$": name for name, plain in own_names.items() if name != plain
         }
         slices: dict[str, Any] = {}
         for path in _weight_files(name_or_path):
@@ -148,7 +150,7 @@ def read_weights(
         # Some have been replaced by others that require a gradient
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_trained[name])
-    missing = sorted(name for name in info.missing_keys if "lora_" not in name)
+    missing = sorted(name for name in info.missing_keys if name in own_names)
     if missing or info.mismatched_keys:
         what = (
             f"no {missing[0]}"
@@ -199,19 +201,13 @@ def _weight_files(name_or_path: str) -> list[str]:
         ) from error
 
 
-def _draw_adapters(layer: Any, seed: int) -> None:
-    """Draw adapters by peft's own rule (A random, B zero)."""
-    parts = [half[name] for half in (layer.lora_A, layer.lora_B) for name in half]
-    with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
-        for part in parts:
-            if _needs_host_copies(part.parameters()):
-                stack.enter_context(_full_on_host(part))
-        torch.manual_seed(seed)
-        for name in layer.lora_A:
-            layer.reset_lora_parameters(name, True)
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of what is drawn for one module.
 
-
-def _seed_of(seed: int, name: str) -> int:
+    Args:
+        seed (`int`): the run's seed.
+        name (`str`): the module's name without adapters.
+    """
     return xxhash.xxh3_64_intdigest(f"{seed}{name}".encode()) >> 1  # torch takes seeds below 2**63
 
 
@@ -243,7 +239,12 @@ def _kept(module: nn.Module) -> Iterator[None]:
             setattr(part, name, parameter)
 
 
-def _needs_host_copies(parameters: Iterable[nn.Parameter]) -> bool:
+def needs_host_copies(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether a rule of a library cannot draw these parameters where they are.
+
+    Args:
+        parameters (`Iterable[nn.Parameter]`): parameters of a module.
+    """
     return any(
         isinstance(parameter, DTensor) or parameter.device.type != "cpu" for parameter in parameters
     )
@@ -253,8 +254,8 @@ def _needs_host_copies(parameters: Iterable[nn.Parameter]) -> bool:
 def _gathered(module: nn.Module) -> Iterator[None]:
     """Inside this context, parameters that ZeRO-3 or a mesh keeps in shards are complete; changes to them are kept."""
     parameters = _parameters_of(module)
-    if _needs_host_copies(parameters):
-        with _full_on_host(module):
+    if needs_host_copies(parameters):
+        with full_on_host(module):
             yield
         return
     if not (parameters and is_deepspeed_zero3_enabled()):
@@ -267,10 +268,14 @@ def _gathered(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _full_on_host(module: nn.Module) -> Iterator[None]:
+def full_on_host(module: nn.Module) -> Iterator[None]:
     """Inside this context, full tensors in host memory take the place of the parameters that a rule may change; of the
     tensors that it wrote, each rank then keeps its shard. A tensor that is not written costs no memory, because the
-    system provides memory only when it is written."""
+    system provides memory only when it is written.
+
+    Args:
+        module (`nn.Module`): the module whose parameters, and those of its children, are replaced.
+    """
     originals = [
         (part, name, parameter)
         for part in (module, *module.children())

@@ -450,6 +450,21 @@ ELSEWHERE = {
         "ParallelTrainer looks at the config itself"
     ),
 }
+ELSEWHERE |= dict.fromkeys(
+    [
+        "kinds of adapters in `ParallelTrainer` that were not compared with one process",
+        "options of adapters in `ParallelTrainer` that were not compared with one process",
+        "adapters of a weight that is tied in `ParallelTrainer`",
+        "adapters other than LoRA with tensor parallelism",
+        "options of LoRA with tensor parallelism",
+        "options of LoRA with sequence parallelism",
+        "adapters other than LoRA with expert parallelism",
+        "options of LoRA with expert parallelism",
+        "kinds of adapters that are not drawn on the meta device",
+        "how LoRA begins on the meta device",
+    ],
+    "checked with models: tests/parallel/test_parallel_adapters.py",
+)
 """Rules without an example here -> why."""
 
 

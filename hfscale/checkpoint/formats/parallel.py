@@ -27,6 +27,7 @@ from hfscale.checkpoint.formats.view import (
     TensorRef,
     check_names,
     saved_name,
+    saved_names,
 )
 from hfscale.checkpoint.pickles import Entry, read_dcp_metadata
 from hfscale.checkpoint.untrusted import read_json
@@ -55,6 +56,8 @@ class ParallelMetadata:
     """Names of the matrices that are stored in parts -> the dimension along which the parts are concatenated."""
     groups: list[dict[str, Any]]
     """Options of the optimizer's parameter groups, without `params`."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Names of the tensors of an adapter -> the names under which PEFT saves them; empty in earlier versions."""
 
     def to_json(self) -> str:
         """Return the content of the file."""
@@ -62,7 +65,14 @@ class ParallelMetadata:
             {key: _plain(value) for key, value in group.items() if _is_plain(value)}
             for group in self.groups
         ]
-        fields = {"format": _FORMAT, "layout": self.layout, "packed": self.packed, "groups": groups}
+        fields: dict[str, Any] = {
+            "format": _FORMAT,
+            "layout": self.layout,
+            "packed": self.packed,
+            "groups": groups,
+        }
+        if self.adapters:
+            fields["adapters"] = self.adapters
         return json.dumps(fields) + "\n"
 
 
@@ -96,7 +106,10 @@ def read_parallel_metadata(checkpoint: Path) -> ParallelMetadata:
             for group in fields["groups"]
         ]
         packed = {str(name): int(dim) for name, dim in fields["packed"].items()}
-        return ParallelMetadata(layout=fields["layout"], packed=packed, groups=groups)
+        adapters = dict(fields.get("adapters", {}))
+        return ParallelMetadata(
+            layout=fields["layout"], packed=packed, groups=groups, adapters=adapters
+        )
     except FileNotFoundError:
         if (checkpoint / _EARLIER_VERSION_NAME).is_file():
             raise CheckpointError(
@@ -132,7 +145,8 @@ def read_parallel(checkpoint: Path) -> CheckpointView:
     for name, ref in _full_tensors(folder, read_dcp_metadata(folder), metadata.packed).items():
         kind, _, own = name.partition(".")
         if kind == "model":
-            weights[saved_name(parameters.get(own, own))] = ref
+            usual = saved_name(parameters.get(own, own))
+            weights[metadata.adapters.get(own, usual)] = ref
             continue
         own, _, key = own.rpartition(".")
         if own not in parameters:
@@ -205,7 +219,10 @@ def write_parallel(view: CheckpointView, folder: Path, *, step: int, world_size:
         CheckpointError: the name of a parameter is not plain (see `check_names`).
     """
     tensors: dict[str, TensorRef] = {}
-    trained = {saved_name(name): name for group in view.groups for name in group.names}
+    trained: dict[str, str] = {}
+    for group in view.groups:
+        for name in group.names:
+            trained |= dict.fromkeys(saved_names(name), name)
     for name, ref in view.weights.items():
         if name not in view.aliases:
             tensors[f"model.{trained.get(name, name).removeprefix(ADAPTER_PREFIX)}"] = ref

@@ -80,7 +80,7 @@ class CheckpointView:
         Raises:
             CheckpointError: there is no weight of that name.
         """
-        for name in (parameter, saved_name(parameter), self.aliases.get(parameter, parameter)):
+        for name in (*saved_names(parameter), self.aliases.get(parameter, parameter)):
             if name in self.weights:
                 return self.weights[name]
         raise CheckpointError(
@@ -95,6 +95,21 @@ def saved_name(parameter: str) -> str:
     name = parameter.replace(".modules_to_save.default.", ".")
     name = re.sub(r"\.default(\.|$)", r"\1", name)
     return name.replace(".base_layer.", ".")
+
+
+def saved_names(parameter: str) -> tuple[str, ...]:
+    """Return the names under which the weight of an optimizer's parameter may be saved, most likely first.
+
+    PEFT keeps `base_layer` in the name of a trained bias, and leaves `weight` out of that of DoRA's magnitude.
+
+    Args:
+        parameter (`str`): the parameter's name.
+    """
+    usual = saved_name(parameter)
+    if usual == parameter:
+        return (parameter,)
+    with_base_layer = re.sub(r"\.default(\.|$)", r"\1", parameter)
+    return parameter, usual, with_base_layer, usual.removesuffix(".weight")
 
 
 def canonical_name(name: str) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfscale.core.spelling import current_speaker, speaking
-from hfscale.core.versions import is_peft_model
+from hfscale.core.versions import is_lora_layer, is_peft_model
 from hfscale.facts.support import Combination, check_support, find_rule
 from hfscale.trainer.state import model_of, requested_optimizer, unwrap_compiled
 from hfscale.trainer.strategies.requested import (
@@ -155,11 +155,15 @@ def _is_of_liger(module: nn.Module) -> bool:
 
 def _has_frozen_matrices(model: Any) -> bool:
     """Return whether a LoRA matrix of an adapter in use does not train, as the A matrices of LoRA-FA."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad or "lora_" not in name:
+    active = set(model.active_adapters)
+    for layer in model.modules():
+        if not is_lora_layer(layer):
             continue
-        if any(f".{adapter}." in f"{name}." for adapter in model.active_adapters):
-            return True
+        base = set(layer.base_layer.parameters())
+        for name, parameter in layer.named_parameters():
+            is_frozen = not parameter.requires_grad and parameter not in base
+            if is_frozen and not active.isdisjoint(name.split(".")):
+                return True
     return False
 
 
