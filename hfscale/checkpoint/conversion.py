@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.strategies import facts_of
+from hfscale.trainer.parameter_groups import entries_by_group, group_count, with_entries
 
 logger = get_logger(__name__)
 
@@ -178,9 +180,8 @@ def _write_view(
             f"{source} has no scheduler.pt: a learning-rate schedule from DeepSpeed's config is stored in DeepSpeed's "
             "own files and cannot be converted; let the Trainer create the schedule (--lr_scheduler_type)"
         )
-    non_empty = sum(bool(group.names) for group in view.groups)
     drops_empty = FORMATS[facts_of(strategy).file_format].drops_empty_groups
-    _fit_schedule(folder / "scheduler.pt", non_empty if drops_empty else len(view.groups))
+    _fit_schedule(folder / "scheduler.pt", view.groups, drops_empty=drops_empty)
     if (source / "scaler.pt").is_file():
         logger.info(
             "the loss scale of fp16 is not converted: it restarts at its default and adapts again"
@@ -191,18 +192,45 @@ def _write_view(
     (folder / PARAMETERS_NAME).write_text(parameters.to_json(), encoding="utf-8")
 
 
-def _fit_schedule(path: Path, groups: int) -> None:
-    """Give the lists of a scheduler, which have an entry per parameter group, as many entries as the optimizer has."""
+def _fit_schedule(path: Path, groups: list[ParameterGroup], *, drops_empty: bool) -> None:
+    """Give the lists of a scheduler an entry for each parameter group of the optimizer that will be loaded with it.
+
+    Args:
+        path (`Path`): scheduler.pt of the new checkpoint, with the entries of the source.
+        groups (`list[ParameterGroup]`): the optimizer's groups.
+        drops_empty (`bool`): whether an optimizer that is read from the new checkpoint has no empty groups.
+
+    Raises:
+        CheckpointError: the source has entries for other groups, which are not all the same.
+    """
     state = load_archive(path)
-    known = len(state.get("base_lrs", ()))
-    if known in (0, groups) or len(set(state["base_lrs"])) > 1:
+    known = group_count(state)
+    if not known:
         return
-    fitted = {
-        k: v[:1] * groups if isinstance(v, list) and len(v) == known else v
-        for k, v in state.items()
-    }
+    filled = [number for number, group in enumerate(groups) if group.names]
+    if known == len(groups):
+        source_of = list(range(known))
+    elif known == len(filled):  # the source has dropped the empty ones
+        source_of = [
+            filled.index(number) if number in filled else 0 for number in range(len(groups))
+        ]
+    elif _has_equal_entries(state, known):
+        source_of = [0] * len(groups)
+    else:
+        raise CheckpointError(
+            f"{path.name} has a learning rate for each of {known} parameter groups, and the optimizer has "
+            f"{len(groups)}: which group a rate belongs to is not known"
+        )
+    numbers = [source_of[number] for number in (filled if drops_empty else range(len(groups)))]
+    if numbers == list(range(known)):
+        return
     path.unlink()  # it may be a hard link to the source's file
-    torch.save(fitted, path)
+    torch.save(with_entries(state, known, numbers), path)
+
+
+def _has_equal_entries(state: dict[str, Any], groups: int) -> bool:
+    first, *others = entries_by_group(state, groups)
+    return all(entries == first for entries in others)
 
 
 def _with_empty_group(view: CheckpointView) -> CheckpointView:

@@ -34,6 +34,11 @@ from hfscale.facts.strategies import facts_of
 
 _TRAINING_STATE = re.compile(r"scheduler\.pt|rng_state(_\d+)?\.pth")
 """Files that Trainer writes unless it saves the model alone."""
+_NEEDED = {
+    "unsharded": ("optimizer.pt", "scheduler.pt"),
+    "parallel": ("scheduler.pt",),  # its optimizer is in the same files as the model
+}
+"""Files without which no run can resume, by the format of the strategy."""
 FORMAT = 1
 Identity = dict[str, dict[str, str | int]]
 """What is trained: aspect -> property -> value (`hfscale.checkpoint.identity`)."""
@@ -107,11 +112,13 @@ class Manifest:
 
     def why_model_only(self) -> str | None:
         """Return why no run can resume from the checkpoint although it is whole; None if one can."""
-        is_unsharded = facts_of(self.strategy).file_format == "unsharded"
-        needed = ["optimizer.pt", "scheduler.pt"] if is_unsharded else []
+        needed = _NEEDED.get(facts_of(self.strategy).file_format, ())
         missing = [name for name in needed if name not in self.files]
-        if not missing and any(_TRAINING_STATE.fullmatch(name) for name in self.files):
+        has_some = any(_TRAINING_STATE.fullmatch(name) for name in self.files)
+        if has_some and not missing:
             return None
+        if has_some and missing == ["scheduler.pt"]:
+            return f"it has no {missing[0]}: no run can resume from it"
         return (
             "it has no optimizer, learning rate schedule and random states, as save_only_model leaves it: no run can "
             "resume from it"

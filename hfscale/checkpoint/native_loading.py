@@ -11,22 +11,19 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME
 
 from hfscale.checkpoint.captures.native import (
     names_by_group,
     optimized,
     stored_name,
     weights,
-    with_entries,
 )
 from hfscale.checkpoint.contents import rng_name
-from hfscale.checkpoint.formats.parallel import FOLDER, PART, read_parallel_metadata
-from hfscale.checkpoint.formats.parameter_names import read_parameter_names
+from hfscale.checkpoint.formats.parallel import FOLDER, PART, read_parallel_metadata, restore_groups
 from hfscale.checkpoint.formats.pieces import PieceLoadPlanner, Pieces
 from hfscale.checkpoint.loading import keeps_steps_on_device, readable_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.checkpoint.pickles import Entry, load_archive, read_dcp_metadata
+from hfscale.checkpoint.pickles import Entry, read_dcp_metadata
 from hfscale.checkpoint.rng_states import copy_first_rng_state
 from hfscale.core.collectives import START
 from hfscale.core.disk_errors import PROGRAM_ERRORS
@@ -35,9 +32,6 @@ from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import facts_of
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.strategies import Strategy
-
-_OF_THE_LAUNCH = ("foreach", "fused", "capturable", "differentiable")
-"""Options of an optimizer that say how it computes, which a checkpoint does not decide."""
 
 
 class NativeLoading:
@@ -264,11 +258,10 @@ def _load_optimizer(trainer: Trainer, checkpoint: Path) -> None:
         if state:
             optimizer.state[parameter] = state
     _read(checkpoint, wanted)
-    numbers = _restore_options(trainer, checkpoint)
-    stored_groups = len(read_parallel_metadata(checkpoint).groups)
-    scheduler = with_entries(load_archive(checkpoint / SCHEDULER_NAME), stored_groups, numbers)
     assert trainer.lr_scheduler is not None  # Trainer makes it before it loads a checkpoint
-    trainer.lr_scheduler.load_state_dict(scheduler)
+    restore_groups(
+        checkpoint, optimizer.param_groups, names_by_group(trainer), trainer.lr_scheduler
+    )
 
 
 def _keys_of_states(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
@@ -280,31 +273,3 @@ def _keys_of_states(entries: Mapping[str, Entry]) -> dict[str, set[str]]:
         if kind == "optimizer":
             keys.setdefault(parameter, set()).add(key.partition(PART)[0])
     return keys
-
-
-def _restore_options(trainer: Trainer, checkpoint: Path) -> list[int]:
-    """Give each group of the optimizer the options that its parameters had.
-
-    Returns:
-        `list[int]`: for each group of the optimizer, the number of its group in the checkpoint.
-
-    Raises:
-        CheckpointError: a group has parameters that were in several groups, or in none.
-    """
-    stored = read_parameter_names(checkpoint).groups
-    options = read_parallel_metadata(checkpoint).groups
-    group_of = {name: number for number, names in enumerate(stored) for name in names}
-    numbers = []
-    groups = Strategy.of(trainer).torch_optimizer().param_groups
-    for group, names in zip(groups, names_by_group(trainer), strict=True):
-        found = {group_of.get(name, -1) for name in names} or {0}
-        number = found.pop()
-        if found or number < 0:
-            raise CheckpointError(
-                f"{checkpoint} was saved with other parameter groups than this optimizer has, such as that of "
-                f"'{names[0]}': resume with the same trained parameters and optimizer"
-            )
-        known = {k: v for k, v in options[number].items() if k in group and k not in _OF_THE_LAUNCH}
-        group.update(known)
-        numbers.append(number)
-    return numbers

@@ -147,6 +147,7 @@ class TrainerSaving:
         self.writer.wait()  # one save at a time: the buffers are about to be filled again
         with TRAINING.agreed("save: begin"):
             self._begin(self._trainer.state, self._trainer.args)
+        self._capture.exchange()
         self._check_memory()
         run_dir = Path(self._adapter.output_dir(trial))
         if self.synchronous_because is None:
@@ -194,6 +195,7 @@ class TrainerSaving:
         """
         begun = time.monotonic()
         self.writer.wait()
+        self._capture.exchange()
         self._check_memory()
         copies_on_each_node = on_each_node and not self._trainer_writes
         with self._saved_on_each_node() if copies_on_each_node else nullcontext():

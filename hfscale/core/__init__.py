@@ -5,6 +5,8 @@ fails when a new version moves it.
 
 - `torch.testing._internal.distributed.fake_pg`. By: torch_internals.py. Reason: torch has no public way to simulate a
   process group. Test: test_dry_run.py.
+- `FakeTensor` and `FakeTensorMode` in `torch._subclasses`. By: torch_internals.py. Reason: torch has no public way to
+  run code without data on a device that is none of meta. Test: test_trace.py.
 - `_StridedShard` of DTensor. By: torch_internals.py. Reason: packed parameters, and FSDP2 over tensor or expert
   parallelism, have this placement, and torch exports it nowhere. Test: test_parallel_plan.py.
 - `TorchDispatchMode` in `torch.utils._python_dispatch`. By: torch_internals.py. Reason: torch documents it there; its

@@ -56,6 +56,9 @@ class Muon(Optimizer):
         UsageError: `params` has no matrix of a hidden layer of the module.
     """
 
+    steps_shards_as_wholes = True
+    """Its update of a parameter that ranks share is that of the complete one (`hfscale.parallel.optimizers`)."""
+
     def __init__(
         self,
         params: ParamsT,

@@ -21,6 +21,8 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `weights.py` | initial weights, drawn or read |
 | `adapters.py` | adapters of PEFT: what belongs to them, which are trained, and what PEFT saves |
 | `adapter_weights.py` | their initial values, and a check that no tensor is without one |
+| `groups.py` | the optimizer's parameter groups in the unsplit model |
+| `optimizers.py` | whether an optimizer takes the steps of one process |
 | `checkpoints.py` | checkpoints that any layout can resume, and export for `from_pretrained` |
 | `dry_run.py` | memory and schedule of a run, without its GPUs |
 
@@ -30,6 +32,8 @@ test_parallel_plan.py fails when a new version moves them:
 - methods of `Trainer` with a leading underscore, of which it calls `_get_num_items_in_batch` and `_prepare_inputs`.
   By: `ParallelTrainer` and `ParallelCheckpointTrainer`, which override them. Reason: Trainer has no public hooks for
   wrapping the model, the gradient norm, saving and resuming.
+- `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` of optimizers, emptied on a copy. By: `check_update`.
+  Reason: hooks of the user must not run when a copy is tried. Test: test_parallel_optimizers.py.
 - `Trainer.is_distributed_loading_by_transformers`, set to True. By: `ParallelTrainer`. Reason: it is the only way to
   keep Trainer from wrapping and moving a model. Test: test_parallel.py.
 - `Accelerator.prepare_data_loader` (public), replaced on the instance, and `Accelerator._dataloaders`. By:

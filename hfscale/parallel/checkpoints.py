@@ -3,19 +3,18 @@
 A checkpoint's folder `dcp` is a torch distributed checkpoint under the names of the Hugging Face model. It holds
 `model.<parameter>` and `optimizer.<parameter>.<state>` (`exp_avg`, `step`, …): each tensor stands for the complete
 one, and its pieces are stored as the ranks hold them. It contains nothing that depends on the layout: no parameter
-groups, no rank numbers, no second copy of tied weights.
+groups of a rank, no rank numbers, no second copy of tied weights.
 
 The checkpoint also has Trainer's small files, and two JSON files with what the tensors do not contain, so that any
 layout, and by conversion any strategy, can resume from it. `sharded_state` and `checkpoint_files` return all that is
 to be written, so that `hfscale.checkpoint.saving` can also write it in the background.
 """
 
-import io
 import json
 import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,11 +36,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from hfscale.checkpoint.contents import model_files, rng_name
 from hfscale.checkpoint.formats.dcp import dcp_errors, save_shards
 from hfscale.checkpoint.formats.parallel import (
+    ADAPTER_PREFIX,
     FOLDER,
     PARALLEL_NAME,
     PART,
     ParallelMetadata,
     read_parallel_metadata,
+    restore_groups,
 )
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.checkpoint.loading import keeps_steps_on_device, readable_checkpoint
@@ -50,17 +51,31 @@ from hfscale.checkpoint.rng_states import copy_first_rng_state
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.disk_errors import PROGRAM_ERRORS
+from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError
 from hfscale.facts.layout import ParallelLayout
+from hfscale.parallel.groups import (
+    Group,
+    check_as_in_one_process,
+    check_schedule,
+    check_storable,
+    exchange_groups,
+    groups_of_one_process,
+    groups_of_rank,
+    unsplit_groups,
+)
 from hfscale.parallel.mesh import ParallelMesh, copy_local_shard, local_tensor, reshard, shard_dim
 from hfscale.parallel.model import ParallelizedModel
+from hfscale.parallel.optimizers import StateKind, check_update
 from hfscale.parallel.tensor import PackedParameter
+from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.parameter_groups import packed_state, with_group_entries
+
+logger = get_logger(__name__)
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _FILE_BYTES = 5 * 10**9  # transformers' own size of a shard
-# Of Trainer's optimizer, with and without weight decay; a mesh of several axes may make more of them
-_GROUPS = 2
 
 
 # --- the tensors of a checkpoint -------------------------------------------------------------------------------------
@@ -121,7 +136,10 @@ def stored_tensors(
     if optimizer is not None:
         for name, parameter in _optimized_parameters(parallelized, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
+                if isinstance(value, float):
+                    value = torch.tensor(value, dtype=torch.float64)
+                if value is not None:
+                    tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     return dict(_unpacked(parallelized, tensors))
 
 
@@ -153,7 +171,10 @@ def load_model(
 
 
 def load_optimizer(
-    checkpoint: Path, parallelized: ParallelizedModel, optimizer: torch.optim.Optimizer
+    checkpoint: Path,
+    parallelized: ParallelizedModel,
+    optimizer: torch.optim.Optimizer,
+    kinds: Mapping[str, StateKind],
 ) -> None:
     """Read this rank's part of the optimizer's state from a checkpoint of any layout.
 
@@ -161,6 +182,7 @@ def load_optimizer(
         checkpoint (`Path`): the checkpoint's folder.
         parallelized (`ParallelizedModel`): the model.
         optimizer (`torch.optim.Optimizer`): its state is replaced.
+        kinds (`Mapping[str, StateKind]`): how it keeps its states, by their key, where that is known.
 
     Raises:
         CheckpointError: the tensors cannot be read, or a state is neither a single number nor of its parameter's
@@ -176,11 +198,17 @@ def load_optimizer(
         states[parameter] = {}
         for key in sorted(keys):
             shape = shapes.get(prefix + key)
+            kind = kinds.get(key)
             if shape is not None and len(shape) == 0:
                 device = parameter.device if has_steps_on_device else torch.device("cpu")
-                state = torch.zeros((), dtype=torch.float32, device=device)
+                state = torch.zeros((), dtype=_dtype_of_number(kind), device=device)
             elif shape is None or shape == parameter.shape:
-                state = torch.zeros_like(parameter.data)
+                dtype = kind.dtype if kind is not None else None
+                state = torch.zeros_like(parameter.data, dtype=dtype)
+            elif not isinstance(
+                parameter, DTensor
+            ):  # this rank has all of it, as that of Adafactor
+                state = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
             else:
                 raise CheckpointError(
                     f"{checkpoint}: {prefix}{key} has shape {tuple(shape)}, but its parameter has "
@@ -191,7 +219,23 @@ def load_optimizer(
     _read_tensors(checkpoint, parallelized, wanted)
     for parameter, tensors in states.items():
         # Two copies of a tied weight on one rank have read the same tensors; each of them steps its own.
-        optimizer.state[parameter] = {key: tensor.clone() for key, tensor in tensors.items()}
+        optimizer.state[parameter] = {
+            key: _as_kept(tensor, kinds.get(key)) for key, tensor in tensors.items()
+        }
+
+
+def _dtype_of_number(kind: StateKind | None) -> torch.dtype:
+    """Return the data type in which a number is read: exactly, where the optimizer keeps one of Python's."""
+    if kind is None or kind.number is None:
+        return torch.float32
+    return torch.float64 if kind.number is float else torch.int64
+
+
+def _as_kept(tensor: torch.Tensor, kind: StateKind | None) -> Any:
+    """Return a state as the optimizer keeps it: a number of Python, or a tensor of its own."""
+    if kind is not None and kind.number in (bool, int, float) and tensor.ndim == 0:
+        return kind.number(tensor.item())
+    return tensor.clone()
 
 
 def _read_tensors(
@@ -406,9 +450,10 @@ def _full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Restore a learning-rate scheduler's position and base learning rate, from which its learning rates follow.
+    """Restore the position and base learning rate of a checkpoint that does not have them by name.
 
-    The other lists in its state have an entry per parameter group, and the number of groups depends on the layout.
+    Earlier versions of this package wrote such checkpoints: two entries in each list of scheduler.pt, whatever groups
+    the optimizer had.
 
     Args:
         scheduler (`LRScheduler`): the new scheduler; it is stepped to the saved position.
@@ -424,6 +469,17 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
             scheduler.step()
 
 
+def has_training_state(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has an optimizer or a schedule, which `save_only_model` leaves out.
+
+    Args:
+        checkpoint (`Path`): the checkpoint's folder.
+    """
+    if (checkpoint / SCHEDULER_NAME).is_file():
+        return True
+    return any(name.startswith("optimizer.") for name in _stored_shapes(checkpoint))
+
+
 class ParallelCheckpointTrainer(Trainer):
     """The part of `ParallelTrainer` that writes and reads checkpoints.
 
@@ -436,7 +492,21 @@ class ParallelCheckpointTrainer(Trainer):
     layout: ParallelLayout
     mesh: ParallelMesh
     parameter_names: ParameterNames
-    """Names of the trained parameters of the unsplit model."""
+    """Names of the trained parameters of the unsplit model, by Trainer's own groups."""
+    parameter_order: list[str]
+    """Names of all its parameters, in its order."""
+    _unsplit: nn.Module | None = None
+    """The unsplit model without data, where an overridden `create_optimizer` has to be asked about it."""
+    _composition: list[Group] | None = None
+    """The groups that the optimizer of one process would have; None where it is not known."""
+    _tried: torch.optim.Optimizer | None = None
+    """The optimizer of which `check_update` has found out how it steps."""
+    _state_kinds: Mapping[str, StateKind]
+    """How it keeps its states, by their key."""
+    _made: list[Group] | None = None
+    """The groups of this rank's optimizer as it was made."""
+    _groups: list[Group] | None = None
+    """The optimizer's groups in the unsplit model at the beginning of the training or at the last save."""
     saved_adapters: dict[str, str] | None = None
     """Of a model with adapters: the result of `hfscale.parallel.adapters.saved_names`."""
     _cached_model_files: dict[str, bytes] | None = None
@@ -466,6 +536,81 @@ class ParallelCheckpointTrainer(Trainer):
             )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    # --- the optimizer's groups -------------------------------------------------------------------------------------
+
+    def begin_optimizer(self) -> None:
+        """Ask which groups the optimizer of one process would have. Call it before Trainer makes the optimizer."""
+        self._groups = None
+        self._made = None
+        if self.optimizer is None:
+            composition = self._groups_of_one_process()
+            are_known = TRAINING.gather("groups of one process", composition is not None)
+            self._composition = composition if all(are_known) else None
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Note the options of the optimizer, which has been made and has no scheduler yet that changes them.
+
+        Trainer would send rank 0's plain parameters to all ranks, which hold other parameters.
+        """
+        with TRAINING.agreed("groups of the new optimizer are named"):
+            self._made = groups_of_rank(self._torch_optimizer, None, self._names_of_rank())
+
+    def _groups_of_one_process(self) -> list[Group] | None:
+        """Return the groups that the optimizer of one process would have, from whoever makes it."""
+        if self._unsplit is not None:
+            return groups_of_one_process(self, self._unsplit, self.parameter_order)
+        decays = (self.args.weight_decay, 0.0)
+        return [
+            Group(names=names, options={"weight_decay": decay})
+            for names, decay in zip(self.parameter_names.groups, decays, strict=True)
+        ]
+
+    def check_optimizer(self) -> None:
+        """Check the optimizer and its schedule, once when a training begins and before a checkpoint is read.
+
+        Raises:
+            UsageError: ranks do not agree about a parameter, it has other options than in one process, or checkpoints
+                will be written and cannot have everything that a resume needs.
+        """
+        if self._groups is not None:
+            return
+        optimizer = self._torch_optimizer
+        saves = self.args.save_strategy != "no" or TrainerAdapter.of(self).callback_saves
+        # On every rank, so that all end with the error of the first one
+        saves = saves and not self.args.save_only_model
+        with TRAINING.agreed("optimizer can be saved"):
+            check_schedule(optimizer, self.lr_scheduler)
+            if saves:
+                check_storable(optimizer, self.lr_scheduler)
+            if self._tried is not optimizer:  # a second training goes on with its states
+                self._state_kinds = check_update(optimizer, stages=self.layout.pp, saves=saves)
+                self._tried = optimizer
+        if self._unsplit is not None and self._composition is not None and self._made is not None:
+            made = exchange_groups(self._made, self.mesh)
+            of_ranks = [group for groups in made for group in groups]
+            check_as_in_one_process(of_ranks, self._composition)
+        self.exchange_groups()
+
+    def exchange_groups(self) -> None:
+        """Put the optimizer's groups together for the next checkpoint. Every rank must call it, between two steps.
+
+        Raises:
+            UsageError: ranks that hold the same parameter step it with different options.
+        """
+        with TRAINING.agreed("groups of the optimizer are named"):
+            own = groups_of_rank(self._torch_optimizer, self.lr_scheduler, self._names_of_rank())
+        by_stage = exchange_groups(own, self.mesh)
+        self._groups = unsplit_groups(by_stage, self._composition, self.parameter_order)
+
+    def _names_of_rank(self) -> dict[int, str]:
+        reshard_all(self.parallelized)
+        full = {name.removeprefix(ADAPTER_PREFIX): name for name in self.parameter_order}
+        names = {}
+        for name, parameter in self.parallelized.model.named_parameters():
+            stored = _canonical_name(self.parallelized, name)
+            names[id(parameter)] = full.get(stored, stored)
+        return names
+
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def sharded_state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -486,15 +631,17 @@ class ParallelCheckpointTrainer(Trainer):
         Returns:
             Path relative to the checkpoint's folder -> content.
         """
+        assert self._groups is not None  # exchanged before each save
         files = dict(self._model_files())
-        scheduler = None if self.args.save_only_model else self._scheduler_file()
-        if scheduler is not None:
-            files[SCHEDULER_NAME] = scheduler
-        files[PARAMETERS_NAME] = self.parameter_names.to_json().encode()
+        if not self.args.save_only_model:
+            files[SCHEDULER_NAME] = self._scheduler_file(self._groups)
+        names = replace(self.parameter_names, groups=[group.names for group in self._groups])
+        files[PARAMETERS_NAME] = names.to_json().encode()
         metadata = ParallelMetadata(
             layout=asdict(self.layout),
             packed={name: packed.dim for name, packed in self.parallelized.packed.items()},
-            groups=self._group_options(),
+            groups=[group.options for group in self._groups],
+            by_name=True,
             adapters=self.saved_adapters or {},
         )
         return files | {PARALLEL_NAME: metadata.to_json().encode()}
@@ -506,29 +653,12 @@ class ParallelCheckpointTrainer(Trainer):
         optimizer: torch.optim.Optimizer = self.optimizer.optimizer
         return optimizer
 
-    def _group_options(self) -> list[dict[str, Any]]:
-        """Return the options of the optimizer's groups in the unsplit model; they differ by their weight decay."""
-        group = {
-            key: value
-            for key, value in self._torch_optimizer.param_groups[0].items()
-            if key != "params"
-        }
-        return [group | {"weight_decay": decay} for decay in (self.args.weight_decay, 0.0)]
-
-    def _scheduler_file(self) -> bytes | None:
-        """Return Trainer's scheduler.pt for two parameter groups, however many this layout has made of them."""
+    def _scheduler_file(self, groups: list[Group]) -> bytes:
+        """Return scheduler.pt with an entry for each group of the unsplit model in its lists."""
         assert self.lr_scheduler is not None  # Trainer makes it before the first save
-        saved = self.lr_scheduler.state_dict()
-        if len(set(saved["base_lrs"])) > 1:
-            return None
-        groups = len(saved["base_lrs"])
-        of_two = {
-            k: v[:1] * _GROUPS if isinstance(v, list) and len(v) == groups else v
-            for k, v in saved.items()
-        }
-        buffer = io.BytesIO()
-        torch.save(of_two, buffer)
-        return buffer.getvalue()
+        entries = [group.entries for group in groups]
+        own = len(self._torch_optimizer.param_groups)
+        return packed_state(with_group_entries(self.lr_scheduler.state_dict(), own, entries))
 
     def _model_files(self) -> dict[str, bytes]:
         """Return the files of the config (or the adapter's config) and the tokenizer. They are cached, because they do
@@ -550,6 +680,7 @@ class ParallelCheckpointTrainer(Trainer):
         folder = Path(chosen)
         folder.mkdir(parents=True, exist_ok=True)
         if _internal_call:
+            self.exchange_groups()
             for name, tensors in self.sharded_state().items():
                 save_shards(tensors, folder / name, TRAINING)
         else:
@@ -583,8 +714,24 @@ class ParallelCheckpointTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        load_optimizer(Path(checkpoint), self.parallelized, self._torch_optimizer)
-        restore_scheduler(self.lr_scheduler, load_archive(Path(checkpoint) / SCHEDULER_NAME))
+        self.check_optimizer()
+        folder = Path(checkpoint)
+        if not has_training_state(folder):
+            # As Trainer does it with a checkpoint of save_only_model
+            logger.warning(
+                "%s has neither optimizer nor schedule, as save_only_model leaves it: training continues at its step "
+                "with a new optimizer and a learning rate schedule that begins anew",
+                folder,
+            )
+            return
+        load_optimizer(folder, self.parallelized, self._torch_optimizer, self._state_kinds)
+        if read_parallel_metadata(folder).by_name:
+            groups = self._torch_optimizer.param_groups
+            names = self._names_of_rank()
+            names_by_group = [[names[id(p)] for p in group["params"]] for group in groups]
+            restore_groups(folder, groups, names_by_group, self.lr_scheduler)
+        else:
+            restore_scheduler(self.lr_scheduler, load_archive(folder / SCHEDULER_NAME))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore each rank's own random state. In another layout all ranks get that of the first rank: they all

@@ -189,6 +189,26 @@ def copy_local_shard(parameter: torch.Tensor, full: torch.Tensor) -> None:
     local_tensor(parameter).copy_(_local_shard(full, parameter))
 
 
+def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a full tensor that is sharded as a parameter is, without communication.
+
+    Args:
+        full (`torch.Tensor`): a tensor of as many dims as the parameter; each sharded dim is a multiple of the ranks.
+        parameter (`torch.Tensor`): a `DTensor` over axes of `AXES` or `EXPERT_AXES`, or a plain tensor.
+    """
+    local = _local_shard(full, parameter).clone()
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=full.shape,
+        stride=full.stride(),
+    )
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a `DTensor`, which shares its memory; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from hfscale.checkpoint.formats.parameter_names import trained_names
+from hfscale.checkpoint.formats.parameter_names import parameter_order, trained_names
 from hfscale.core.collectives import TRAINING
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_peft_model, require
@@ -35,6 +35,7 @@ from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.dry_run import dry_run, print_dry_run
+from hfscale.parallel.groups import copy_without_data
 from hfscale.parallel.losses import without_shifting
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
@@ -124,6 +125,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         )
         """Parameters of the unsplit model: all, and those that are trained."""
         self.parameter_names = trained_names(model)
+        self.parameter_order = parameter_order(model)
+        if type(self).create_optimizer is not Trainer.create_optimizer:
+            self._unsplit = copy_without_data(model, args.device)
         self.parallelized: ParallelizedModel = parallelize_model(
             causal_lm,
             self.mesh,
@@ -228,7 +232,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader[Any]]:
         """Give Trainer the module that runs the pipeline instead of the model."""
+        self.begin_optimizer()
         _, data_loader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # of Trainer
+        self.check_optimizer()
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
             assert self.args.output_dir is not None  # TrainingArguments has a default
@@ -236,9 +242,6 @@ class ParallelTrainer(ParallelCheckpointTrainer):
                 StageTimes(self.pipeline.clock, Path(self.args.output_dir))
             )
         return self.parallel_model, data_loader
-
-    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
-        """Do nothing: Trainer would send rank 0's plain parameters to all ranks, which hold other parameters."""
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: `parallelize_model` has moved it."""

@@ -7,7 +7,7 @@ fails when a new version moves it.
 
 - `PreTrainedModel.from_pretrained`, `Trainer.train`, `torch.nn.Module.to` and `cuda`, and
   `transformers.training_args.is_torch_bf16_gpu_available` (all public), replaced in the process of its own in which
-  a script is traced; `torch._subclasses`.
+  a script is traced.
   By: trace.py. Reason: the models of a script must be made without weights, and torch has no public trace of
   operators. Test: test_trace.py.
 """

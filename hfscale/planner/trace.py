@@ -22,12 +22,11 @@ import torch
 import torch.distributed as dist
 import transformers
 import transformers.training_args
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # no public name
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from hfscale.core.nested import tensors_in
-from hfscale.core.torch_internals import FakeStore, TorchDispatchMode
+from hfscale.core.torch_internals import FakeStore, FakeTensor, FakeTensorMode, TorchDispatchMode
 from hfscale.core.versions import enable_recomputation, recomputes_activations
 
 RESULT = "hfscale-trace: "

@@ -298,10 +298,7 @@ CASES = {
     ],
     "Adafactor with parameters that torch shards": lambda c: [
         planned(optimizer="adafactor", zero=3),
-        planned(optimizer="adafactor", layout=TENSOR, zero=3),
         planned(optimizer="adafactor", expert_parallel=8, zero=3),
-        c.trainer(optim="adafactor"),
-        c.recipe(layout=TENSOR, optim="adafactor"),
         c.recipe(FSDP, optim="adafactor"),
         c.recipe(layout=NATIVE, optim="adafactor"),
     ],

@@ -210,7 +210,7 @@ def test_a_model_that_is_not_a_stack_of_layers_is_refused():
     [
         ({"fp16": True}, "fp16=True.*bf16=True"),
         ({"torch_compile": True}, "torch_compile=True"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type='reduce_lr_on_plateau'"),
+        ({"lr_scheduler_type": "greedy"}, "lr_scheduler_type='greedy'"),
         ({"include_num_input_tokens_seen": "all"}, "include_num_input_tokens_seen='all'.*scaling/tokens_seen"),
         ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False"),
     ],

@@ -93,6 +93,9 @@ class Capture:
         """Collect what this rank has to copy, without copying it. It must not depend on other ranks."""
         raise NotImplementedError
 
+    def exchange(self) -> None:
+        """Collect from the other ranks what the next save needs of them. Every rank must call it, before each save."""
+
     def prepare(self) -> None:
         """Make what every background save needs and no step changes. Call it once, before the first save."""
 

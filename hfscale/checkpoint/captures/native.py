@@ -33,6 +33,7 @@ from hfscale.checkpoint.formats.view import canonical_name
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import CheckpointError
+from hfscale.trainer.parameter_groups import with_entries
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.tensors import is_distributed_tensor
@@ -91,7 +92,9 @@ class NativeCapture(Capture):
         names = ParameterNames(
             groups=[group.names for group in groups], aliases=aliases_of(model_of(trainer))
         )
-        metadata = ParallelMetadata(layout=layout, groups=[group.options for group in groups])
+        metadata = ParallelMetadata(
+            layout=layout, groups=[group.options for group in groups], by_name=True
+        )
         files = {
             PARAMETERS_NAME: names.to_json().encode(),
             PARALLEL_NAME: metadata.to_json().encode(),
@@ -116,25 +119,6 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def with_entries(state: dict[str, Any], length: int, numbers: list[int]) -> dict[str, Any]:
-    """Return the state of a scheduler whose lists with `length` entries, one per parameter group, have these entries.
-
-    Args:
-        state (`dict[str, Any]`): the `state_dict()` of a scheduler.
-        length (`int`): number of its parameter groups.
-        numbers (`list[int]`): for each group of the result, the number of the group whose entry it gets.
-    """
-
-    def fitted(value: Any) -> Any:
-        return (
-            [value[number] for number in numbers]
-            if isinstance(value, list) and len(value) == length
-            else value
-        )
-
-    return {key: fitted(value) for key, value in state.items()}
 
 
 # --- the tensors of a model and of its optimizer ---------------------------------------------------------------------

@@ -27,6 +27,9 @@ class ParallelCapture(Capture):
             return f"{type(self._trainer).__name__} has its own {self._own_methods[0]}"
         return None
 
+    def exchange(self) -> None:
+        self._sharded.exchange_groups()
+
     def live(self) -> LiveState:
         return LiveState(shards=self._sharded.sharded_state())
 

@@ -29,10 +29,17 @@ from hfscale.checkpoint.formats.view import (
     saved_name,
     saved_names,
 )
-from hfscale.checkpoint.pickles import Entry, read_dcp_metadata
+from hfscale.checkpoint.pickles import Entry, load_archive, read_dcp_metadata
 from hfscale.checkpoint.untrusted import read_json
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.errors import CheckpointError
+from hfscale.trainer.parameter_groups import (
+    entries_by_group,
+    is_storable,
+    plain,
+    restore_options,
+    with_entries,
+)
 
 FOLDER = "dcp"
 """Folder of a checkpoint that holds the tensors."""
@@ -43,7 +50,6 @@ _FORMAT = 1
 _EARLIER_VERSION_NAME = "scheduler.json"  # written by the versions before this format
 ADAPTER_PREFIX = "base_model.model."
 """What PEFT puts before the names of a model's parameters."""
-_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +61,18 @@ class ParallelMetadata:
     packed: dict[str, int] = field(default_factory=dict)
     """Names of the matrices that are stored in parts -> the dimension along which the parts are concatenated."""
     groups: list[dict[str, Any]]
-    """Options of the optimizer's parameter groups, without `params`."""
+    """Options of the optimizer's parameter groups, without `params`: of those of `hfscale_parameters.json`, in their
+    order."""
+    by_name: bool = False
+    """Whether `groups` and the lists of scheduler.pt are what each parameter was trained with. Earlier versions of
+    `ParallelTrainer` wrote the first group's for all, with another weight decay."""
     adapters: dict[str, str] = field(default_factory=dict)
     """Names of the tensors of an adapter -> the names under which PEFT saves them; empty in earlier versions."""
 
     def to_json(self) -> str:
         """Return the content of the file."""
         groups = [
-            {key: _plain(value) for key, value in group.items() if _is_plain(value)}
+            {key: plain(value) for key, value in group.items() if is_storable(value)}
             for group in self.groups
         ]
         fields: dict[str, Any] = {
@@ -70,22 +80,18 @@ class ParallelMetadata:
             "layout": self.layout,
             "packed": self.packed,
             "groups": groups,
+            "by_name": self.by_name,
         }
         if self.adapters:
             fields["adapters"] = self.adapters
         return json.dumps(fields) + "\n"
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(item, _PLAIN_TYPES) for item in value)
-    return isinstance(value, _PLAIN_TYPES) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1
-    )
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
+def _with_tuples(value: Any) -> Any:
+    """Return a value of JSON with tuples, which optimizers have more often, in the place of lists."""
+    if isinstance(value, list):
+        return tuple(map(_with_tuples, value))
+    return value
 
 
 def read_parallel_metadata(checkpoint: Path) -> ParallelMetadata:
@@ -102,13 +108,16 @@ def read_parallel_metadata(checkpoint: Path) -> ParallelMetadata:
                 f"{path} has format {fields['format']}, this version of hfscale reads {_FORMAT}"
             )
         groups = [
-            {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
-            for group in fields["groups"]
+            {key: _with_tuples(value) for key, value in group.items()} for group in fields["groups"]
         ]
         packed = {str(name): int(dim) for name, dim in fields["packed"].items()}
         adapters = dict(fields.get("adapters", {}))
         return ParallelMetadata(
-            layout=fields["layout"], packed=packed, groups=groups, adapters=adapters
+            layout=fields["layout"],
+            packed=packed,
+            groups=groups,
+            by_name=bool(fields.get("by_name", False)),
+            adapters=adapters,
         )
     except FileNotFoundError:
         if (checkpoint / _EARLIER_VERSION_NAME).is_file():
@@ -121,6 +130,58 @@ def read_parallel_metadata(checkpoint: Path) -> ParallelMetadata:
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__} {error}") from None
+
+
+def restore_groups(
+    checkpoint: Path,
+    groups: Sequence[dict[str, Any]],
+    names_by_group: Sequence[Sequence[str]],
+    scheduler: Any,
+) -> None:
+    """Restore the options of an optimizer's groups, and its scheduler, by the names of the parameters.
+
+    Args:
+        checkpoint (`Path`): a checkpoint in the format of `hfscale.checkpoint.formats.parallel`.
+        groups (`Sequence[dict]`): the optimizer's `param_groups`; changed in place.
+        names_by_group (`Sequence[Sequence[str]]`): the names of the parameters of each.
+        scheduler (`LRScheduler`): its scheduler.
+
+    Raises:
+        CheckpointError: a file is broken, or a group has parameters that had different options, or that were in no
+            group.
+    """
+    stored = read_parameter_names(checkpoint).groups
+    metadata = read_parallel_metadata(checkpoint)
+    if len(stored) != len(metadata.groups):
+        raise CheckpointError(
+            f"{checkpoint} has the options of {len(metadata.groups)} parameter groups and the names of {len(stored)}"
+        )
+    state = load_archive(checkpoint / "scheduler.pt")
+    entries = entries_by_group(state, len(stored))
+    kinds = [
+        [options, of_group] for options, of_group in zip(metadata.groups, entries, strict=True)
+    ]
+    number_of = {
+        name.removeprefix(ADAPTER_PREFIX): number
+        for number, names in enumerate(stored)
+        for name in names
+    }
+    numbers = []
+    for position, (group, names) in enumerate(zip(groups, names_by_group, strict=True)):
+        found = {number_of.get(name.removeprefix(ADAPTER_PREFIX), -1) for name in names}
+        if not found:  # this rank has none of its parameters
+            found = {position if len(groups) == len(stored) else 0}
+        number = min(found)
+        if number < 0 or any(kinds[other] != kinds[number] for other in found):
+            raise CheckpointError(
+                f"{checkpoint} was saved with other parameter groups than this optimizer has, such as that of "
+                f"'{names[0]}': resume with the same trained parameters and optimizer"
+            )
+        # What a conversion has written may have options of another library's optimizer
+        adds = metadata.layout is not None
+        restore_options(group, metadata.groups[number], adds=adds)
+        numbers.append(number)
+    scheduler.load_state_dict(with_entries(state, len(stored), numbers))
 
 
 def read_parallel(checkpoint: Path) -> CheckpointView:
@@ -232,7 +293,9 @@ def write_parallel(view: CheckpointView, folder: Path, *, step: int, world_size:
         }
     check_names([name for group in view.groups for name in group.names])
     save_refs(folder / FOLDER, tensors)
-    metadata = ParallelMetadata(layout=None, groups=[group.options for group in view.groups])
+    metadata = ParallelMetadata(
+        layout=None, groups=[group.options for group in view.groups], by_name=True
+    )
     (folder / PARALLEL_NAME).write_text(metadata.to_json(), encoding="utf-8")
 
 

@@ -69,6 +69,11 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
+def parameter_order(model: nn.Module) -> list[str]:
+    """Return the names of all parameters of an unsharded `model`, in its order."""
+    return [canonical_name(name) for name, _ in model.named_parameters()]
+
+
 def read_parameter_names(checkpoint: Path) -> ParameterNames:
     """Return the parameter names from the checkpoint's file, or else those of the model in its config.json.
 
