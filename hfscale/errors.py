@@ -24,6 +24,9 @@ from typing import Any
 
 from hfscale.core.spelling import spelled, spelled_value
 
+_OF_WORKER = "Caught "
+"""How torch begins the message of an error that it brings from a worker into the training's process."""
+
 
 class HfScaleError(Exception):
     """Base class of all errors of hfscale."""
@@ -35,6 +38,16 @@ class UsageError(HfScaleError, ValueError):
     """A flag, a value or a file of the user is wrong."""
 
     exit_code = 2
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*map(_without_worker, args))
+
+
+def _without_worker(message: object) -> object:
+    """Return the message of an error that a worker of a `DataLoader` has raised: torch adds the worker's traceback."""
+    if not (isinstance(message, str) and message.startswith(_OF_WORKER)):
+        return message
+    return message.strip().rpartition("Error: ")[2]
 
 
 class ParameterError(UsageError):

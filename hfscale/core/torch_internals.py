@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from torch import _C, Tensor
+from torch import _C, ScriptObject, Tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -49,3 +52,21 @@ def with_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             _pop_mode(getattr(mode, "_mode_key", None))
+
+
+def group_of(argument: Any) -> ProcessGroup | None:
+    """Return the process group that an argument of a collective operator stands for; None if it stands for none.
+
+    Args:
+        argument: an argument of an operator of `torch.ops.c10d`, which has the group itself, or of
+            `torch.ops._c10d_functional`, which has its name.
+    """
+    try:
+        if isinstance(argument, ScriptObject):
+            return ProcessGroup.unbox(argument)
+        if isinstance(argument, str):
+            return _resolve_process_group(argument)  # type: ignore[arg-type]  # a type of torch
+    except (RuntimeError, LookupError, ValueError):
+        # Another argument of the operator, such as its reduce operation
+        return None
+    return None

@@ -146,10 +146,8 @@ class Combination:
     """By how much the bias of routers moves towards an even load of their experts after each step."""
     islands: int | None = None
     """Number of islands that train together."""
-    compute_metrics: bool | None = None
-    """Whether the Trainer was given this function."""
-    compute_loss_func: bool | None = None
-    """Whether the Trainer was given this function."""
+    compute_loss: bool | None = None
+    """Whether code of the user's computes the loss: a subclass's `compute_loss`, or `compute_loss_func`."""
     model_init: bool | None = None
     """Whether the Trainer was given this function."""
     optimizers: bool | None = None

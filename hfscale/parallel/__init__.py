@@ -17,6 +17,9 @@ torch's own engine does the work: DTensor, FSDP2, torch.distributed.pipelining a
 | `tensor.py`, `sequence.py`, `context.py` | tensor, sequence and context parallelism |
 | `experts.py` | expert parallelism |
 | `overlap.py` | the exchange of tokens for experts, overlapped with another micro-batch |
+| `own_loss.py`, `loss_records.py` | what a `compute_loss` of the user's sees, and what it keeps and logs |
+| `predictions.py`, `outside_calls.py` | logits of evaluations; calls of the model outside of a step |
+| `vocabulary.py` | ids beyond the vocabulary are refused before a batch reaches a device |
 | `losses.py`, `gradients.py` | losses, gradient sums, norms and clipping over several ranks |
 | `weights.py` | initial weights, drawn or read |
 | `adapters.py` | adapters of PEFT: what belongs to them, which are trained, and what PEFT saves |
@@ -34,6 +37,9 @@ test_parallel_plan.py fails when a new version moves them:
   wrapping the model, the gradient norm, saving and resuming.
 - `_optimizer_step_pre_hooks` and `_optimizer_step_post_hooks` of optimizers, emptied on a copy. By: `check_update`.
   Reason: hooks of the user must not run when a copy is tried. Test: test_parallel_optimizers.py.
+- `Trainer.training_step` and `prediction_step` (public), called for a micro-batch on the last stage, with
+  `Accelerator.backward` replaced meanwhile. By: `ParallelTrainer`. Reason: they have Trainer's rules of how a loss is
+  scaled. Test: test_parallel_losses_of_users.py, which also fails when a method changes that is overridden.
 - `Trainer.is_distributed_loading_by_transformers`, set to True. By: `ParallelTrainer`. Reason: it is the only way to
   keep Trainer from wrapping and moving a model. Test: test_parallel.py.
 - `Accelerator.prepare_data_loader` (public), replaced on the instance, and `Accelerator._dataloaders`. By:

@@ -175,20 +175,24 @@ def plan_stages(
 def check_arguments(
     args: TrainingArguments,
     *,
+    pp: int = 1,
     cp: int = 1,
-    compute_metrics: Any = None,
-    compute_loss_func: Any = None,
+    sequence_parallel: bool = False,
+    compute_loss: bool = False,
     model_init: Any = None,
-    optimizers: tuple[Any, Any] = (None, None),
-    **_: Any,
+    optimizers: tuple[Any, Any] | None = None,
 ) -> None:
     """Make sure that `ParallelTrainer` supports everything that these arguments ask for.
 
     Args:
         args (`TrainingArguments`): the run's arguments.
+        pp (`int`): ranks that share the layers.
         cp (`int`): ranks that share one sequence.
-        compute_metrics, compute_loss_func, model_init (`callable`, *optional*): as given to the Trainer.
-        optimizers (`tuple`): the optimizer and the scheduler given to the Trainer; None where it is to make them.
+        sequence_parallel (`bool`): whether the tensor parallel ranks split sequences between blocks.
+        compute_loss (`bool`): whether the loss is the user's own, by `compute_loss` or `compute_loss_func`.
+        model_init (`callable`, *optional*): as given to the Trainer.
+        optimizers (`tuple`, *optional*): the optimizer and the scheduler given to the Trainer; None where
+            it is to make them.
 
     Raises:
         UsageError: one of the arguments is not supported; the message names it and how to fix it.
@@ -203,12 +207,13 @@ def check_arguments(
         engine="parallel_trainer",
         # Without DeepSpeed and FSDP the launcher leaves the distribution to this Trainer
         strategy="parallel" if by_launcher.is_replicated else by_launcher.name,
+        pp=pp,
         cp=cp,
+        sequence_parallel=sequence_parallel,
         precision=precision,
-        compute_metrics=bool(compute_metrics),
-        compute_loss_func=bool(compute_loss_func),
+        compute_loss=compute_loss,
         model_init=bool(model_init),
-        optimizers=bool(optimizers[0]),
+        optimizers=bool(optimizers and optimizers[0]),
         fused_loss=bool(args.use_liger_kernel) or vars(args).get("fused_loss") in _FUSED,
         average_tokens_across_devices=bool(args.average_tokens_across_devices),
         auto_find_batch_size=bool(args.auto_find_batch_size),

@@ -161,6 +161,22 @@ class VocabParallelLoss:
             shift_labels=shifted,
         )
 
+    @torch.no_grad()
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary. Call it on every tensor parallel rank.
+
+        Args:
+            logits (`torch.Tensor`): (…, this rank's entries).
+
+        Returns:
+            (…, vocabulary), equal on every rank, without a gradient.
+        """
+        most = -(-self.vocabulary // self.group.size())
+        own = nn.functional.pad(logits, (0, most - logits.shape[-1])).contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.cat(parts, dim=-1)[..., : self.vocabulary]
+
     def _entries(self) -> range:
         """Return the entries of the vocabulary whose logits this rank has."""
         most = -(-self.vocabulary // self.group.size())

@@ -28,6 +28,7 @@ from hfscale.parallel.key_value_heads import apply_shared_heads, plan_shared_hea
 from hfscale.parallel.losses import RouterBalanceLoss, VocabParallelLoss, keep_logits_sharded
 from hfscale.parallel.mesh import ParallelMesh
 from hfscale.parallel.overlap import Turns
+from hfscale.parallel.own_loss import OWN_SHAPE
 from hfscale.parallel.partition import (
     IdentityStage,
     ModelStructure,
@@ -92,6 +93,10 @@ class ParallelizedModel:
     """Splits sequences over the context parallel ranks; None without context parallelism."""
     expert_layers: dict[str, int]
     """The number of experts of each module of experts in the unsplit model, by name."""
+    embedded_ids: int
+    """Rows of the unsplit model's table of token embeddings: ids are smaller."""
+    predicted_ids: int
+    """Rows of its head: labels are smaller."""
     turns: Turns | None
     """The turns of two passes that the schedule pairs, where the exchange of tokens for experts overlaps with them."""
 
@@ -158,6 +163,7 @@ def parallelize_model(
         structure = trace_structure(model, structure)
     is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
     vocabulary = model.get_parameter(f"{structure.head}.weight").shape[0]
+    embedded_ids = model.get_parameter(f"{structure.token_embedding}.weight").shape[0]
     vocab_loss = (
         VocabParallelLoss(group=mesh.tp_group, vocabulary=vocabulary) if is_sharded else None
     )
@@ -261,6 +267,8 @@ def parallelize_model(
         vocab_loss=vocab_loss,
         context=context,
         expert_layers=layers_with_experts,
+        embedded_ids=embedded_ids,
+        predicted_ids=vocabulary,
         turns=turns,
     )
 
@@ -432,7 +440,11 @@ class ParallelModel(nn.Module):
                     f"output_router_logits counts all tokens, and sequences of {length} tokens would be padded to a "
                     f"multiple of {self._multiple} to be split: set {spelled('block_size', padded)}"
                 )
-            inputs = pad_to_multiple(inputs, self._multiple)
+            kept = {name: value for name, value in inputs.items() if name == OWN_SHAPE}
+            inputs = (
+                pad_to_multiple({n: v for n, v in inputs.items() if n not in kept}, self._multiple)
+                | kept
+            )
         if self._context is not None:
             inputs = self._context.shard_inputs(inputs)
         if self.training:

@@ -29,6 +29,7 @@ from hfscale.facts.schedules import SCHEDULES
 from hfscale.parallel.context import ContextParallel
 from hfscale.parallel.losses import IGNORED_LABEL, AttachLoss, RouterBalanceLoss
 from hfscale.parallel.overlap import Deferred, Pairs, Turns, value_of
+from hfscale.parallel.own_loss import OF_OWN_LOSS
 from hfscale.parallel.partition import ModelStructure, StageEntry, StageExit, StageSpec
 from hfscale.parallel.receiving import ReceivingStage
 from hfscale.parallel.stages import StagePlan
@@ -199,8 +200,24 @@ class Stage(nn.Module):
         self._context = context
         self._balance = balance
         self._balance_losses: list[torch.Tensor] = []
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if balance is not None:
             balance.watch(self)
+
+    def call_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the view, of a model's only stage, as its user calls a model.
+
+        Args:
+            args, kwargs: as for the model's `forward`.
+
+        Returns:
+            The model's output.
+        """
+        self._call = (args, kwargs)
+        try:
+            return self(None)  # through the hooks of FSDP2, which gather the parameters
+        finally:
+            self._call = None
 
     def forward(self, hidden: torch.Tensor, **inputs: Any) -> torch.Tensor:
         """Run the stage on one micro-batch.
@@ -214,7 +231,13 @@ class Stage(nn.Module):
         Returns:
             Hidden states, (rows, sequence, hidden), or the last stage's loss, a scalar.
         """
+        if self._call is not None:
+            args, kwargs = self._call
+            whole: torch.Tensor = self.view(*args, **kwargs)  # or what else the model returns
+            return whole
         not_padding = inputs.pop(NOT_PADDING, None)
+        if not self.spec.is_last:
+            inputs = {name: value for name, value in inputs.items() if name not in OF_OWN_LOSS}
         if self._stage_hidden_states is not None and not self.spec.is_first:
             hidden = self._stage_hidden_states(hidden)
         if self._entry is not None:
@@ -575,7 +598,13 @@ class TimedStage(ReceivingStage):
 
     def _timed(self, run: Callable[[], Any]) -> Any:
         start = self.clock.now()
-        result = run()
+        try:
+            result = run()
+        except RuntimeError as error:
+            # torch replaces every error of a stage by one with the shapes of its inputs
+            if error.__cause__ is None:
+                raise
+            raise error.__cause__  # noqa: B904  # it is the error that the user's program would see in one process
         self.clock.add("busy", start)
         return result
 

@@ -8,6 +8,7 @@ checkpoints, resuming. The differences are internal:
 - the loss is that of the last stage, sent to all ranks.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,11 +37,16 @@ from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.dry_run import dry_run, print_dry_run
 from hfscale.parallel.groups import copy_without_data
+from hfscale.parallel.loss_records import LossRecords
 from hfscale.parallel.losses import without_shifting
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
+from hfscale.parallel.outside_calls import guard_calls
+from hfscale.parallel.own_loss import OWN_SHAPE, TOKENS, LossModel, has_own_loss, own_shapes
 from hfscale.parallel.parity import CaseParity, check_parity
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
+from hfscale.parallel.predictions import Predictions, gather_samples
+from hfscale.parallel.vocabulary import CheckedCollator
 from hfscale.parallel.weights import draw_weights, read_weights
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.strategies.requested import check_launch
@@ -91,7 +97,13 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         check_launch(args)
         parallel = parallel or ParallelArguments()
         self.layout, self.stage_plan = plan_stages(parallel, args)
-        check_arguments(args, cp=self.layout.cp, **kwargs)
+        self._sequence_parallel = parallel.sequence_parallel
+        signature = inspect.signature(Trainer.__init__)
+        given = signature.bind_partial(self, model, args, *positional, **kwargs).arguments
+        self.compute_loss_func = given.get("compute_loss_func")
+        self._check_arguments(
+            args, model_init=given.get("model_init"), optimizers=given.get("optimizers")
+        )
         causal_lm = model.get_base_model() if is_peft_model(model) else model
         assert isinstance(causal_lm, PreTrainedModel)
         check_config(
@@ -136,7 +148,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             compute_dtype=torch.bfloat16 if args.bf16 else None,
             fill=partial(_fill_weights, seed=args.seed, weights_from=weights_from),
             sequence_parallel=parallel.sequence_parallel,
-            shard_logits=kwargs.get("compute_loss_func") is None,
+            shard_logits=not has_own_loss(self),
             overlap_exchange=parallel.overlap_exchange,
         )
         super().__init__(model, args, *positional, **kwargs)
@@ -160,9 +172,50 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             turns=self.parallelized.turns,
         )
         self.parallel_model = ParallelModel(self.parallelized, self.pipeline)
+        self._own_loss = self._follow_own_loss() if has_own_loss(self) else None
+        self._loss_model: LossModel | None = None
+        if self._own_loss is not None and self.parallelized.stages[-1].spec.is_last:
+            self._loss_model = LossModel(
+                self.parallelized.stages[-1].view,
+                self.mesh,
+                model,
+                is_sequence_split=self.parallelized.sequence_parts > 1,
+            )
+        guard_calls(self.parallelized, self.layout, self._loss_model)
+        last_rank = self.stage_plan.rank_of(self.stage_plan.stages - 1)
+        self._predictions = Predictions(self.parallelized, self.mesh, last_rank)
         self._buffered_batches: list[dict[str, torch.Tensor]] = []
         self._num_items: torch.Tensor | int | None = None
+        self._is_in_stage = False
         self._is_evaluating = False
+
+    def _check_arguments(self, args: TrainingArguments, **given: Any) -> None:
+        """Check what the Trainer was given, and what its attributes have become since."""
+        check_arguments(
+            args,
+            pp=self.layout.pp,
+            cp=self.layout.cp,
+            sequence_parallel=self._sequence_parallel,
+            compute_loss=has_own_loss(self),
+            **given,
+        )
+
+    def _check_attributes(self) -> None:
+        self._check_arguments(self.args, model_init=self.model_init)
+        if has_own_loss(self) and self._own_loss is None:
+            raise UsageError(
+                "compute_loss was replaced after the Trainer was made, which has split the model for its own loss: "
+                "override it in a subclass, or give compute_loss_func to the constructor"
+            )
+
+    def _follow_own_loss(self) -> LossRecords:
+        rank_of_loss = self.stage_plan.rank_of(self.stage_plan.stages - 1)
+        return LossRecords(
+            self,
+            source=dist.get_global_rank(self.mesh.pp_group, rank_of_loss),
+            rank=dist.get_rank(),
+            pp=self.layout.pp,
+        )
 
     @staticmethod
     def print_dry_run(
@@ -208,6 +261,11 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     ) -> DataLoader[Any]:
         """Prepare a data loader as `Accelerator` does, but with data parallel ranks instead of all processes."""
         accelerator = self.accelerator
+        data_loader.collate_fn = CheckedCollator(
+            data_loader.collate_fn,
+            ids=self.parallelized.embedded_ids,
+            labels=self.parallelized.predicted_ids,
+        )
         prepared: DataLoader[Any] = prepare_data_loader(
             data_loader,
             accelerator.device,
@@ -232,6 +290,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader[Any]]:
         """Give Trainer the module that runs the pipeline instead of the model."""
+        self._check_attributes()
         self.begin_optimizer()
         _, data_loader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # of Trainer
         self.check_optimizer()
@@ -276,26 +335,36 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         if callable(train_optimizer):
             train_optimizer()
         micro_batches = self.stage_plan.micro_batches_for(len(batches))
-        if micro_batches > len(batches) and num_items_in_batch is None:
-            raise UsageError(
-                f"the last step of an epoch has {len(batches)} micro-batches, but {self.stage_plan.schedule} needs "
-                f"{micro_batches}, and {type(self.parallelized.model).__name__} has no loss over counted tokens, to "
-                f"which empty micro-batches would add nothing: give {spelled('max_steps')}, so that the run ends "
-                "before that step"
-            )
+        self._check_empty_micro_batches(micro_batches - len(batches), num_items_in_batch)
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = len(batches)
             self.parallelized.balance.has_added_rows = (
                 len({len(batch["input_ids"]) for batch in batches}) > 1
             )
-        loss = self._run_pipeline(
-            stack_batches(batches, micro_batches), micro_batches, num_items_in_batch
-        )
+        inputs = stack_batches(batches, micro_batches)
+        if self._own_loss is not None:
+            rows = len(inputs["input_ids"]) // micro_batches
+            inputs[OWN_SHAPE] = own_shapes(batches, micro_batches, rows)
+        loss = self._run_pipeline(inputs, micro_batches, num_items_in_batch)
         gradients.align_gradients(self.parallelized.model.parameters())
         gradients.sum_partial_gradients(self.parallelized.partial_gradients, self.mesh)
         if self.parallelized.tied is not None:
             self.parallelized.tied.sum_gradients()
         return loss
+
+    def _check_empty_micro_batches(self, added: int, items: torch.Tensor | int | None) -> None:
+        """Make sure that micro-batches which only fill the schedule add nothing to the loss."""
+        if not added or (items is not None and self._own_loss is None):
+            return
+        why = (
+            "compute_loss may count"
+            if self._own_loss is not None
+            else f"{type(self.parallelized.model).__name__} has no loss over counted tokens, to which they would add"
+        )
+        raise UsageError(
+            f"the last step of an epoch has {added} micro-batches too few for {self.stage_plan.schedule}, and {why} "
+            f"empty ones: give {spelled('max_steps')}, so that the run ends before that step"
+        )
 
     @contextmanager
     def keeping_batches(self) -> Iterator[None]:
@@ -312,47 +381,67 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         inputs: dict[str, torch.Tensor | Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor | None, None, None]:
-        """Compute the loss over the batches of all data parallel ranks; logits stay on the last stage.
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, Any]:
+        """Compute loss and logits of a batch as Trainer does, the loss over those of all data parallel ranks.
 
         Args:
             model (`nn.Module`): unused; `parallel_model` is run.
             inputs (`dict`): the model's keywords, each (batch, sequence).
-            prediction_loss_only, ignore_keys: unused.
+            prediction_loss_only (`bool`): whether logits and labels are left out.
+            ignore_keys (`list[str]`, *optional*): keys of the model's output that are no predictions.
 
         Returns:
-            The loss, a scalar that is equal on every rank, and None in place of logits and of labels.
+            The loss, a scalar that is equal on every rank, or None without labels; the logits, (batch, sequence,
+            vocabulary), on every rank; and the labels.
+
+        Raises:
+            UsageError: the model returns more than logits, of which other stages have a part.
         """
         inputs = self._prepare_inputs(inputs)
-        counted = with_labels_of_first(inputs, self._samples_of(len(inputs["input_ids"])))
+        labels = tuple(inputs.get(name) for name in self.label_names)
+        has_labels = bool(labels) and all(label is not None for label in labels)
+        counted = inputs
+        if (
+            self._own_loss is None
+        ):  # the user's may read anything else of the rows that fill the batch up
+            counted = with_labels_of_first(inputs, self._samples_of(len(inputs["input_ids"])))
         items = self._get_num_items_in_batch([counted], self.args.device)
         if items is not None:  # else a batch without labels would have a loss of NaN
             inputs = counted
         self.parallel_model.eval()
-        micro_batches = min(self.stage_plan.stages, inputs["input_ids"].shape[0])
-        self.current_gradient_accumulation_steps = micro_batches
+        rows, length = inputs["input_ids"].shape
+        # Any other loss than the sum over counted tokens is one of the complete batch
+        is_sum = items is not None and self._own_loss is None and self.model_accepts_loss_kwargs
+        micro_batches = min(self.stage_plan.stages, rows) if is_sum else 1
         if self.parallelized.balance is not None:
             self.parallelized.balance.micro_batches = micro_batches
             self.parallelized.balance.has_added_rows = False
-        loss = self._run_pipeline(dict(inputs), micro_batches, items)
+        self._ignored_keys = ignore_keys
+        with self._predictions.collecting(wanted=not prediction_loss_only):
+            loss = self._run_pipeline(dict(inputs), micro_batches, items)
+            logits = self._predictions.take(length, self.args.device)
         reshard_all(self.parallelized)
-        return loss, None, None
+        if prediction_loss_only:
+            return loss, None, None
+        returned = labels[0] if len(labels) == 1 else labels
+        return loss if has_labels else None, logits, returned if has_labels else None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """Evaluate as Trainer does, but count the loss of a batch, which every rank has, once per sample.
+        """Evaluate as Trainer does, but gather what ranks with other samples have, and each sample once.
 
         Args:
             args, kwargs: as for `Trainer.evaluation_loop`.
         """
-        self.gather_function = self._once_per_sample
+        self._check_attributes()
+        self.gather_function = self._gather_samples
         self._is_evaluating = True
         try:
             return super().evaluation_loop(*args, **kwargs)
         finally:
             self._is_evaluating = False
 
-    def _once_per_sample(self, losses: torch.Tensor) -> torch.Tensor:
-        return losses.repeat(self.layout.data_parallel_size)[: self._samples_left]
+    def _gather_samples(self, tensor: torch.Tensor) -> torch.Tensor:
+        return gather_samples(tensor, self.mesh, self._samples_left)
 
     @property
     def _samples_left(self) -> int | None:
@@ -366,21 +455,52 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         left = self._samples_left
         return rows if left is None else min(max(left - self.mesh.data_rank * rows, 0), rows)
 
+    def _get_num_items_in_batch(
+        self, batch_samples: list[Any], device: torch.device
+    ) -> torch.Tensor | int | None:
+        """Count the items as Trainer does, but once for all ranks and micro-batches of a step: inside of the last
+        stage, where other ranks do not take part, return that number."""
+        if self._is_in_stage:
+            return self._num_items
+        counted: torch.Tensor | int | None = super()._get_num_items_in_batch(batch_samples, device)
+        return counted
+
     def _run_pipeline(
         self, inputs: dict[str, torch.Tensor], micro_batches: int, items: torch.Tensor | int | None
     ) -> torch.Tensor:
         self._num_items = items
-        with self.compute_loss_context_manager():
-            loss: torch.Tensor = (
-                self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
-            )
+        if self._own_loss is None or self.layout.pp == 1:
+            return self._loss_of_step(inputs, micro_batches)
+        with self._own_loss.recording() as logs:
+            loss = self._loss_of_step({**inputs, TOKENS: inputs["input_ids"]}, micro_batches)
+        for logged in logs:
+            self.log(logged)
+        return loss
+
+    def _loss_of_step(self, inputs: dict[str, torch.Tensor], micro_batches: int) -> torch.Tensor:
+        loss: torch.Tensor = (
+            self.parallel_model(micro_batches=micro_batches, **inputs).detach().clone()
+        )
+        if self._own_loss is not None and not self.parallel_model.training:
+            dist.all_reduce(loss, group=self.mesh.pp_group)
+            return loss  # of this rank's batch, which Trainer gathers
         # The tp ranks of the last stage hold the same loss; ranks with other tokens have scaled theirs for averaging.
         if dist.is_initialized():
             dist.all_reduce(loss)
         return loss / (self.layout.tp * self.layout.cp * self.layout.data_parallel_size)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as Trainer does. What `compute_loss` logs on the last stage is logged by all ranks after the step.
+
+        Args:
+            logs (`dict[str, float]`): the values.
+            args, kwargs: as for `Trainer.log`.
+        """
+        if self._own_loss is None or not self._own_loss.take_log(logs):
+            super().log(logs, *args, **kwargs)
+
     def _loss_of_last_stage(self, view: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
-        """Compute the loss of one micro-batch as Trainer does, with label smoothing and `compute_loss_func`.
+        """Compute the loss of one micro-batch by Trainer's own `training_step` or `prediction_step`.
 
         Gradients are averaged over all ranks that have different tokens. Trainer already compensates for the data
         parallel ones. Context parallel ranks each have the loss of their own tokens only, so it is multiplied by cp.
@@ -393,16 +513,36 @@ class ParallelTrainer(ParallelCheckpointTrainer):
                 )
             if self.label_smoother is not None:
                 inputs = inputs | {"labels": inputs["shift_labels"]}
-        loss = self.compute_loss(
-            view, {**inputs, "use_cache": False}, num_items_in_batch=self._num_items
+        self._is_in_stage = True
+        try:
+            if self._loss_model is None:
+                loss = self._loss_of_micro_batch(view, {**inputs, "use_cache": False})
+            else:
+                guarded = self._loss_model.guarded(self.compute_loss)
+                with (
+                    self._loss_model.computing(inputs) as own,
+                    _replaced(self, "compute_loss", guarded),
+                ):
+                    loss = self._loss_of_micro_batch(self._loss_model.model, own)
+        finally:
+            self._is_in_stage = False
+        return loss * self.layout.cp
+
+    def _loss_of_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        if self.parallel_model.training:
+            taken: list[torch.Tensor] = []
+            # The only place where Trainer's own rule has scaled the loss and not detached it: the schedule starts the
+            # backward pass
+            with _replaced(
+                self.accelerator, "backward", lambda loss, **options: taken.append(loss)
+            ):
+                super().training_step(model, inputs, self._num_items)
+            return taken[0]
+        loss, logits, _ = super().prediction_step(
+            model, inputs, not self._predictions.are_wanted, self._ignored_keys
         )
-        assert isinstance(loss, torch.Tensor)  # a tuple with `return_outputs` only
-        if self.parallelized.context is not None:
-            return loss * self.layout.cp
-        is_scaled = (self.model_accepts_loss_kwargs and self._num_items is not None) or (
-            self.compute_loss_func is not None
-        )
-        return loss if is_scaled else loss / self.current_gradient_accumulation_steps
+        self._predictions.add(logits)
+        return torch.zeros((), device=self.args.device) if loss is None else loss
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -456,3 +596,16 @@ def _fill_weights(
     if weights_from is not None:
         read_weights(model, weights_from, aliases=aliases)
     draw_adapters(model, seed=seed)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an object an attribute of its own in the `with` block, in place of what it has there or its class."""
+    attributes = vars(owner)
+    before = {key: attributes[key] for key in (name,) if key in attributes}
+    attributes[name] = value
+    try:
+        yield
+    finally:
+        del attributes[name]
+        attributes.update(before)

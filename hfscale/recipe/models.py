@@ -115,17 +115,31 @@ def load_config(
             else corpus.default_config(tokenizer or load_tokenizer(args))
         )
     text = config.get_text_config()
-    if tokenizer is not None and not args.model_name_or_path and len(tokenizer) > text.vocab_size:
-        raise UsageError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {text.vocab_size}: give the --tokenizer_name of "
-            "this model"
-        )
+    if tokenizer is not None:
+        _check_tokenizer(args, tokenizer, text.vocab_size)
     positions = getattr(text, "max_position_embeddings", block_size)
     if block_size > positions:
         raise UsageError(
             f"{length_flag} {block_size} is longer than the model's {positions} positions: lower it"
         )
     return config
+
+
+def _check_tokenizer(
+    args: ModelArguments, tokenizer: PreTrainedTokenizerBase, vocabulary: int
+) -> None:
+    """Check that the model has a row for each token. The tokenizer that belongs to a model may have tokens of another
+    one of its family that text never contains, such as Gemma 3's for images: of it the special tokens are checked."""
+    is_its_own = bool(args.model_name_or_path) and args.tokenizer_name in (
+        None,
+        args.model_name_or_path,
+    )
+    largest = max(tokenizer.all_special_ids, default=0) if is_its_own else len(tokenizer) - 1
+    if largest >= vocabulary:
+        raise UsageError(
+            f"the tokenizer has the token {largest}, and the model's {vocabulary} end with {vocabulary - 1}: give the "
+            "--tokenizer_name of this model, or resize the model (model.resize_token_embeddings) and save it"
+        )
 
 
 def check_same_experts(checkpoint: str | None, args: ModelArguments) -> None:

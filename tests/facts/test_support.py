@@ -417,9 +417,8 @@ CASES = {
         c.recipe(ZERO, ds={"zero_optimization": {"stage": 0}}, islands=2)
     ],
     "updating the bias of routers on islands": lambda c: [c.bias(islands=2)],
-    "`ParallelTrainer` with compute_metrics": lambda c: [c.trainer(given={"compute_metrics": len})],
-    "`ParallelTrainer` with compute_loss_func and context parallelism": lambda c: [
-        c.trainer(cp=2, given={"compute_loss_func": len})
+    "`ParallelTrainer` with a loss of the user's own and context parallelism": lambda c: [
+        c.trainer(cp=2, given={"compute_loss": True})
     ],
     "`ParallelTrainer` with model_init": lambda c: [c.trainer(given={"model_init": len})],
     "`ParallelTrainer` with an optimizer object": lambda c: [c.trainer(given={"optimizers": (object(), None)})],
@@ -427,7 +426,13 @@ CASES = {
         c.trainer(average_tokens_across_devices=False)
     ],
     "`ParallelTrainer` with auto_find_batch_size": lambda c: [c.trainer(auto_find_batch_size=True)],
-    "`ParallelTrainer` with NEFTune": lambda c: [c.trainer(neftune_noise_alpha=5.0)],
+    "NEFTune with pipeline stages": lambda c: [c.trainer(neftune_noise_alpha=5.0, given={"pp": 2})],
+    "NEFTune with sequences that ranks of `ParallelTrainer` share": lambda c: [
+        c.trainer(cp=2, neftune_noise_alpha=5.0)
+    ],
+    "NEFTune with sequence parallelism": lambda c: [
+        c.trainer(neftune_noise_alpha=5.0, given={"sequence_parallel": True})
+    ],
     "`ParallelTrainer` with include_num_input_tokens_seen": lambda c: [c.trainer(include_num_input_tokens_seen="all")],
     "`ParallelTrainer` with learning rates that depend on the losses": lambda c: [
         c.trainer(lr_scheduler_type="greedy")

@@ -190,6 +190,6 @@ def test_unsupported_models_and_arguments_are_refused(tmp_path):
     flash = LlamaConfig(attn_implementation="flash_attention_2")
     with pytest.raises(UsageError, match=r"flash_attention_2.*attn_implementation='sdpa'"):
         check_config(flash, decide_layout(2, cp=2), StagePlan())
-    check_arguments(args, compute_loss_func=len)
+    check_arguments(args, compute_loss=True)
     with pytest.raises(UsageError, match=r"compute_loss_func.*cp_size=1"):
-        check_arguments(args, cp=2, compute_loss_func=len)
+        check_arguments(args, cp=2, compute_loss=True)

@@ -225,7 +225,7 @@ def test_unsupported_arguments_are_refused(arguments, line, tmp_path):
 def test_unsupported_trainer_keywords_are_refused(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     check_arguments(args)
-    for name, value in {"compute_metrics": len, "model_init": len, "optimizers": (object(), None)}.items():
+    for name, value in {"model_init": len, "optimizers": (object(), None)}.items():
         with pytest.raises(UsageError, match=name):
             check_arguments(args, **{name: value})
 

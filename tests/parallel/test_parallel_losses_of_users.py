@@ -1,0 +1,364 @@
+"""A `compute_loss`, metrics, predictions and calls of the model under ParallelTrainer: as in one process."""
+
+import hashlib
+import inspect
+import tempfile
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from parallel_world import VOCAB, Tokens, in_world, tiny_causal_lm
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from hfscale import ParallelArguments, ParallelTrainer
+from hfscale.errors import DataError
+from hfscale.parallel.checkpoints import ParallelCheckpointTrainer
+from hfscale.parallel.loss_records import _decode, _encode
+from hfscale.parallel.vocabulary import CheckedCollator
+
+LAYOUTS = ({"tp_size": 2}, {"pp_size": 2}, {})
+ROWS = 8
+
+
+# --- what users write ------------------------------------------------------------------------------------------------
+
+
+class OwnLoss:
+    """Base of the mixins below: each has a `compute_loss` as users write it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = self.own(model, inputs, outputs, loss)
+        return (loss, outputs) if return_outputs else loss
+
+    def share(self, value):
+        """Scale a mean over a micro-batch so that the step has the mean of all of them."""
+        return value / self.current_gradient_accumulation_steps
+
+
+class MeanLoss(OwnLoss):
+    """A mean over the batch, which Trainer divides by the number of micro-batches."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class LogitsLoss(OwnLoss):
+    """A z-loss: it reads complete logits of the tokens that the batch has, and of no others."""
+
+    def own(self, model, inputs, outputs, loss):
+        assert outputs.logits.shape == (*inputs["input_ids"].shape, VOCAB)
+        return loss + 1e-2 * self.share(outputs.logits.float().logsumexp(-1).pow(2).mean())
+
+
+class Metrics(OwnLoss):
+    """Metrics in an attribute, in a nested container and in a log."""
+
+    def own(self, model, inputs, outputs, loss):
+        kept = vars(self).setdefault("kept", defaultdict(lambda: defaultdict(list)))
+        kept["train"]["logits"].append(outputs.logits.detach().mean())
+        self.last = loss.detach()
+        self.log({"own": float(loss.detach())})
+        return loss
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs and getattr(self, "last", None) is not None:
+            logs |= {"last": float(self.last), "kept": len(self.kept["train"]["logits"])}
+        super().log(logs, *args, **kwargs)
+
+
+class HeadNorm(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        return loss + self.share(1e-3 * model.get_output_embeddings().weight.pow(2).sum())
+
+
+class Regulariser(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        return loss + 1e-3 * sum(p.float().pow(2).sum() for p in model.parameters())
+
+
+class RegulariserOfModules(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        linear = [module for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
+        return loss + 1e-3 * sum(module.weight.pow(2).sum() for module in linear)
+
+
+class Gathers(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        self.accelerator.gather(loss.detach().reshape(1))
+        return loss
+
+
+class CallsTwice(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        return loss + model(**inputs | {"labels": inputs["input_ids"]}).loss
+
+
+class OtherTokens(OwnLoss):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs | {"input_ids": inputs["input_ids"].flip(1)})
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class KeepsAModel(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        self.probe = torch.nn.Linear(2, 2)
+        return loss
+
+
+class Reads(TrainerCallback):
+    """Calls the model after each step, in three ways."""
+
+    def __init__(self) -> None:
+        self.read: list[Any] = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        rows = Tokens(2).rows
+        with torch.no_grad():
+            output = model(input_ids=rows, labels=rows)
+        generated = model.generate(rows[:1, :4], max_new_tokens=3, do_sample=False)
+        self.read += [round(float(output.loss), 4), round(float(output.logits.sum()), 2), generated.tolist()]
+
+
+def accuracy(prediction):
+    inputs = prediction.inputs if prediction.inputs is None else prediction.inputs.shape
+    chosen = prediction.predictions.argmax(-1)[:, :-1]
+    return {"accuracy": float((chosen == prediction.label_ids[:, 1:]).mean()), "inputs": list(inputs or ())}
+
+
+def work(job):
+    """Train for a few steps; the keys of `job` choose the mixin, the layout and what is called."""
+    import os
+
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = job["parallel"]
+    replica = max(1, *(parallel or {"": 1}).values()) if parallel else 1
+    batch = job.get("batch", 2)
+    args = TrainingArguments(
+        **{
+            "output_dir": tempfile.gettempdir(),
+            "use_cpu": True,
+            "max_steps": 2,
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": ROWS // (batch * world // replica),
+            "per_device_eval_batch_size": 8 * replica // world,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            "seed": 7,
+        }
+        | job.get("args", {})
+    )
+    base = Trainer if parallel is None else ParallelTrainer
+    mixin = globals()[job["mixin"]] if "mixin" in job else None
+    cls = type("Own", (mixin, base), {}) if mixin else base
+    reads = Reads()
+    options = {} if parallel is None else {"parallel": ParallelArguments(**parallel)}
+    if job.get("function"):
+        seen = []
+
+        def loss_of(outputs, labels, num_items_in_batch=None):
+            seen.append(float(outputs.logits.detach().mean()))
+            return outputs.logits.logsumexp(-1).sum() / num_items_in_batch
+
+        options["compute_loss_func"] = loss_of
+    trainer = cls(
+        model=tiny_causal_lm(seed=7, **job.get("model", {})),
+        args=args,
+        train_dataset=Tokens(**job.get("data", {})),
+        eval_dataset=Tokens(13),
+        callbacks=[reads] if job.get("reads") else [],
+        **options,
+    )
+    result: dict[str, Any] = {}
+    trainer.train()
+    keys = ("loss", "grad_norm", "own", "last", "kept")
+    result |= {key: [entry[key] for entry in trainer.state.log_history if key in entry] for key in keys}
+    result["reads"] = reads.read
+    if job.get("function"):
+        result["seen"] = seen
+    if job.get("predicts"):
+        trainer.compute_metrics = accuracy
+        if "preprocess" in job:
+            trainer.preprocess_logits_for_metrics = lambda logits, labels: logits * 2
+        metrics = trainer.evaluate()
+        result |= {key: metrics[key] for key in ("eval_loss", "eval_accuracy", "eval_inputs")}
+        trainer.compute_metrics = None
+        output = trainer.predict(Tokens(5))
+        result["predictions"] = [float(output.predictions.sum()), *output.predictions.shape, *output.label_ids.shape]
+    return result
+
+
+# --- equal to one process --------------------------------------------------------------------------------------------
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "a mean over the batch": {"mixin": "MeanLoss", "batch": 1},
+    "a loss that reads logits": {"mixin": "LogitsLoss"},
+    "a loss that reads logits of batches with padding": {
+        "mixin": "LogitsLoss",
+        "data": {"ragged": True, "size": 21},
+        "args": {"num_train_epochs": 1, "max_steps": -1},
+    },
+    "metrics": {"mixin": "Metrics", "batch": 1},
+    "a function for the loss": {"function": True},
+    "predictions": {"predicts": True, "args": {"include_for_metrics": ["inputs"]}},
+    "predictions of a loss of the user's": {"predicts": True, "mixin": "LogitsLoss", "preprocess": True},
+    "predictions with label smoothing": {"predicts": True, "args": {"label_smoothing_factor": 0.1}},
+}
+"""Program -> job; under every layout it does what it does in one process."""
+OF_A_RANK = ("own", "last", "seen", "kept")
+"""Results that each data parallel rank has of its own rows."""
+OF_ONE_REPLICA = ("a loss that reads logits of batches with padding", "predictions of a loss of the user's")
+"""Programs whose last batch is filled up for one of two replicas, and of which the loss counts these rows."""
+
+
+def test_programs_do_what_they_do_in_one_process():
+    one = in_world(1, work, [job | {"parallel": None} for job in RIGHT.values()])
+    names = [(name, layout) for name in RIGHT for layout in LAYOUTS if layout or name not in OF_ONE_REPLICA]
+    split = in_world(2, work, [RIGHT[name] | {"parallel": layout} for name, layout in names])
+    wanted = dict(zip(RIGHT, one, strict=True))
+    for (name, layout), got in zip(names, split, strict=True):
+        for key, value in wanted[name].items():
+            if key in ("own", "last", "seen", "kept") and layout == {}:
+                continue  # each data parallel rank has its own rows
+            difference = f"{name} under {layout}: {key}"
+            np.testing.assert_allclose(got[key], value, rtol=2e-4, atol=2e-4, err_msg=difference)
+
+
+def test_evaluation_of_a_loss_of_the_users_by_two_replicas_is_that_of_trainer():
+    job = {"predicts": True, "mixin": "LogitsLoss"}
+    stock, own = in_world(2, work, [job | {"parallel": None}, job | {"parallel": {}}])
+    for key in ("loss", "eval_loss", "eval_accuracy", "predictions"):
+        assert own[key] == pytest.approx(stock[key], abs=2e-4), key
+
+
+def test_noise_of_neftune_and_calls_of_the_model_under_tensor_parallelism():
+    jobs = [{"args": {"neftune_noise_alpha": 5.0}}, {"reads": True}, {"mixin": "LogitsLoss", "reads": True}]
+    one = in_world(1, work, [job | {"parallel": None} for job in jobs])
+    split = in_world(2, work, [job | {"parallel": {"tp_size": 2}} for job in jobs])
+    data = in_world(2, work, [jobs[1] | {"parallel": {}}])
+    for got, wanted in zip([*split, *data], [*one, one[1]], strict=True):
+        assert got["loss"] == pytest.approx(wanted["loss"], abs=2e-4)
+        for read, expected in zip(got["reads"], wanted["reads"], strict=True):
+            assert read == (pytest.approx(expected, abs=2e-2) if isinstance(expected, float) else expected)
+
+
+def test_the_weights_of_the_head_may_be_read_under_pipeline_parallelism():
+    one = in_world(1, work, [{"mixin": "HeadNorm", "parallel": None}])
+    split = in_world(2, work, [{"mixin": "HeadNorm", "parallel": {"pp_size": 2}}])
+    assert split[0]["loss"] == pytest.approx(one[0]["loss"], abs=2e-4)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[dict[str, Any], dict[str, int], str]] = [
+    ({"mixin": "Regulariser"}, {"pp_size": 2}, "compute_loss reads the weights of the model"),
+    ({"mixin": "Regulariser"}, {"tp_size": 2}, "compute_loss reads the weights of the model"),
+    ({"mixin": "RegulariserOfModules"}, {"pp_size": 2}, "compute_loss reads the weights of the model"),
+    ({"mixin": "RegulariserOfModules"}, {"tp_size": 2}, "compute_loss reads the weights of the model"),
+    ({"mixin": "Gathers"}, {"pp_size": 2}, "compute_loss calls a collective"),
+    ({"mixin": "CallsTwice"}, {"pp_size": 2}, "compute_loss calls the model twice"),
+    ({"mixin": "OtherTokens"}, {"pp_size": 2}, "compute_loss calls the model with another input_ids"),
+    ({"mixin": "KeepsAModel"}, {"pp_size": 2}, "compute_loss keeps a Linear as probe"),
+    ({"reads": True}, {"pp_size": 2}, "the model is called outside of a training or evaluation step"),
+    ({"model": {"vocab_size": 64}}, {"tp_size": 2}, "the model's vocabulary ends with 63"),
+    ({"model": {"vocab_size": 64}}, {"pp_size": 2}, "the model's vocabulary ends with 63"),
+]
+
+
+@pytest.mark.parametrize(("job", "layout", "line"), REFUSED)
+def test_what_a_split_model_cannot_do_is_refused(job, layout, line):
+    with pytest.raises(AssertionError, match=line):
+        in_world(2, work, [job | {"parallel": layout}])
+
+
+def test_ids_beyond_the_vocabulary_are_found_by_the_collator():
+    rows = torch.arange(6).reshape(2, 3)
+    ignored = torch.tensor([[-100, 1, 2]])
+    check = CheckedCollator(lambda batch: batch, ids=6, labels=6)
+    good = {"input_ids": rows, "labels": ignored}
+    assert check(good) is good
+    assert check([1]) == [1]
+    for wrong in (
+        {"input_ids": rows + 1},
+        {"input_ids": rows - 1},
+        {"labels": rows + 1},
+        {"labels": ignored + 90},
+        {"shift_labels": rows + 1},
+    ):
+        with pytest.raises(DataError, match=r"vocabulary ends with 5.*resize_token_embeddings"):
+            check(wrong)
+
+
+def test_an_error_in_a_worker_that_loads_data_is_one_line():
+    check = CheckedCollator(torch.utils.data.default_collate, ids=64, labels=64)
+    with pytest.raises(DataError) as raised:
+        list(torch.utils.data.DataLoader(Tokens(4), batch_size=2, num_workers=1, collate_fn=check))
+    assert str(raised.value).startswith("input_ids has the id")
+    assert "\n" not in str(raised.value)
+
+
+def test_what_compute_loss_keeps_is_sent_as_it_is():
+    kept = {"a": [1, 2.5, None, "x"], 3: (True, {"b"}), "t": torch.tensor([1.5, 2.0])}
+    sent = _decode(_encode(kept))
+    assert sent.pop("t").tolist() == kept.pop("t").tolist()
+    assert sent == kept
+    for value in (torch.zeros(5000), object(), [object()]):
+        with pytest.raises(TypeError):
+            _encode(value)
+
+
+# --- Trainer's own rules ---------------------------------------------------------------------------------------------
+
+OVERRIDDEN = {
+    "5.23.0": {
+        "_clip_grad_norm": "ebfa9dc91d30",
+        "_get_grad_norm": "913ba6f52f07",
+        "_get_num_items_in_batch": "a31fa106f70d",
+        "_load_best_model": "0e183d55a9db",
+        "_load_from_checkpoint": "a2804e8d93a2",
+        "_load_optimizer_and_scheduler": "741032f57d6f",
+        "_load_rng_state": "d5ebdfc0a088",
+        "_move_model_to_device": "a0fb9adb5af7",
+        "_prepare_for_training": "f55950593d7e",
+        "_save_optimizer_and_scheduler": "c5ef974db69a",
+        "_sync_replicated_trainable_parameters": "97721be20ba2",
+        "evaluation_loop": "a0fe4d6536f8",
+        "floating_point_ops": "ffd8b0eb8cf7",
+        "get_tp_size": "a3d28ebb4b20",
+        "log": "73b8e3acd21a",
+        "prediction_step": "d12d7a1d2f99",
+        "save_model": "705727ee10c8",
+        "train": "9a3c2bcd066d",
+        "training_step": "e9760c8ee103",
+    }
+}
+"""Version of transformers -> method of Trainer that ParallelTrainer overrides -> hash of its source."""
+
+
+def test_overridden_methods_are_those_of_a_known_version():
+    import transformers
+
+    methods = {
+        name
+        for cls in (ParallelTrainer, ParallelCheckpointTrainer)
+        for name, value in vars(cls).items()
+        if callable(value) and callable(getattr(Trainer, name, None)) and name != "__init__"
+    }
+    found = {
+        name: hashlib.sha256(inspect.getsource(getattr(Trainer, name)).encode()).hexdigest()[:12]
+        for name in sorted(methods)
+    }
+    known = OVERRIDDEN.get(transformers.__version__)
+    assert found == known, (
+        f"transformers {transformers.__version__}: read what changed in these methods of Trainer, and then enter them "
+        f"here: {found}"
+    )
