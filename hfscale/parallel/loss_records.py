@@ -20,6 +20,7 @@ from hfscale.errors import UsageError
 
 _LARGEST_TENSOR = 4096
 """Elements of the largest tensor that is sent: metrics are small."""
+_KNOWN, _UNKNOWN = "known", "unknown"
 _CONTAINERS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "deque": deque}
 
 
@@ -73,16 +74,27 @@ class LossRecords:
             yield arrived
         finally:
             self._logs = None
-        message = {}
+        message: dict[str, Any] = {}
         if self._is_source:
-            changes = [self._changes(old, place) for old, place in zip(before, places, strict=True)]
+            changes = [_changes(old, place) for old, place in zip(before, places, strict=True)]
             message = {"logs": _encode(own_logs), "changes": changes}
         received = TRAINING.gather("what compute_loss has kept and logged", message)[self._source]
+        # Every rank raises, also those that wait for the next step
+        self._refuse_unknown(
+            [name for changed in received["changes"] for name in changed[_UNKNOWN]]
+        )
         arrived.extend(_decode(received["logs"]))
         if not self._is_source:
             for place, changed in zip(self._places(), received["changes"], strict=True):
-                for name, value in changed.items():
+                for name, value in changed[_KNOWN].items():
                     place[name] = _updated(place.get(name), _decode(value))
+
+    def _refuse_unknown(self, names: list[str]) -> None:
+        if names:
+            raise UsageError(
+                f"compute_loss keeps what is not plain as {names[0]}, which cannot be sent to the ranks of the other "
+                f"pipeline stages: keep numbers or small tensors, or set {spelled('pp_size', 1)} (it is {self._pp})"
+            )
 
     def _places(self) -> list[Any]:
         """Return what maps names to values that `compute_loss` may keep: attributes, and variables of a closure."""
@@ -93,20 +105,6 @@ class LossRecords:
         owner = getattr(function, "__self__", function)  # of a bound method
         attributes = vars(owner) if hasattr(owner, "__dict__") else {}
         return [*places, attributes, getattr(function, "keywords", {}), _Cells(function)]
-
-    def _changes(self, before: Mapping[str, Any], place: Any) -> dict[str, Any]:
-        changed = {}
-        for name, value in _encoded_values(place).items():
-            if value == before.get(name):
-                continue
-            if isinstance(value, int):  # the identity of what has no such form
-                kind = type(place[name]).__name__
-                raise UsageError(
-                    f"compute_loss keeps a {kind} as {name}, which cannot be sent to the ranks of the other "
-                    f"{self._pp - 1} pipeline stages: keep numbers or small tensors, or set {spelled('pp_size', 1)}"
-                )
-            changed[name] = json.loads(value)
-        return changed
 
 
 class _Cells:
@@ -138,6 +136,14 @@ def _encoded_values(place: Any) -> dict[str, str | int]:
         except TypeError:
             encoded[name] = id(value)
     return encoded
+
+
+def _changes(before: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    """Return what has another value than before, and the names of what has changed and no such form."""
+    after = _encoded_values(place)
+    changed = {name: value for name, value in after.items() if value != before.get(name)}
+    known = {name: json.loads(value) for name, value in changed.items() if isinstance(value, str)}
+    return {_KNOWN: known, _UNKNOWN: [name for name in changed if name not in known]}
 
 
 def _encode(value: Any) -> Any:

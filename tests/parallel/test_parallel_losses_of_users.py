@@ -214,17 +214,19 @@ RIGHT: dict[str, dict[str, Any]] = {
     "predictions with label smoothing": {"predicts": True, "args": {"label_smoothing_factor": 0.1}},
 }
 """Program -> job; under every layout it does what it does in one process."""
+SHORT = ["a mean over the batch", "a loss that reads logits of batches with padding", "metrics", "predictions"]
 OF_A_RANK = ("own", "last", "seen", "kept")
 """Results that each data parallel rank has of its own rows."""
 OF_ONE_REPLICA = ("a loss that reads logits of batches with padding", "predictions of a loss of the user's")
 """Programs whose last batch is filled up for one of two replicas, and of which the loss counts these rows."""
 
 
-def test_programs_do_what_they_do_in_one_process():
-    one = in_world(1, work, [job | {"parallel": None} for job in RIGHT.values()])
-    names = [(name, layout) for name in RIGHT for layout in LAYOUTS if layout or name not in OF_ONE_REPLICA]
+@pytest.mark.parametrize("programs", [SHORT, pytest.param([*RIGHT], marks=pytest.mark.recipes)], ids=["short", "all"])
+def test_programs_do_what_they_do_in_one_process(programs):
+    one = in_world(1, work, [RIGHT[name] | {"parallel": None} for name in programs])
+    names = [(name, layout) for name in programs for layout in LAYOUTS if layout or name not in OF_ONE_REPLICA]
     split = in_world(2, work, [RIGHT[name] | {"parallel": layout} for name, layout in names])
-    wanted = dict(zip(RIGHT, one, strict=True))
+    wanted = dict(zip(programs, one, strict=True))
     for (name, layout), got in zip(names, split, strict=True):
         for key, value in wanted[name].items():
             if key in ("own", "last", "seen", "kept") and layout == {}:
@@ -267,7 +269,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], str]] = [
     ({"mixin": "Gathers"}, {"pp_size": 2}, "compute_loss calls a collective"),
     ({"mixin": "CallsTwice"}, {"pp_size": 2}, "compute_loss calls the model twice"),
     ({"mixin": "OtherTokens"}, {"pp_size": 2}, "compute_loss calls the model with another input_ids"),
-    ({"mixin": "KeepsAModel"}, {"pp_size": 2}, "compute_loss keeps a Linear as probe"),
+    ({"mixin": "KeepsAModel"}, {"pp_size": 2}, "compute_loss keeps what is not plain as probe"),
     ({"reads": True}, {"pp_size": 2}, "the model is called outside of a training or evaluation step"),
     ({"model": {"vocab_size": 64}}, {"tp_size": 2}, "the model's vocabulary ends with 63"),
     ({"model": {"vocab_size": 64}}, {"pp_size": 2}, "the model's vocabulary ends with 63"),
