@@ -53,7 +53,8 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.disk_errors import PROGRAM_ERRORS
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
-from hfscale.errors import CheckpointError
+from hfscale.core.spelling import spelled
+from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.parallel.groups import (
     Group,
@@ -543,9 +544,22 @@ class ParallelCheckpointTrainer(Trainer):
         self._groups = None
         self._made = None
         if self.optimizer is None:
+            self._check_trained_stages()
             composition = self._groups_of_one_process()
             are_known = TRAINING.gather("groups of one process", composition is not None)
             self._composition = composition if all(are_known) else None
+
+    def _check_trained_stages(self) -> None:
+        """Check that each rank has parameters of which a `create_optimizer` of the user's can make an optimizer."""
+        trains = any(p.requires_grad for p in self.parallelized.model.parameters())
+        are_trained = TRAINING.gather("this rank trains parameters", trains)
+        if self._unsplit is None or all(are_trained):
+            return
+        stage_ranks = self.layout.world_size // self.layout.pp
+        raise UsageError(
+            f"pipeline rank {are_trained.index(False) // stage_ranks} has no trained parameters, of which "
+            f"create_optimizer could make an optimizer: set {spelled('pp_size', 1)}, or train a part of every stage"
+        )
 
     def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
         """Note the options of the optimizer, which has been made and has no scheduler yet that changes them.

@@ -163,7 +163,10 @@ def parallelize_model(
         structure = trace_structure(model, structure)
     is_sharded = shard_logits and keep_logits_sharded(model, tensor_plan, structure.head)
     vocabulary = model.get_parameter(f"{structure.head}.weight").shape[0]
-    embedded_ids = model.get_parameter(f"{structure.token_embedding}.weight").shape[0]
+    # An attribute, not a parameter, where PEFT wraps the table
+    table: Any = model.get_submodule(structure.token_embedding).weight
+    embedded_ids = int(table.shape[0])
+    is_adapted = has_adapters(model)  # a rank may have none of them
     vocab_loss = (
         VocabParallelLoss(group=mesh.tp_group, vocabulary=vocabulary) if is_sharded else None
     )
@@ -259,7 +262,7 @@ def parallelize_model(
         specs=specs,
         stages=stages,
         partial_gradients=[parameters[name] for name in sorted(partial_gradients)],
-        has_adapters=has_adapters(model),
+        has_adapters=is_adapted,
         packed=packed,
         balance=balance,
         tied=tied,

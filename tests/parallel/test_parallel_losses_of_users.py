@@ -35,7 +35,7 @@ class OwnLoss:
 
     def share(self, value):
         """Scale a mean over a micro-batch so that the step has the mean of all of them."""
-        return value / self.current_gradient_accumulation_steps
+        return value / (self.current_gradient_accumulation_steps if torch.is_grad_enabled() else 1)
 
 
 class MeanLoss(OwnLoss):
