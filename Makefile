@@ -2,6 +2,7 @@
 # make check            ruff, mypy, and what tests/sizes.py says of long and dense files
 # make docs             the documentation site -> site/
 # make test             the test suite; ARGS=tests/checkpoint limits it to one folder or file
+# make test-long        comparisons of layouts and strategies that take long, and many crash points
 # make test-trainers    the Trainers of transformers, TRL and sentence-transformers
 # make test-recipes     recipes and scripts under every strategy, launched as users do
 # make test-finetuning  chat data and the TRL recipes
@@ -26,7 +27,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check docs test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-differential test-gpu bench clean
+.PHONY: train test check docs test-long test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-differential test-gpu bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -37,8 +38,8 @@ train: $(VENV)/installed
 # Folders and files in ARGS limit what is collected. Few of them have a test that compares wall-clock times, so that the
 # second command may select none, which is pytest's exit code 5.
 test: $(VENV)/installed-dev
-	$(PYTEST) $(PARALLEL) -m "not (gpu or faults or timing or trainers or finetuning or recipes)" $(ARGS)
-	$(PYTEST) -m "timing and not (gpu or faults)" $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) $(PARALLEL) -m "not (gpu or faults or timing or long or trainers or finetuning or recipes)" $(ARGS)
+	$(PYTEST) -m "timing and not (gpu or faults or long)" $(ARGS) || [ $$? -eq 5 ]
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -49,6 +50,9 @@ check: $(VENV)/installed-dev
 docs: $(VENV)/installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	@echo "site/index.html"
+
+test-long: $(VENV)/installed-dev
+	$(PYTEST) $(PARALLEL) -m "long and not (gpu or faults)" $(ARGS)
 
 test-recipes: $(VENV)/installed-dev
 	$(PYTEST) $(PARALLEL) -m recipes $(ARGS)

@@ -24,7 +24,7 @@ REPOSITORY = TESTS.parent
 PACKAGE = REPOSITORY / "hfscale"
 PAGE = TESTS / "README.md"
 CALLS = TESTS / "index.toml"
-MARKERS = "not (gpu or faults or timing or trainers or finetuning or recipes)"
+MARKERS = "not (gpu or faults or timing or long or trainers or finetuning or recipes)"
 MOST_FILES = 3
 """Test files that are named for a module."""
 LONG_SUITES = {

@@ -545,6 +545,7 @@ def test_the_site_lists_every_page():
     assert sorted(pages(site_config()["nav"])) == sorted(path.name for path in PAGES)
 
 
+@pytest.mark.long
 def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs", reason="needs the extra docs: make docs")
     argv = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]

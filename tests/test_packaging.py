@@ -146,6 +146,7 @@ def test_the_readme_names_every_extra():
     assert [extra for extra in project()["optional-dependencies"] if f"`{extra}`" not in readme] == []
 
 
+@pytest.mark.long
 def test_the_callback_works_in_an_installed_package(use, installed, tmp_path):
     shutil.copy(REPOSITORY / "tests" / "tiny.py", tmp_path)
     (tmp_path / "train.py").write_text(USE_THE_CALLBACK)

@@ -305,6 +305,7 @@ def test_lines_of_code_are_those_without_docstrings_and_comments():
     assert lines_of_code('"""What it is\nfor."""\n\n# why\nx = [\n    1,\n]\n') == 3
 
 
+@pytest.mark.long
 def test_a_training_finds_its_report_without_loading_it_first():
     probe = (
         "import sys; import hfscale.scaling; before = 'hfscale.report' in sys.modules\n"

@@ -47,7 +47,7 @@ def paths_in(command):
 @needs_workflow
 def test_the_jobs_of_the_workflow_are_the_steps_of_the_ci_script_and_the_longer_suites():
     steps = re.findall(r"^make ([^#\n]+)", STEPS.read_text(encoding="utf-8"), re.MULTILINE)
-    longer = ["test-trainers", "test-recipes", "test-finetuning", "test-versions ARGS=--short"]
+    longer = ["test-long", "test-trainers", "test-recipes", "test-finetuning", "test-versions ARGS=--short"]
     assert steps_of(workflow()["jobs"]["steps"]) == [*(step.strip() for step in steps), *longer]
 
 

@@ -15,6 +15,8 @@ fails when a new version moves it.
   the protocol of tensors that wrap others, but has no public check for it. Test: test_checkpoint_writer.py.
 - `_disable_current_modes` in `torch.utils._python_dispatch`. By: torch_internals.py. Reason: a tensor subclass cannot
   be made while a mode of ours records the operations around it. Test: test_replay_strategies.py.
+- `_resolve_process_group` of `torch.distributed.distributed_c10d`. By: torch_internals.py. Reason: a collective
+  operator gets the name of its group. Test: test_parallel_losses_of_users.py.
 - `_get_current_dispatch_mode_stack`, `_push_mode`, `_pop_mode`, and `_mode_key` of modes, in
   `torch.utils._python_dispatch`. By: torch_internals.py. Reason: modes belong to a thread, and one that counts the
   operations of a step is to see those of the thread that runs its backward passes. Test: test_overlap.py.

@@ -347,7 +347,7 @@ class _SameStage(TorchDispatchMode):
             if any(
                 not self._ranks.issuperset(dist.get_process_group_ranks(group)) for group in groups
             ):
-                name = func._schema.name.split("::")[1].strip("_")
+                name = func.name().split("::")[1].split(".")[0].strip("_")
                 raise UsageError(
                     f"compute_loss calls a collective ({name}) over ranks of other pipeline stages, which do not run "
                     f"it: exchange after the step, in a callback, or set {spelled('pp_size', 1)} (it is {self._pp})"

@@ -14,6 +14,7 @@ def trials():
 
 @pytest.mark.world(2)
 class TestTwoRanks:
+    @pytest.mark.long
     def test_the_run_resumes_where_one_rank_was_signalled(self, trials, tmp_path):
         """A run is interrupted twice and completes; its losses are bit-identical to those of an uninterrupted run.
 

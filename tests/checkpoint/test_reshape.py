@@ -67,6 +67,7 @@ def assert_equal(found, expected):
         assert {key: found_options[key] for key in expected_options} == expected_options
 
 
+@pytest.mark.long
 def test_every_pair_keeps_every_bit_of_weights_and_optimizer(runs, tmp_path):
     before = {strategy: contents(checkpoint_of(runs[strategy]), strategy) for strategy in STRATEGIES}
     weights, state, _ = before["ddp"]

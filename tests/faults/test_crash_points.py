@@ -133,6 +133,7 @@ def disks_after_loss(outcome, folder):
                 shutil.rmtree(left)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_machine_loss_after_every_operation(crashes, tmp_path):
     number = 0
@@ -239,6 +240,7 @@ def test_deletions_that_fail_end_no_run(crashes, failing):
     assert crashes.records(cwd) == crashes.records(crashes.folder / "reference")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_repeatedly_killed_run_equals_an_uninterrupted_one(chains):  # noqa: F811
     chains("single").run(QUICK["single"])

@@ -407,6 +407,7 @@ class TestWandb:
 
         return run
 
+    @pytest.mark.long
     def test_every_key_is_logged_with_the_loss_of_its_step_and_over_tokens(self, train, tmp_path):
         file = train()
         rows = [row for row in history(file) if "train/loss" in row]

@@ -174,6 +174,7 @@ def number_of_overlapped(log):
     return sum(one.startswith("+") and following != one.replace("+", "-") for one, following in pairs)
 
 
+@pytest.mark.long
 def test_a_pass_computes_while_the_other_exchanges_tokens():
     families = ("qwen3_moe", "deepseek_v3")  # the first stage of the second has only a dense layer
     jobs = [PAIRED | {"family": family} for family in families]
@@ -198,6 +199,7 @@ def test_a_run_with_paired_passes_has_the_losses_of_one_process(job):
     same(found, expected, first=FIRST, later=5 * TOLERANCE)
 
 
+@pytest.mark.long
 def test_routers_count_each_token_once_where_activations_are_recomputed():
     """The second layer of a stage is recomputed while the other pass records the outputs of its own routers."""
     base = {"family": "qwen3_moe", "model": EXPERTS | {"num_hidden_layers": 8} | BALANCED, "args": RECOMPUTED}

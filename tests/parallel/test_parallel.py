@@ -59,6 +59,7 @@ def test_tensor_pipeline_and_data_parallel_on_eight_processes():
     check(8, [{"parallel": CUBE, "empty": True, "model": TIED}])
 
 
+@pytest.mark.long
 def test_schedules_and_inputs_on_four_processes():
     smoothed = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}
     jobs = [
@@ -204,6 +205,7 @@ def wrong(names, results):
     }
 
 
+@pytest.mark.long
 def test_families_and_the_load_balancing_of_experts():
     jobs = {family: {"family": family, "tp": 2, "pp": 2} for family in FAMILIES}
     for schedule in ("1F1B", "ZBV"):
@@ -246,6 +248,7 @@ def test_rows_that_fill_a_smaller_batch_do_not_count_in_the_load_balancing_of_ex
 ONE_HEAD = {"num_key_value_heads": 1}
 
 
+@pytest.mark.long
 def test_vocabularies_and_key_value_heads_that_the_ranks_do_not_divide():
     jobs = {
         "sequence": {"tp": 2, "sequence": True, "config": ODD | ONE_HEAD},

@@ -196,6 +196,7 @@ def compare(cases: list[dict[str, Any]], layout: dict[str, int]) -> None:
         assert reloaded(part) == pytest.approx(got["eval"][0], abs=1e-5), named
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
@@ -276,6 +277,7 @@ def test_adapters_on_the_meta_device_begin_as_those_of_peft(case: dict[str, Any]
             assert 0.5 < tensor.std() / first.std() < 2, name
 
 
+@pytest.mark.long
 def test_layouts_draw_the_same_adapters() -> None:
     cases = [
         _lora(name, meta=True, layout={}) for name in ("embedding", "dora", "saved head", "tokens", "both random")

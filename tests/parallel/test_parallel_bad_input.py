@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from conftest import REPOSITORY
 from forked_ranks import run_ranks
-from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig, XGLMConfig
 
 RECIPE = REPOSITORY / "recipes" / "tp_pp" / "train.py"
 TINY = {
@@ -23,6 +23,7 @@ TINY = {
 }
 QUANTISED = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
 EVEN, OPT = LlamaConfig(**TINY), OPTConfig(vocab_size=96, hidden_size=32, num_attention_heads=4, num_hidden_layers=4)
+XGLM = XGLMConfig(vocab_size=96, d_model=32, ffn_dim=64, attention_heads=4, num_layers=4)
 THREE = LlamaConfig(**TINY | {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 3})
 EXPERTS = Qwen3MoeConfig(**TINY | {"num_experts": 4, "moe_intermediate_size": 16})
 CASES = {
@@ -38,7 +39,7 @@ CASES = {
         "accumulation_steps is 1: .* set --gradient_accumulation_steps 4",
     ),
     "no plan": (OPT, "--tp_size 2", "tensor-parallel plan for opt; set --tp_size 1"),
-    "no contexts": (OPT, "--cp_size 2", "--cp_size 2.*opt.*--cp_size 1"),
+    "no contexts": (XGLM, "--cp_size 2", "--cp_size 2.*xglm.*--cp_size 1"),
     "schedule": (EVEN, "--pp_size 2 --pipeline_schedule ZBV --virtual_stages 1", "--virtual_stages is 1: ZBV"),
     "no schedule": (EVEN, "--pipeline_schedule 2F2B", "--pipeline_schedule.*2F2B.*GPipe.*1F1B"),
     "experts of a stage": (EXPERTS, "--ep_size 3", "ep_size 3 must divide the 8 ranks .*: choose one of 1, 2, 4, 8"),

@@ -153,6 +153,7 @@ def split_unknown_input():
     return str(raised.value)
 
 
+@pytest.mark.long
 def test_every_break_is_detected():
     job = {"family": "llama", "cp": 2}
     balanced = {"family": "mixtral", "cp": 2, "config": BALANCED}

@@ -208,9 +208,8 @@ def reloaded(program: dict[str, Any], folder: str) -> float:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     else:
         model = PeftModel.from_pretrained(_model(program, adapted=False), folder)
-    args = TrainingArguments(
-        tempfile.mkdtemp(), use_cpu=True, report_to="none", disable_tqdm=True, label_smoothing_factor=0.0
-    )
+    sampling = {key: value for key, value in program["arguments"].items() if key == "train_sampling_strategy"}
+    args = TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to="none", disable_tqdm=True, **sampling)
     return Trainer(model, args, eval_dataset=Tokens(16, **program["data"])).evaluate()["eval_loss"]
 
 
@@ -266,6 +265,7 @@ def check(numbers: range) -> Counter[str]:
     return counts
 
 
+@pytest.mark.long
 def test_a_few_programs():
     counts = check(range(3))
     assert counts["equal"]

@@ -131,6 +131,7 @@ def check_bias(size, layouts, folder):
             torch.testing.assert_close(bias, biases[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_the_bias_of_routers_is_that_of_one_process(tmp_path):
     check_bias(2, [{"parallel": {"pp_size": 2}, "empty": True}, {"parallel": {"ep_size": 2}, "batch": 1}], tmp_path)
 
@@ -177,6 +178,7 @@ def check_adapters(size, layouts, folder):
         assert max((own[name] - adapters[name]).abs().max().item() for name in own) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_adapters_of_experts_are_those_of_one_process(tmp_path):
     check_adapters(2, [{"parallel": {"ep_size": 2, "tp_size": 2}}, {"parallel": {"ep_size": 2}}], tmp_path)
 
@@ -321,6 +323,7 @@ def check_padded_load(layouts):
             assert 0 < sum(one["counts"]) < rows * LENGTH * 2 * layers, name  # tokens, choices, layers
 
 
+@pytest.mark.long
 def test_padding_does_not_count_in_stages():
     """Neither that of the batches, which each stage gets, nor that of micro-batches and of rows that fill a step."""
     check_padded_load({name: layout for name, layout in PADDED_LAYOUTS.items() if name.startswith("stages")})
@@ -344,6 +347,7 @@ def test_padding_does_not_move_the_bias_of_routers_in_stages(tmp_path):
         torch.testing.assert_close(bias, biases[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 def test_families_with_and_without_tokens_for_every_rank():
     jobs = {family: {"family": family, "ep": 2, "gradients": True} for family in FAMILIES}
     jobs["one choice"] = {"family": "qwen3_moe", "ep": 2, "one_choice": True, "gradients": True}

@@ -214,14 +214,14 @@ RIGHT: dict[str, dict[str, Any]] = {
     "predictions with label smoothing": {"predicts": True, "args": {"label_smoothing_factor": 0.1}},
 }
 """Program -> job; under every layout it does what it does in one process."""
-SHORT = ["a mean over the batch", "a loss that reads logits of batches with padding", "metrics", "predictions"]
+SHORT = ["a loss that reads logits of batches with padding", "metrics", "predictions"]
 OF_A_RANK = ("own", "last", "seen", "kept")
 """Results that each data parallel rank has of its own rows."""
 OF_ONE_REPLICA = ("a loss that reads logits of batches with padding", "predictions of a loss of the user's")
 """Programs whose last batch is filled up for one of two replicas, and of which the loss counts these rows."""
 
 
-@pytest.mark.parametrize("programs", [SHORT, pytest.param([*RIGHT], marks=pytest.mark.recipes)], ids=["short", "all"])
+@pytest.mark.parametrize("programs", [SHORT, pytest.param([*RIGHT], marks=pytest.mark.long)], ids=["short", "all"])
 def test_programs_do_what_they_do_in_one_process(programs):
     one = in_world(1, work, [RIGHT[name] | {"parallel": None} for name in programs])
     names = [(name, layout) for name in programs for layout in LAYOUTS if layout or name not in OF_ONE_REPLICA]

@@ -84,7 +84,7 @@ RESUMED = {  # where each stage of the run is resumed
 }
 
 
-SHORT = ["layer-wise rates, cosine", "a rate of the head, one cycle"]
+SHORT = ["a rate of the head, one cycle"]
 
 
 def arguments(folder, parallel, **more):
@@ -148,7 +148,7 @@ def run(job):
     return {str(r["step"]): r["loss"] for r in trainer.state.log_history if "loss" in r}
 
 
-@pytest.mark.parametrize("names", [SHORT, pytest.param(sorted(CASES.keys() - SHORT), marks=pytest.mark.recipes)])
+@pytest.mark.parametrize("names", [SHORT, pytest.param(sorted(CASES.keys() - SHORT), marks=pytest.mark.long)])
 def test_groups_resume_in_every_layout(names, tmp_path):
     """One process writes a checkpoint, from which stages resume, from theirs another layout, and one process again."""
     runs = [{"case": case, "layout": "single", "folder": str(tmp_path / f"{n}-0")} for n, case in enumerate(names)]

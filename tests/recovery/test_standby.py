@@ -105,6 +105,7 @@ def supervise(tmp_path, how, *options):
     return done, {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("seen-*.json")}
 
 
+@pytest.mark.long
 @pytest.mark.world(2)
 def test_the_ranks_of_a_standby_launcher_are_those_of_a_usual_one(tmp_path):
     done, seen = supervise(tmp_path, "done")

@@ -248,6 +248,7 @@ def test_a_trainer_that_cannot_be_made_is_not_tried_again(tmp_path):
     assert "restart 1 of" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_callback_that_cannot_be_made_is_not_tried_again(tmp_path):
     """The error comes before any callback has connected the process to its supervisor."""
     script = "from hfscale import SpotCheckpointCallback; SpotCheckpointCallback(remote='nowhere://bucket/run')"
