@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer
+from transformers.utils import TransformersKwargs
 
 from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import TorchDispatchMode, dispatch_modes, group_of
@@ -49,6 +50,16 @@ def has_own_loss(trainer: Trainer) -> bool:
     function: Any = inspect.unwrap(trainer.compute_loss)  # hfscale's meters wrap it
     is_overridden = getattr(function, "__func__", function) is not Trainer.compute_loss
     return is_overridden or getattr(trainer, "compute_loss_func", None) is not None
+
+
+def model_keywords(model: PreTrainedModel) -> frozenset[str]:
+    """Return the inputs that a model reads; any other one of a batch is for the user's loss.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+    """
+    own = inspect.signature(type(model).forward).parameters
+    return frozenset(own) | frozenset(TransformersKwargs.__annotations__)
 
 
 def own_shapes(
@@ -103,6 +114,7 @@ class LossModel:
         is_sequence_split: bool,
     ) -> None:
         self._view = view
+        self._keywords = model_keywords(view)
         self._is_sequence_split = is_sequence_split
         self._pp = mesh.layout.pp
         self._is_split = mesh.layout.world_size > 1
@@ -219,7 +231,7 @@ class LossModel:
     def _check_call(self, batch: _MicroBatch, given: Mapping[str, Any]) -> None:
         if batch.calls > 1:
             raise self._unlike_one_process("calls the model twice")
-        passed_before = [name for name in batch.inputs if name not in _LABELS]
+        passed_before = [name for name in batch.inputs if name in self._keywords - {*_LABELS}]
         tensors = {name for name, value in given.items() if isinstance(value, torch.Tensor)}
         for name in {*passed_before, *tensors} - {*_LABELS, "num_items_in_batch"}:
             if not _is_same(given.get(name), batch.inputs.get(name)):
@@ -292,9 +304,13 @@ def _in_own_shape(inputs: dict[str, Any], *, is_sequence_split: bool) -> dict[st
         )
     until = None if is_sequence_split else length
     return {
-        name: value[:rows, :until] if isinstance(value, torch.Tensor) else value
+        name: _cut(value, rows, until) if isinstance(value, torch.Tensor) else value
         for name, value in inputs.items()
     }
+
+
+def _cut(value: torch.Tensor, rows: int, length: int | None) -> torch.Tensor:
+    return value[:rows, :length] if value.ndim > 1 else value[:rows]
 
 
 def _leaves(loss: torch.Tensor, stop: set[Any]) -> list[torch.Tensor]:

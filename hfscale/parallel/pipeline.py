@@ -2,7 +2,7 @@
 
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,20 +57,24 @@ _PADDING = {"labels": IGNORED_LABEL, "shift_labels": IGNORED_LABEL}
 # --- the micro-batches of a step -------------------------------------------------------------------------------------
 
 
-def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str, torch.Tensor]:
+def stack_batches(
+    batches: list[dict[str, Any]], micro_batches: int, *, extra: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
     """Concatenate the micro-batches of a step along the batch dim, all padded to the same shape.
 
     Args:
         batches (`list[dict]`): inputs of the model, each tensor (rows, sequence) of any size.
         micro_batches (`int`): number that the pipeline needs. Where there are fewer batches, copies of the last one
             follow, whose labels are all ignored.
+        extra (`Collection[str]`): inputs that only a loss of the user's reads; they may be (rows), such as weights of
+            samples, or (rows, sequence, …).
 
     Returns:
         Tensors of (micro-batches x rows, sequence); the labels of padding are ignored. `not_padding` is false for all
         padding, of the batches and of this function, and for the copies.
 
     Raises:
-        UsageError: an input is not a tensor of (rows, sequence).
+        UsageError: an input is not a tensor of (rows, sequence), or one of `extra` is none whose first dim are rows.
     """
     batches = [{**batch, NOT_PADDING: _not_padding(batch)} for batch in batches]
     copy = (
@@ -83,10 +87,17 @@ def stack_batches(batches: list[dict[str, Any]], micro_batches: int) -> dict[str
     length = max(batch["input_ids"].shape[1] for batch in batches)
     stacked = {}
     for name, value in batches[0].items():
-        if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        is_of_rows = isinstance(value, torch.Tensor) and value.ndim >= (1 if name in extra else 2)
+        # What is padded to one length is cut to its own again, which needs to be that of the tokens
+        is_of_tokens = all(_is_of_tokens(batch[name], batch) for batch in batches if name in extra)
+        if not (is_of_rows and is_of_tokens):
             raise _not_of_sequences(name)
         stacked[name] = torch.cat([_padded(name, batch[name], rows, length) for batch in batches])
     return stacked
+
+
+def _is_of_tokens(value: torch.Tensor, batch: Mapping[str, Any]) -> bool:
+    return value.ndim == 1 or value.shape[1] == batch["input_ids"].shape[1]
 
 
 def _not_padding(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -151,10 +162,12 @@ def _padded(name: str, value: torch.Tensor, rows: int, length: int) -> torch.Ten
     """Pad an input to (rows, length). Added rows attend to themselves: a row that attends to nothing has NaN logits,
     and then NaN gradients, even if its labels are ignored."""
     fill = _PADDING.get(name, 0)
-    value = nn.functional.pad(value, (0, length - value.shape[1]), value=fill)
-    return nn.functional.pad(
-        value, (0, 0, 0, rows - value.shape[0]), value=1 if name == "attention_mask" else fill
-    )
+    behind = (0, 0) * (value.ndim - 2)  # `pad` begins with the last dim
+    if value.ndim > 1:
+        value = nn.functional.pad(value, (*behind, 0, length - value.shape[1]), value=fill)
+        behind = (*behind, 0, 0)
+    fill_of_rows = 1 if name == "attention_mask" else fill
+    return nn.functional.pad(value, (*behind, 0, rows - value.shape[0]), value=fill_of_rows)
 
 
 def _split(inputs: dict[str, torch.Tensor], micro_batches: int) -> list[dict[str, torch.Tensor]]:
@@ -200,6 +213,8 @@ class Stage(nn.Module):
         self._context = context
         self._balance = balance
         self._balance_losses: list[torch.Tensor] = []
+        self.keywords: frozenset[str] | None = None
+        """The inputs that this stage gives to the model; None: all. Others are for a loss of the user's."""
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         if balance is not None:
             balance.watch(self)
@@ -237,7 +252,7 @@ class Stage(nn.Module):
             return whole
         not_padding = inputs.pop(NOT_PADDING, None)
         if not self.spec.is_last:
-            inputs = {name: value for name, value in inputs.items() if name not in OF_OWN_LOSS}
+            inputs = {name: value for name, value in inputs.items() if self._takes(name)}
         if self._stage_hidden_states is not None and not self.spec.is_first:
             hidden = self._stage_hidden_states(hidden)
         if self._entry is not None:
@@ -260,6 +275,9 @@ class Stage(nn.Module):
         self._balance_losses.append(balance_loss.detach())
         attached: torch.Tensor = AttachLoss.apply(output, balance_loss)  # type: ignore[no-untyped-call]  # of torch
         return attached
+
+    def _takes(self, name: str) -> bool:
+        return name not in OF_OWN_LOSS and (self.keywords is None or name in self.keywords)
 
     def _compute(self, inputs: dict[str, Any]) -> torch.Tensor:
         if self.spec.is_last:

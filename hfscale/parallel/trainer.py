@@ -42,7 +42,14 @@ from hfscale.parallel.losses import without_shifting
 from hfscale.parallel.mesh import make_mesh
 from hfscale.parallel.model import ParallelizedModel, ParallelModel, parallelize_model
 from hfscale.parallel.outside_calls import guard_calls
-from hfscale.parallel.own_loss import OWN_SHAPE, TOKENS, LossModel, has_own_loss, own_shapes
+from hfscale.parallel.own_loss import (
+    OWN_SHAPE,
+    TOKENS,
+    LossModel,
+    has_own_loss,
+    model_keywords,
+    own_shapes,
+)
 from hfscale.parallel.parity import CaseParity, check_parity
 from hfscale.parallel.pipeline import Pipeline, StageTimes, stack_batches, with_labels_of_first
 from hfscale.parallel.predictions import Predictions, gather_samples
@@ -173,6 +180,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         )
         self.parallel_model = ParallelModel(self.parallelized, self.pipeline)
         self._own_loss = self._follow_own_loss() if has_own_loss(self) else None
+        self._keywords = model_keywords(causal_lm)
+        for stage in self.parallelized.stages if self._own_loss is not None else ():
+            stage.keywords = self._keywords
         self._loss_model: LossModel | None = None
         if self._own_loss is not None and self.parallelized.stages[-1].spec.is_last:
             self._loss_model = LossModel(
@@ -341,7 +351,8 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             self.parallelized.balance.has_added_rows = (
                 len({len(batch["input_ids"]) for batch in batches}) > 1
             )
-        inputs = stack_batches(batches, micro_batches)
+        extra = set(batches[0]) - self._keywords if self._own_loss is not None else set()
+        inputs = stack_batches(batches, micro_batches, extra=extra)
         if self._own_loss is not None:
             rows = len(inputs["input_ids"]) // micro_batches
             inputs[OWN_SHAPE] = own_shapes(batches, micro_batches, rows)

@@ -72,6 +72,31 @@ class Metrics(OwnLoss):
         super().log(logs, *args, **kwargs)
 
 
+class Weighted(OwnLoss):
+    """Weights of samples and of tokens, from columns of the data that the model does not know."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        weights, masks = inputs.pop("weights"), inputs.pop("masks")
+        assert weights.shape == masks.shape[:1]
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].float().transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, inputs["labels"][:, 1:], reduction="none")
+        loss = (losses * weights[:, None] * masks[:, 1:]).sum() / 64
+        return (loss, outputs) if return_outputs else loss
+
+
+class Distils(OwnLoss):
+    """A teacher that reads the tokens, too."""
+
+    def own(self, model, inputs, outputs, loss):
+        if not hasattr(type(self), "teacher"):
+            type(self).teacher = tiny_causal_lm(seed=11).eval()
+        with torch.no_grad():
+            wanted = self.teacher(input_ids=inputs["input_ids"]).logits.log_softmax(-1)
+        distance = torch.nn.functional.kl_div(outputs.logits.log_softmax(-1), wanted, log_target=True)
+        return loss + self.share(distance)
+
+
 class HeadNorm(OwnLoss):
     def own(self, model, inputs, outputs, loss):
         return loss + self.share(1e-3 * model.get_output_embeddings().weight.pow(2).sum())
@@ -109,6 +134,15 @@ class KeepsAModel(OwnLoss):
     def own(self, model, inputs, outputs, loss):
         self.probe = torch.nn.Linear(2, 2)
         return loss
+
+
+class WithColumns(Tokens):
+    def __getitem__(self, index):
+        weights = {
+            "weights": torch.tensor(1.0 + index % 3),
+            "masks": torch.ones(len(self.rows[0])).scatter(0, torch.tensor([index % 5]), 0.0),
+        }
+        return super().__getitem__(index) | weights
 
 
 class Reads(TrainerCallback):
@@ -173,7 +207,7 @@ def work(job):
     trainer = cls(
         model=tiny_causal_lm(seed=7, **job.get("model", {})),
         args=args,
-        train_dataset=Tokens(**job.get("data", {})),
+        train_dataset=(WithColumns if "columns" in job else Tokens)(**job.get("data", {})),
         eval_dataset=Tokens(13),
         callbacks=[reads] if job.get("reads") else [],
         **options,
@@ -208,17 +242,24 @@ RIGHT: dict[str, dict[str, Any]] = {
         "args": {"num_train_epochs": 1, "max_steps": -1},
     },
     "metrics": {"mixin": "Metrics", "batch": 1},
+    "columns for the loss alone": {"mixin": "Weighted", "columns": True, "args": {"remove_unused_columns": False}},
+    "distillation": {"mixin": "Distils"},
     "a function for the loss": {"function": True},
     "predictions": {"predicts": True, "args": {"include_for_metrics": ["inputs"]}},
     "predictions of a loss of the user's": {"predicts": True, "mixin": "LogitsLoss", "preprocess": True},
     "predictions with label smoothing": {"predicts": True, "args": {"label_smoothing_factor": 0.1}},
 }
 """Program -> job; under every layout it does what it does in one process."""
-SHORT = ["a loss that reads logits of batches with padding", "metrics", "predictions"]
+SHORT = ["columns for the loss alone", "a loss that reads logits of batches with padding", "metrics", "predictions"]
 OF_A_RANK = ("own", "last", "seen", "kept")
 """Results that each data parallel rank has of its own rows."""
-OF_ONE_REPLICA = ("a loss that reads logits of batches with padding", "predictions of a loss of the user's")
-"""Programs whose last batch is filled up for one of two replicas, and of which the loss counts these rows."""
+OF_ONE_REPLICA = (
+    "a loss that reads logits of batches with padding",
+    "columns for the loss alone",
+    "predictions of a loss of the user's",
+)
+"""Programs that two replicas run differently with stock Trainer, too: it averages their losses, and fills up the last
+batch."""
 
 
 @pytest.mark.parametrize("programs", [SHORT, pytest.param([*RIGHT], marks=pytest.mark.long)], ids=["short", "all"])
