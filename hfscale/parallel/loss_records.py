@@ -40,6 +40,7 @@ class LossRecords:
         self._is_source = rank == source
         self._pp = pp
         self._logs: list[dict[str, float]] | None = None
+        self._error: str | None = None
 
     def take_log(self, logs: Mapping[str, float]) -> bool:
         """Keep a log that `compute_loss` makes until the end of the step.
@@ -55,6 +56,14 @@ class LossRecords:
         self._logs.append(dict(logs))
         return True
 
+    def fail(self, error: UsageError) -> None:
+        """Have all ranks of the replica raise an error at the end of `recording`, and not wait for the last stage.
+
+        Args:
+            error (`UsageError`): what `compute_loss` has raised.
+        """
+        self._error = self._error or str(error)
+
     @contextmanager
     def recording(self) -> Iterator[list[dict[str, float]]]:
         """Bring what `compute_loss` keeps in the `with` block to all ranks, at its end. Enter it on every rank.
@@ -63,7 +72,7 @@ class LossRecords:
             A list that has the logs of the block afterwards, equal on all ranks of the replica.
 
         Raises:
-            UsageError: it keeps what cannot be sent.
+            UsageError: it keeps what cannot be sent, or `fail` was called.
         """
         places = self._places()
         before = [_encoded_values(place) for place in places] if self._is_source else []
@@ -77,9 +86,11 @@ class LossRecords:
         message: dict[str, Any] = {}
         if self._is_source:
             changes = [_changes(old, place) for old, place in zip(before, places, strict=True)]
-            message = {"logs": _encode(own_logs), "changes": changes}
+            message = {"logs": _encode(own_logs), "changes": changes, "error": self._error}
         received = TRAINING.gather("what compute_loss has kept and logged", message)[self._source]
-        # Every rank raises, also those that wait for the next step
+        # Every rank raises, also those that would wait for the next step
+        if received["error"] is not None:
+            raise UsageError(received["error"])
         self._refuse_unknown(
             [name for changed in received["changes"] for name in changed[_UNKNOWN]]
         )

@@ -535,6 +535,12 @@ class ParallelTrainer(ParallelCheckpointTrainer):
                     _replaced(self, "compute_loss", guarded),
                 ):
                     loss = self._loss_of_micro_batch(self._loss_model.model, own)
+        except UsageError as error:
+            if self._own_loss is None or self.layout.pp == 1:
+                raise
+            # The other stages wait for this one: the step is completed, and then every rank raises the error
+            self._own_loss.fail(error)
+            loss = inputs["inputs_embeds"].sum() * 0.0
         finally:
             self._is_in_stage = False
         return loss * self.layout.cp
