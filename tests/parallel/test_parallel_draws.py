@@ -82,6 +82,9 @@ def draw(number: int) -> dict[str, Any]:
     family = choose(FAMILIES)
     adapter = choose(ADAPTERS)
     loss = choose(LOSSES)
+    arguments = choose(ARGUMENTS)
+    # Rows of one length where the order of an evaluation is drawn, or replicas average a loss of the user's
+    data = {} if loss is not None or "train_sampling_strategy" in arguments else choose([{}, {"ragged": True}])
     # Those that are refused with a loss of the user's have a test of their own
     layouts = LAYOUTS if loss is None else LAYOUTS[:-2]
     return {
@@ -93,9 +96,9 @@ def draw(number: int) -> dict[str, Any]:
         "loss": loss,
         "optimizer": choose(OPTIMIZERS),
         "schedule": choose(SCHEDULES),
-        "arguments": choose(ARGUMENTS),
+        "arguments": arguments,
         "batch": choose([1, 2]),
-        "data": choose([{}, {}, {"ragged": True}]),
+        "data": data,
     }
 
 
