@@ -23,9 +23,9 @@ from hfscale.core.versions import (
     is_tuner_layer,
 )
 from hfscale.errors import UsageError
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import check_support
-from hfscale.parallel.descriptions import describe_config
+from hfscale.parallel.descriptions import describe_split
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -176,13 +176,7 @@ def check_adapters(
     found = AdapterParts.of(model)
     base: Any = model.get_base_model()
     asked = replace(
-        describe_config(base.config),
-        engine="parallel_trainer",
-        tp=layout.tp,
-        pp=layout.pp,
-        cp=layout.cp,
-        expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
-        sequence_parallel=sequence_parallel,
+        describe_split(base.config, layout, sequence_parallel=sequence_parallel),
         adapter=found.kind,
         adapter_init=found.init,
         on_meta=is_on_meta(model),

@@ -9,7 +9,7 @@ from hfscale.errors import LayoutError
 from hfscale.facts.experts import check_experts_divide
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.support import check_support
-from hfscale.parallel.descriptions import describe_config
+from hfscale.parallel.descriptions import describe_split
 from hfscale.parallel.key_value_heads import can_share_heads
 from hfscale.parallel.stages import StagePlan
 
@@ -42,13 +42,7 @@ def check_config(
     """
     text = config.get_text_config()
     asked = replace(
-        describe_config(config),
-        engine="parallel_trainer",
-        tp=layout.tp,
-        pp=layout.pp,
-        cp=layout.cp,
-        expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
-        sequence_parallel=sequence_parallel,
+        describe_split(config, layout, sequence_parallel=sequence_parallel),
         check_parity=checks_parity,
     )
     if model_class is not None and model_class.__module__.partition(".")[0] != "transformers":

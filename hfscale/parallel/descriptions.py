@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hfscale.facts.experts import spreads_experts
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.support import Combination
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.state import requested_optimizer
@@ -64,6 +65,27 @@ def describe_config(config: "PreTrainedConfig") -> Combination:
         quantized=quantization_of(config) is not None,
         # A bare config, from which no model has been made, names none
         attention=attention_implementation(config),
+    )
+
+
+def describe_split(
+    config: "PreTrainedConfig", layout: ParallelLayout, *, sequence_parallel: bool
+) -> Combination:
+    """Describe a model that `ParallelTrainer` splits over a layout.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the model.
+        layout (`ParallelLayout`): sizes of the axes.
+        sequence_parallel (`bool`): whether the tensor parallel ranks split sequences between blocks.
+    """
+    return replace(
+        describe_config(config),
+        engine="parallel_trainer",
+        tp=layout.tp,
+        pp=layout.pp,
+        cp=layout.cp,
+        expert_parallel=layout.ep if isinstance(layout, ExpertLayout) else 1,
+        sequence_parallel=sequence_parallel,
     )
 
 

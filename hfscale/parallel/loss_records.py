@@ -8,7 +8,7 @@ to all ranks of the replica, as JSON: numbers, texts, small tensors, and lists, 
 import json
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -87,13 +87,15 @@ class LossRecords:
         if self._is_source:
             changes = [_changes(old, place) for old, place in zip(before, places, strict=True)]
             message = {"logs": _encode(own_logs), "changes": changes, "error": self._error}
-        received = TRAINING.gather("what compute_loss has kept and logged", message)[self._source]
-        # Every rank raises, also those that would wait for the next step
-        if received["error"] is not None:
-            raise UsageError(received["error"])
-        self._refuse_unknown(
-            [name for changed in received["changes"] for name in changed[_UNKNOWN]]
-        )
+        messages = TRAINING.gather("what compute_loss has kept and logged", message)
+        # Every rank raises what one of them has found: those of other replicas would wait in the next step
+        for of_rank in filter(None, messages):
+            if of_rank["error"] is not None:
+                raise UsageError(of_rank["error"])
+            self._refuse_unknown(
+                [name for changed in of_rank["changes"] for name in changed[_UNKNOWN]]
+            )
+        received = messages[self._source]
         arrived.extend(_decode(received["logs"]))
         if not self._is_source:
             for place, changed in zip(self._places(), received["changes"], strict=True):
@@ -127,12 +129,14 @@ class _Cells:
         self._cells = dict(zip(names, cells, strict=True))
 
     def items(self) -> list[tuple[str, Any]]:
-        return [(name, cell.cell_contents) for name, cell in self._cells.items()]
+        found = []
+        for name, cell in self._cells.items():
+            with suppress(ValueError):  # a variable that has no value yet
+                found.append((name, cell.cell_contents))
+        return found
 
     def get(self, name: str) -> Any:
-        return self._cells[name].cell_contents
-
-    __getitem__ = get
+        return dict(self.items()).get(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._cells[name].cell_contents = value

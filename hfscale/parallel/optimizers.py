@@ -46,6 +46,18 @@ class _Sample:
     templates: list[torch.Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """What an optimizer is tried with."""
+
+    optimizer: torch.optim.Optimizer
+    samples: Sequence[_Sample]
+    begin: Sequence[torch.Tensor]
+    """Values of the complete parameters."""
+    gradients: Sequence[Sequence[torch.Tensor]]
+    """Their gradients in each step."""
+
+
 class _Trial:
     """A copy of an optimizer that steps parameters of its own.
 
@@ -172,6 +184,7 @@ def _try_samples(
     begin, *gradients = [
         [_drawn(template, generator) for template in templates] for _ in range(1 + _STEPS)
     ]
+    steps = _Steps(optimizer=optimizer, samples=samples, begin=begin, gradients=gradients)
     whole = _Trial(optimizer, samples, begin)
     others = f"choose another optimizer, such as {spelled('optim', 'adamw_torch')}"
     try:
@@ -187,10 +200,10 @@ def _try_samples(
             f"those of one process: make one optimizer that keeps its states in `state`, or {others}"
         )
     if stages > 1:
-        _check_alone(optimizer, samples, begin, gradients, whole, others)
+        _check_alone(steps, whole, others)
     trial = whole
     if any(isinstance(template, DTensor) for template in templates):
-        trial = _check_sharded(optimizer, samples, begin, gradients, whole, others)
+        trial = _check_sharded(steps, whole, others)
     if saves:
         _check_states(kind, trial, others)
     return {key: _kind_of(value) for state in trial.state.values() for key, value in state.items()}
@@ -211,40 +224,28 @@ def _drawn(template: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(device, template.dtype)
 
 
-def _check_alone(
-    optimizer: torch.optim.Optimizer,
-    samples: Sequence[_Sample],
-    begin: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    whole: _Trial,
-    others: str,
-) -> None:
+def _check_alone(steps: _Steps, whole: _Trial, others: str) -> None:
     """Check that the update of a parameter does not depend on the others, of which each stage has its own."""
     single = [
-        replace(sample, templates=[template]) for sample in samples for template in sample.templates
+        replace(sample, templates=[template])
+        for sample in steps.samples
+        for template in sample.templates
     ]
     for number, sample in enumerate(single):
-        alone = _Trial(optimizer, [sample], [begin[number]])
-        for of_step in gradients:
+        alone = _Trial(steps.optimizer, [sample], [steps.begin[number]])
+        for of_step in steps.gradients:
             alone.step([of_step[number]])
         if not _is_close(alone.parameters[0], whole.parameters[number]):
             raise UsageError(
-                f"{type(optimizer).__name__} updates a parameter depending on other parameters, of which each stage "
-                f"has its own ones only: set {spelled('pp_size', 1)}, or {others}"
+                f"{type(steps.optimizer).__name__} updates a parameter depending on other parameters, of which each "
+                f"stage has its own ones only: set {spelled('pp_size', 1)}, or {others}"
             )
 
 
-def _check_sharded(
-    optimizer: torch.optim.Optimizer,
-    samples: Sequence[_Sample],
-    begin: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    whole: _Trial,
-    others: str,
-) -> _Trial:
+def _check_sharded(steps: _Steps, whole: _Trial, others: str) -> _Trial:
     """Check that shards are updated as complete parameters; return the trial with shards."""
-    kind = type(optimizer).__name__
-    templates = [template for sample in samples for template in sample.templates]
+    kind = type(steps.optimizer).__name__
+    templates = [template for sample in steps.samples for template in sample.templates]
 
     def sharded(full: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [shard_like(value, like) for value, like in zip(full, templates, strict=True)]
@@ -252,9 +253,9 @@ def _check_sharded(
     instead = (
         f"use a layout in which ranks share no parameters ({spelled('pp_size')} alone), or {others}"
     )
-    trial = _Trial(optimizer, samples, sharded(begin))
+    trial = _Trial(steps.optimizer, steps.samples, sharded(steps.begin))
     try:
-        for of_step in gradients:
+        for of_step in steps.gradients:
             trial.step(sharded(of_step))
     except Exception as error:  # torch raises exceptions of any type
         raise UsageError(

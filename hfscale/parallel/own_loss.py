@@ -283,10 +283,11 @@ class LossModel:
 
 
 def _is_same(given: Any, own: Any) -> bool:
-    if given is own or given is None or own is None:
+    if not (isinstance(given, torch.Tensor) and isinstance(own, torch.Tensor)):
         return given is own
-    # In a dispatch mode a tensor that moves to the device on which it is is copied
-    return given.shape == own.shape and torch.equal(given, own)
+    # Not by identity: in a dispatch mode a tensor that moves to the device on which it is is copied
+    is_alike = (given.shape, given.dtype, given.device) == (own.shape, own.dtype, own.device)
+    return is_alike and torch.equal(given, own)
 
 
 def _in_own_shape(inputs: dict[str, Any], *, is_sequence_split: bool) -> dict[str, Any]:

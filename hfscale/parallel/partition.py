@@ -292,9 +292,8 @@ class StageEntry(IdentityStage):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the hidden states that were received."""
-        assert (
-            self._received is not None
-        )  # `trace_structure` has seen that the decoder calls each layer once
+        # `trace_structure` has seen that the decoder calls each layer once
+        assert self._received is not None
         received = self._received
         self._received = None
         return received
@@ -320,9 +319,8 @@ class StageExit(IdentityStage):
 
     def take(self) -> torch.Tensor:
         """Return the hidden states that the last call was given, (rows, sequence, hidden)."""
-        assert (
-            self._output is not None
-        )  # `trace_structure` has seen that the decoder calls each layer once
+        # `trace_structure` has seen that the decoder calls each layer once
+        assert self._output is not None
         output = self._output
         self._output = None
         return output

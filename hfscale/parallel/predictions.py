@@ -27,6 +27,8 @@ class Predictions:
         self._mesh = mesh
         self._last_rank = last_rank
         self._collected: list[torch.Tensor] | None = None
+        self._outputs = 0
+        """Tensors that the model has returned in the place of logits alone."""
 
     @property
     def are_wanted(self) -> bool:
@@ -41,6 +43,7 @@ class Predictions:
             wanted (`bool`): whether they are wanted; else nothing is collected.
         """
         self._collected = [] if wanted else None
+        self._outputs = 0
         try:
             yield
         finally:
@@ -51,18 +54,12 @@ class Predictions:
 
         Args:
             logits: a tensor of (rows, this rank's part of the sequence, this rank's part of the vocabulary).
-
-        Raises:
-            UsageError: the model returns something else than logits.
         """
         if self._collected is None:
             return
         if not isinstance(logits, torch.Tensor):
-            raise UsageError(
-                f"predictions would have {len(logits)} tensors per sample, and each stage has a part of them: only "
-                "logits can be predicted; give ignore_keys, or leave output_hidden_states, output_attentions and "
-                "output_router_logits out of the model's config"
-            )
+            self._outputs = len(logits)  # `take` raises it on all ranks
+            return
         if self._parallelized.vocab_loss is not None:
             logits = self._parallelized.vocab_loss.gather(logits)
         if self._parallelized.context is not None:
@@ -78,9 +75,19 @@ class Predictions:
 
         Returns:
             (rows, length, vocabulary); None where they are not wanted.
+
+        Raises:
+            UsageError: the model returns something else than logits.
         """
         if self._collected is None:
             return None
+        outputs = max(TRAINING.gather("outputs that are no logits", self._outputs))
+        if outputs:
+            raise UsageError(
+                f"predictions would have {outputs} tensors per sample, and each stage has a part of them: only logits "
+                "can be predicted; give ignore_keys, or leave output_hidden_states, output_attentions and "
+                "output_router_logits out of the model's config"
+            )
         own = torch.cat(self._collected)[:, :length].contiguous() if self._collected else None
         if self._mesh.layout.pp == 1:
             return own

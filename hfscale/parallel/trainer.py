@@ -271,11 +271,14 @@ class ParallelTrainer(ParallelCheckpointTrainer):
     ) -> DataLoader[Any]:
         """Prepare a data loader as `Accelerator` does, but with data parallel ranks instead of all processes."""
         accelerator = self.accelerator
-        data_loader.collate_fn = CheckedCollator(
-            data_loader.collate_fn,
-            ids=self.parallelized.embedded_ids,
-            labels=self.parallelized.predicted_ids,
-        )
+        if not isinstance(
+            data_loader.collate_fn, CheckedCollator
+        ):  # a loader may be prepared often
+            data_loader.collate_fn = CheckedCollator(
+                data_loader.collate_fn,
+                ids=self.parallelized.embedded_ids,
+                labels=self.parallelized.predicted_ids,
+            )
         prepared: DataLoader[Any] = prepare_data_loader(
             data_loader,
             accelerator.device,
@@ -412,9 +415,8 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         labels = tuple(inputs.get(name) for name in self.label_names)
         has_labels = bool(labels) and all(label is not None for label in labels)
         counted = inputs
-        if (
-            self._own_loss is None
-        ):  # the user's may read anything else of the rows that fill the batch up
+        # A loss of the user's may read anything else of the rows that fill the batch up
+        if self._own_loss is None:
             counted = with_labels_of_first(inputs, self._samples_of(len(inputs["input_ids"])))
         items = self._get_num_items_in_batch([counted], self.args.device)
         if items is not None:  # else a batch without labels would have a loss of NaN
@@ -485,7 +487,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         with self._own_loss.recording() as logs:
             loss = self._loss_of_step({**inputs, TOKENS: inputs["input_ids"]}, micro_batches)
         for logged in logs:
-            self.log(logged)
+            super().log(logged)  # an overridden `log` has seen it on the last stage
         return loss
 
     def _loss_of_step(self, inputs: dict[str, torch.Tensor], micro_batches: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import tempfile
+import types
 from collections import defaultdict
 from typing import Any
 
@@ -13,6 +14,7 @@ from parallel_world import VOCAB, Tokens, in_world, tiny_causal_lm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer
+from hfscale.checkpoint.data_order.owners import DataState
 from hfscale.errors import DataError
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer
 from hfscale.parallel.loss_records import _decode, _encode
@@ -67,6 +69,8 @@ class Metrics(OwnLoss):
         return loss
 
     def log(self, logs, *args, **kwargs):
+        if "own" in logs:
+            logs = logs | {"times": logs.get("times", 0) + 1}
         if "loss" in logs and getattr(self, "last", None) is not None:
             logs |= {"last": float(self.last), "kept": len(self.kept["train"]["logits"])}
         super().log(logs, *args, **kwargs)
@@ -214,7 +218,7 @@ def work(job):
     )
     result: dict[str, Any] = {}
     trainer.train()
-    keys = ("loss", "grad_norm", "own", "last", "kept")
+    keys = ("loss", "grad_norm", "own", "times", "last", "kept")
     result |= {key: [entry[key] for entry in trainer.state.log_history if key in entry] for key in keys}
     result["reads"] = reads.read
     if job.get("function"):
@@ -251,7 +255,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 }
 """Program -> job; under every layout it does what it does in one process."""
 SHORT = ["columns for the loss alone", "a loss that reads logits of batches with padding", "metrics", "predictions"]
-OF_A_RANK = ("own", "last", "seen", "kept")
+OF_A_RANK = ("own", "times", "last", "seen", "kept")
 """Results that each data parallel rank has of its own rows."""
 OF_ONE_REPLICA = (
     "a loss that reads logits of batches with padding",
@@ -270,8 +274,8 @@ def test_programs_do_what_they_do_in_one_process(programs):
     wanted = dict(zip(programs, one, strict=True))
     for (name, layout), got in zip(names, split, strict=True):
         for key, value in wanted[name].items():
-            if key in ("own", "last", "seen", "kept") and layout == {}:
-                continue  # each data parallel rank has its own rows
+            if key in OF_A_RANK and layout == {}:
+                continue
             difference = f"{name} under {layout}: {key}"
             np.testing.assert_allclose(got[key], value, rtol=2e-4, atol=2e-4, err_msg=difference)
 
@@ -340,6 +344,14 @@ def test_ids_beyond_the_vocabulary_are_found_by_the_collator():
     ):
         with pytest.raises(DataError, match=r"vocabulary ends with 5.*resize_token_embeddings"):
             check(wrong)
+
+
+def test_the_check_of_ids_hides_no_generator_of_a_collator():
+    collator = types.SimpleNamespace(generator=torch.Generator())
+    paths = [
+        [*DataState(None, kind, None).generators()] for kind in (collator, CheckedCollator(collator, ids=1, labels=1))
+    ]
+    assert paths[0] == paths[1] != []
 
 
 def test_an_error_in_a_worker_that_loads_data_is_one_line():

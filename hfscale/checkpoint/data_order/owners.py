@@ -126,8 +126,10 @@ def _samplers_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _path_to(path: str, name: str) -> str:
-    """Return the path of an attribute; on several processes Accelerate's batch sampler is around the program's own."""
-    return path if name == "batch_sampler" else f"{path}.{name}"
+    """Return the path of an attribute. What is only around the program's own object is left out, so that all
+    strategies have the same paths: Accelerate's batch sampler on several processes, and `ParallelTrainer`'s check of
+    ids."""
+    return path if name in ("batch_sampler", "unchecked_collator") else f"{path}.{name}"
 
 
 def _plain_numbers(value: Any) -> Any:
