@@ -73,6 +73,8 @@ Replaced until the end of the training
 - `Module._parameters` of the experts of a layer, while they compute, and `forward` (public) of PEFT's `ParamWrapper`,
   as long as the model lives. By: expert_adapters.py. Reason: PEFT cannot adapt experts of which a rank has a part, and
   an assignment to the attribute refuses a tensor that is not a parameter. Test: test_native.py, TestAdapters.
+- a state dict post hook of the model (public), as long as it lives. By: weight_wrappers.py. Reason: Trainer cannot
+  save the weights that torchao wraps for FP8. Test: test_weight_wrappers.py.
 
 - `__class__` of the batch sampler of the training data (public). By: `listen_to_batches`. Reason: nothing tells which
   samples a batch consists of, or when a pass begins. Test: test_data_order.py.

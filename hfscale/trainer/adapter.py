@@ -31,6 +31,7 @@ from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
 from hfscale.trainer.loss_rule import why_loss_grows
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.weight_wrappers import keep_stored_weights
 
 logger = get_logger(__name__)
 
@@ -103,6 +104,7 @@ class TrainerAdapter:
             setattr(trainer, _ATTRIBUTE, adapter)
             if adapter._is_training():
                 Strategy.of(trainer).check_support()
+                keep_stored_weights(trainer.model)
         return adapter
 
     @classmethod
@@ -756,6 +758,7 @@ class TrainerAdapter:
             chosen = kwargs.get("resume_from_checkpoint")
             self._resumes_from = str(chosen) if chosen else None
             self._check_support()
+            keep_stored_weights(self.trainer.model)
             grows = why_loss_grows(self.trainer)
             if grows is not None:
                 logger.warning(grows)

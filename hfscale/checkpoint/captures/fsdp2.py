@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,6 +22,7 @@ from hfscale.checkpoint.captures.capture import Capture, LiveState
 from hfscale.checkpoint.captures.unsharded import why_adapters_are_computed
 from hfscale.checkpoint.contents import schedule_state, take_parameter_names
 from hfscale.core.versions import is_peft_model
+from hfscale.trainer.strategies.tensors import stored_tensor
 
 
 class Fsdp2Capture(Capture):
@@ -58,7 +60,14 @@ class Fsdp2Capture(Capture):
         model: Any = self._trainer.model
         optimizer = self._trainer.optimizer
         assert optimizer is not None  # there is one in a training
-        return get_optimizer_state_dict(model, optimizer, options=StateDictOptions())
+        states: dict[str, Any] = dict(
+            get_optimizer_state_dict(model, optimizer, options=StateDictOptions())
+        )
+        # A state that is made like its weight may be wrapped as an FP8 weight is
+        for values in states["state"].values():
+            for key, value in values.items():
+                values[key] = stored_tensor(value) if isinstance(value, torch.Tensor) else value
+        return states
 
     def additions(self) -> Callable[[Path], None] | None:
         """Take the names of the parameters, and the config and tokenizer that `from_pretrained` needs."""

@@ -40,9 +40,53 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor | None:
         wait = getattr(held, "wait", None)
         if wait is not None:
             held = wait()
+    held = stored_tensor(held)
     if is_traceable_wrapper_subclass(held) or held.is_complex():
         return None
     return held.detach()  # type: ignore[no-any-return]
+
+
+def stored_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds the values of one that only changes how they are multiplied or gathered.
+
+    torchao wraps the weights of FP8 trainings so (`WeightWithDynamicFloat8CastTensor`, which FSDP2 gathers in 8 bits):
+    the wrapper has no storage of its own, and a file that holds it can be read with torchao only.
+
+    Args:
+        tensor (`torch.Tensor`): any tensor; of a DTensor, the local part is looked at.
+
+    Returns:
+        `torch.Tensor`: what is wrapped, in the same memory, or the tensor itself where there is no wrapper or where
+            it holds something else, such as the integers and scales of a quantized weight.
+    """
+    if is_distributed_tensor(tensor):
+        return _with_stored_part(tensor)
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()
+    held = [getattr(tensor, name) for name in names]
+    # A scale that a wrapper keeps beside the values is a scalar
+    arrays = [each for each in held if each.dim() > 0]
+    if len(arrays) != 1:
+        return tensor
+    values = arrays[0]
+    is_same = values.shape == tensor.shape and values.dtype == tensor.dtype
+    return stored_tensor(values) if is_same else tensor
+
+
+def _with_stored_part(tensor: DTensor) -> DTensor:
+    local = tensor.to_local().detach()
+    stored = stored_tensor(local)
+    if stored is local:
+        return tensor
+    return DTensor.from_local(
+        stored,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
