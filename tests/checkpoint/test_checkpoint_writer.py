@@ -820,6 +820,7 @@ def content(value):
     "strategy",
     ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.faults) for name in ("zero1", "zero2", "zero3"))],
 )
+@pytest.mark.long
 def test_two_ranks_write_the_files_that_trainer_writes(tmp_path, launch, strategy):
     """For full training and LoRA; then rank 1 cannot write, and both ranks end with the same error."""
     shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")

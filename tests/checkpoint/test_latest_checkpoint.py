@@ -88,7 +88,7 @@ class TestOneProcess:
         assert latest_checkpoint(tmp_path) == str(newest)
         assert "renaming complete checkpoints failed" in caplog.text
 
-    @pytest.mark.parametrize("has_checkpoint", [False, True])
+    @pytest.mark.parametrize("has_checkpoint", [False, pytest.param(True, marks=pytest.mark.long)])
     def test_a_program_without_torch_gets_the_answer(self, tmp_path, has_checkpoint):
         """It has no process group; torch is loaded only where there are pickles to check."""
         expected = str(make_checkpoint(tmp_path, 2)) if has_checkpoint else None

@@ -50,6 +50,7 @@ def losses(folder):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_the_script_resumes_under_another_layout(tmp_path):
     make_model(tmp_path / "model", max_position_embeddings=2048)
     tiny_tokenizer().save_pretrained(tmp_path / "model")

@@ -90,6 +90,7 @@ def test_every_pair_keeps_every_bit_of_weights_and_optimizer(runs, tmp_path):
     assert not list(tmp_path.glob(".*")), "a temporary folder was left"
 
 
+@pytest.mark.long
 def test_a_synchronous_deepspeed_checkpoint_can_be_resumed(workplace, runs, tmp_path):
     """ZeRO-3's own tensors have attributes; the copies that an asynchronous save writes do not."""
     first = shutil.copytree(workplace, tmp_path / "first")

@@ -142,6 +142,7 @@ def test_a_resumed_run_reads_only_what_follows(tmp_path):
     assert stream.read < 32
 
 
+@pytest.mark.long
 def test_with_a_shuffle_buffer_the_stream_is_read_again(tmp_path, caplog):
     def prepare(dataset):
         return dataset.shuffle(seed=0, buffer_size=10)

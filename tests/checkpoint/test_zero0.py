@@ -79,6 +79,7 @@ def launch(folder, *args, config=DEEPSPEED, **options):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_a_preempted_run_resumes_with_the_losses_of_an_uninterrupted_one(tmp_path, capsys):
     complete, printed = launch(tmp_path / "complete")
     assert "strategy zero0 on 2 processes" in printed

@@ -75,6 +75,7 @@ def test_a_script_is_refused_before_its_first_step_with_the_sentence_of_the_tabl
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("name", WORKS)
+@pytest.mark.long
 def test_a_script_that_works_is_not_refused_by_a_rule_for_recipes(tmp_path, name):
     for ended in attempt(WORKS[name], tmp_path):
         assert ended["kind"] is None, ended

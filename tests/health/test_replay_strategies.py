@@ -16,6 +16,7 @@ REPLICATED = {
 UP, DOWN, NORM = "layers.1.mlp.up_proj", "layers.1.mlp.down_proj", "layers.1.post_attention_layernorm"
 
 
+@pytest.mark.long
 def test_a_replay_names_the_rank_of_a_flipped_bit_in_a_pipeline(tmp_path):
     check("pp", tmp_path, kinds=("output",), modules=1)
 

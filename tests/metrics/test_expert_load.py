@@ -219,7 +219,7 @@ MODELS = {
 @pytest.mark.parametrize(
     ("side", "name"),
     [
-        *(("right", name) for name in MODELS),
+        *(pytest.param("right", name, marks=[pytest.mark.long] if "compiled" in name else []) for name in MODELS),
         *(pytest.param("left", name, marks=[pytest.mark.faults] if "compiled" in name else []) for name in MODELS),
     ],
 )
@@ -272,6 +272,7 @@ def test_a_mask_that_does_not_tell_the_padding_is_reported_once(tmp_path, caplog
     assert "experts: an attention mask of shape (1, 1, 8, 8) does not tell which tokens are padding" in record.message
 
 
+@pytest.mark.long
 def test_a_model_that_is_compiled_in_place_as_a_whole_is_reported_once(tmp_path, caplog):
     model = expert_model()
     trainer = tiny_trainer(tmp_path, ScalingMetricsCallback(), model=model, max_steps=3, logging_steps=1)

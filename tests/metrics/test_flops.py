@@ -202,6 +202,7 @@ def test_fused_attention_is_counted_and_its_second_computation_of_the_scores_is_
     assert by_implementation["sdpa"][1] > by_implementation["eager"][1]
 
 
+@pytest.mark.long
 def test_mfu_of_a_compiled_model_without_a_formula_is_absent_and_the_reason_is_recorded(tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
     trainer = train(tmp_path, bert, CLASSES, ScalingMetricsCallback(peak_tflops=PEAK), **options)

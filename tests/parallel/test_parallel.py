@@ -113,6 +113,7 @@ def check_bf16(ranks, layouts, work=train):
         assert found["loss"] != expected["loss"]
 
 
+@pytest.mark.long
 def test_bf16_agrees_with_autocast():
     check_bf16(2, [{"pp_size": 2}, {"tp_size": 2, "sequence_parallel": True}])
 
@@ -157,6 +158,7 @@ def test_hsdp_checkpoints_resume_in_any_layout(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("llama", marks=pytest.mark.faults)])
+@pytest.mark.long
 def test_a_checkpoint_resumes_in_any_layout_and_exports(family, tmp_path):
     model = ODD | ({"num_local_experts": 4} if family == "mixtral" else TIED)
     steps = {"max_steps": 4, "eval_steps": 4}

@@ -222,6 +222,7 @@ def test_all_kinds_train_and_load_as_in_one_process(layout: str) -> None:
     compare([_case(kind, KINDS[kind]) for kind in kinds], LAYOUTS[layout])
 
 
+@pytest.mark.long
 def test_checkpoints_of_adapters_resume_in_another_layout_and_are_exported(tmp_path: Path) -> None:
     names = ("all biases", "embedding", "dora", "saved head", "tokens")
     cases = [_lora(name, layout=LAYOUTS["pp"], saves=True) for name in names]

@@ -30,6 +30,7 @@ def test_each_rank_has_one_early_and_one_late_chunk(ranks):
     assert restore_order(parts, ranks, dim=1).tolist() == [list(range(12 * ranks))]
 
 
+@pytest.mark.long
 def test_training_is_the_same_with_sequences_split_over_ranks():
     smoothed = {"label_smoothing_factor": 0.1, "max_grad_norm": 0.1}
     jobs = [

@@ -334,6 +334,7 @@ def test_padding_does_not_count_in_every_layout():
     check_padded_load(PADDED_LAYOUTS)
 
 
+@pytest.mark.long
 def test_padding_does_not_move_the_bias_of_routers_in_stages(tmp_path):
     sgd = BIASED["args"] | UNEVALUATED
     alone = BIASED | CUT | {"args": sgd, "accumulation": 8, "export": str(tmp_path / "one")}

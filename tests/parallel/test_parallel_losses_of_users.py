@@ -287,6 +287,7 @@ def test_evaluation_of_a_loss_of_the_users_by_two_replicas_is_that_of_trainer():
         assert own[key] == pytest.approx(stock[key], abs=2e-4), key
 
 
+@pytest.mark.long
 def test_noise_of_neftune_and_calls_of_the_model_under_tensor_parallelism():
     jobs = [{"args": {"neftune_noise_alpha": 5.0}}, {"reads": True}, {"mixin": "LogitsLoss", "reads": True}]
     one = in_world(1, work, [job | {"parallel": None} for job in jobs])

@@ -76,6 +76,7 @@ LONG = pytest.mark.faults
     ("which", "ranks", "parameters"),
     [("runs", 2, 21), pytest.param("staged", 4, 21, marks=LONG), pytest.param("adapted", 4, 16, marks=LONG)],
 )
+@pytest.mark.long
 def test_an_asynchronous_save_writes_the_same_files_as_a_synchronous_one(request, which, ranks, parameters):
     folder = request.getfixturevalue(which)
     synchronous, asynchronous = (folder / mode / "run" for mode in ("synchronous", "asynchronous"))

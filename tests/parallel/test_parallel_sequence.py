@@ -82,6 +82,7 @@ def sharded_losses(job):
     return differences, ""
 
 
+@pytest.mark.long
 def test_losses_of_sharded_logits_and_shapes_of_tensors_on_a_rank():
     ((differences, message),) = in_world(2, sharded_losses, [None])
     assert len(differences) == 6

@@ -175,6 +175,7 @@ def compare(family, sizes, kinds, folder, *, tokens=TOKENS, favoured=1.0, **mode
         assert max(mean(rank["none"]["received"]) for rank in ranks) > 1.2 * even
 
 
+@pytest.mark.long
 def test_the_peak_of_a_narrow_model_equals_that_counted_by_torch(tmp_path):
     """Half as many tokens and half the width: activations have the same share of the peak."""
     narrow = {"hidden_size": 128, "head_dim": 16, "moe_intermediate_size": 96}

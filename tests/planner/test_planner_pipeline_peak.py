@@ -180,6 +180,7 @@ def job(family, *, recompute="none", schedule="1F1B", micro_batches=4, tokens=25
         ),
     ],
 )
+@pytest.mark.long
 def test_the_peak_of_a_pipeline_is_that_of_its_fullest_rank(world, tolerance, one):
     (ranks,) = in_world(world, count_peak, [one])
     fullest = max(ranks, key=lambda rank: rank["bytes"])

@@ -20,6 +20,7 @@ def test_every_published_layout_is_found_to_fit_where_it_ran(compared):
     assert {(row.source, row.model, row.run) for row in compared if row.fits == "no"} == set()
 
 
+@pytest.mark.long
 def test_a_plan_is_found_for_the_largest_models_on_the_gpus_of_others():
     plans = planner_experts.searched()
     assert {plan["fits"] for plan in plans} == {"yes"}

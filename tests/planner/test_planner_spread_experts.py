@@ -57,6 +57,7 @@ def kept_of_a_layer(sequence):
     return kept.item() / 2
 
 
+@pytest.mark.long
 def test_a_layer_keeps_what_the_planner_says():
     """With and without sequence parallelism; each rank keeps a part of the copies that experts get of a token."""
     for sequence, found in zip((True, False), in_world(2, kept_of_a_layer, [True, False]), strict=True):

@@ -103,6 +103,7 @@ def planned_bytes(config, recompute, *, micro_batches, reshard=True):
         pytest.param(SMALL, "selective", True, marks=pytest.mark.faults),
     ],
 )
+@pytest.mark.long
 def test_the_peak_equals_that_counted_by_torch(ranks, config, recompute, reshard):
     found = tracked_bytes(ranks, config, recompute, micro_batches=2, reshard=reshard)
     planned = planned_bytes(config, recompute, micro_batches=2, reshard=reshard)

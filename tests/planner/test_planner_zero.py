@@ -52,6 +52,7 @@ def count_bytes(stage, result):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.long
 def test_deepspeed_allocates_the_states_that_are_planned(tmp_path, stage):
     codes = run_ranks(1, count_bytes, stage, tmp_path / "result", log=tmp_path)
     assert codes == [0], (tmp_path / "rank-0.log").read_text()[-4000:]

@@ -86,7 +86,7 @@ def train_without_the_setting(folder, steps):
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_config_that_accumulates_in_bf16_is_reported(tmp_path, steps):
     _, text = run(tmp_path, 2, "zero2", train_without_the_setting, tmp_path / "out", steps)
     warnings = {line for line in text.splitlines() if "DeepSpeed adds up the gradients" in line}

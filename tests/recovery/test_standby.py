@@ -63,6 +63,7 @@ def test_a_standby_process_ends_with_its_supervisor(tmp_path):
     memory.delete()
 
 
+@pytest.mark.long
 def test_a_standby_process_that_was_stopped_becomes_the_launcher(tmp_path):
     memory = RunMemory.create(tmp_path)
     (memory.folder / "imports.json").write_text('{"modules": [], "environ": {}}')
