@@ -14,7 +14,7 @@ from hfscale.errors import UsageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.strategies import Strategy
 from hfscale.why.options import TraceOptions
-from hfscale.why.recording import StepRecorder
+from hfscale.why.recording import StepRecorder, why_no_operations
 
 logger = get_logger(__name__)
 
@@ -28,7 +28,7 @@ class TraceCallback(AdapterCallback):
     compares the traces of two runs. The callback logs no metric keys, changes nothing that is computed, and costs
     nothing in other steps.
 
-    Under torch.compile modules and operations are not traced, only the rest.
+    Under torch.compile modules and operations are not traced, only the rest; with flex attention, operations are not.
 
     Args:
         **options: the options, see below.
@@ -73,6 +73,10 @@ class TraceCallback(AdapterCallback):
             logger.warning(
                 "modules and operations are not traced under torch.compile; the rest of a step is"
             )
+        elif self.options.operations:
+            reason = why_no_operations(adapter.trainer)
+            if reason is not None:
+                logger.warning("a trace has modules and no single operations: %s", reason)
         folder = adapter.run_dir() / TRACES_NAME
         if state.is_world_process_zero and state.global_step == 0 and folder.is_dir():
             with best_effort("writing a trace", folder):  # those of another run

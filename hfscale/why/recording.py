@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.distributed import rank
 from hfscale.core.durable_files import write_atomically
+from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.batch_digest import BatchDigest, rng_digest
 from hfscale.trainer.setup import run_setup, tied_parameters
 from hfscale.trainer.state import model_of
@@ -27,6 +28,22 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 _MAX_TENSORS = 8
 """Tensors that are recorded of the arguments of a module, and of what it returns."""
 _PLAIN = (bool, int, float, str)
+
+
+def why_no_operations(trainer: Trainer) -> str | None:
+    """Return why single operations of a training cannot be recorded; None if they can be.
+
+    torch compiles nothing while operations are recorded, and refuses to run flex attention without its compiler.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+    """
+    if trainer.args.torch_compile:
+        return "the model is compiled (torch_compile)"
+    models = [each for each in model_of(trainer).modules() if isinstance(each, PreTrainedModel)]
+    if any(attention_implementation(each.config) == "flex_attention" for each in models):
+        return "torch compiles flex_attention: attn_implementation sdpa is recorded too"
+    return None
 
 
 class StepRecorder:
@@ -55,7 +72,7 @@ class StepRecorder:
         self._is_in_micro = False
         self._is_backward = False
         self._operations: OperationRecorder | None = None
-        if operations and not self._is_compiled:
+        if operations and why_no_operations(trainer) is None:
             self._operations = OperationRecorder(
                 lambda name, tensor: self._tensor("operation", self._at, name, tensor)
             )

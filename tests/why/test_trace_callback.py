@@ -3,7 +3,9 @@
 import json
 
 import pytest
-from tiny import logged
+import torch
+from tiny import RandomTokens, logged, tiny_arguments, tiny_model
+from transformers import Trainer, default_data_collator
 from why_faults import FAULTS, Fault
 from why_runs import Training, launch, make_trainer
 
@@ -158,3 +160,27 @@ def test_bad_steps_and_bad_files_are_one_line(plain, tmp_path):
     path.write_text(json.dumps(header | {"world_size": 2}) + "\n" + "".join(lines[1:]))
     with pytest.raises(UsageError, match="lacks traces"):
         compare_runs(plain, tmp_path)
+
+
+class ForwardOnly(Trainer):
+    """Has no backward pass, for which flex attention needs a GPU."""
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        with torch.no_grad():
+            return self.compute_loss(model, self._prepare_inputs(inputs))
+
+
+def test_a_model_with_flex_attention_is_traced_without_operations(tmp_path, caplog):
+    model = tiny_model(attn_implementation="flex_attention", hidden_size=64)
+    trainer = ForwardOnly(
+        model=model,
+        args=tiny_arguments(tmp_path, max_steps=1),
+        train_dataset=RandomTokens(),
+        data_collator=default_data_collator,
+        callbacks=[TraceCallback([1])],
+    )
+    trainer.train()
+    assert "no single operations: torch compiles flex_attention" in caplog.text
+    (trace,) = read_trace(tmp_path / "hfscale_trace" / "step-1")
+    assert "forward" in {event.phase for event in trace.events}
+    assert not trace.header["parts"]["operations"]
