@@ -4,7 +4,8 @@
 imports the packages that a rank has recorded (`RunMemory.write_imports`). After a failure it receives the
 environment of the next launch from the file descriptor, and becomes the launcher: `accelerate launch` or `torchrun`
 run in this process, and fork the ranks (torchrun's `--run-path --start-method fork`) instead of starting interpreters
-that import everything again. It must not initialize CUDA, which a forked process cannot use.
+that import everything again. It must not initialize CUDA, which a forked process cannot use: modules that do so when
+they are imported, such as bitsandbytes and what imports it, are left to the ranks.
 """
 
 import gc
@@ -29,6 +30,9 @@ _RANK = Path(__file__).parent / "standby_rank.py"
 _WRAPPER = "exit_code.py"
 # Whether there are GPUs is asked without initializing CUDA
 _WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+# Modules that open a CUDA context, separated by commas
+_LEFT_OUT = "HFSCALE_STANDBY_LEFT_OUT"
+_MAX_LEFT_OUT = 50
 _MODULES = {
     "accelerate.commands.launch": ["accelerate", "launch"],
     "torch.distributed.run": ["torchrun"],
@@ -148,7 +152,10 @@ def main(descriptor: int, launcher: list[str]) -> int:
     """
     memory = RunMemory.of_environment()
     imports = memory.read_imports() if memory is not None else None
-    _import_silently(imports["modules"] if imports is not None else [])
+    left_out = os.environ.pop(_LEFT_OUT, "").split(",")
+    opened = _import_silently(imports["modules"] if imports is not None else [], left_out)
+    if opened:
+        _begin_again([*left_out, *opened], [str(descriptor), *launcher])
     gc.collect()
     gc.freeze()  # the ranks share the memory of what was imported
     with os.fdopen(descriptor) as file:
@@ -165,7 +172,22 @@ def main(descriptor: int, launcher: list[str]) -> int:
     return 0
 
 
-def _import_silently(modules: Sequence[str]) -> None:
+def _begin_again(left_out: Sequence[str], words: Sequence[str]) -> None:
+    """Replace this process by one that does not import some modules: a CUDA context cannot be closed.
+
+    Args:
+        left_out (`Sequence[str]`): names of modules.
+        words (`Sequence[str]`): the arguments of this program.
+    """
+    names = [name for name in left_out if name]
+    if len(names) > _MAX_LEFT_OUT:
+        print_line("no standby launcher: too many modules open a CUDA context when imported")
+        sys.exit(1)
+    environ = os.environ | {_LEFT_OUT: ",".join(names)}
+    os.execve(sys.executable, [sys.executable, "-m", "hfscale.recovery.standby", *words], environ)  # noqa: S606
+
+
+def _import_silently(modules: Sequence[str], left_out: Sequence[str] = ()) -> list[str]:
     """Import modules; what they print was already printed by the ranks.
 
     They are modules of installed packages: the first folder of `sys.path`, which is the working directory here, is not
@@ -173,15 +195,26 @@ def _import_silently(modules: Sequence[str]) -> None:
 
     Args:
         modules (`Sequence[str]`): their names, in the order in which a rank has imported them.
+        left_out (`Sequence[str]`): modules and packages that are not imported.
+
+    Returns:
+        `list[str]`: if an import has initialized CUDA, its module and the packages that came with it; otherwise none.
     """
     kept = [os.dup(1), os.dup(2)]
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     first = sys.path.pop(0)
+    opened: list[str] = []
     for name in modules:
+        if any(name == each or name.startswith(f"{each}.") for each in left_out):
+            continue
+        packages = _packages()
         with suppress(Exception):  # it is imported, or fails, when the script imports it
             import_module(name)
+        if _has_cuda_context():
+            opened = [name, *sorted(_packages() - packages)]
+            break
     sys.path.insert(0, first)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -189,6 +222,17 @@ def _import_silently(modules: Sequence[str]) -> None:
         os.dup2(copy, number)
         os.close(copy)
     os.close(nowhere)
+    return opened
+
+
+def _packages() -> set[str]:
+    return {name.partition(".")[0] for name in sys.modules}
+
+
+def _has_cuda_context() -> bool:
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    return cuda is not None and bool(cuda.is_initialized())
 
 
 def run_launcher(launcher: Sequence[str]) -> None:

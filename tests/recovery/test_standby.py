@@ -91,6 +91,37 @@ def test_a_folder_in_the_working_directory_does_not_take_the_place_of_an_install
     assert not done.stdout.startswith(str(tmp_path))
 
 
+def test_modules_that_open_a_cuda_context_are_left_to_the_ranks(tmp_path):
+    """They are two packages, of which one imports the other; a CPU stands in for the GPU by torch's own flag."""
+    for name, text in (
+        ("opens_cuda", "import torch; torch.cuda._initialized = True"),
+        ("imports_opens_cuda", "import opens_cuda"),
+        ("harmless", ""),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    memory = RunMemory.create(tmp_path)
+    modules = ["torch", "imports_opens_cuda", "opens_cuda", "harmless"]
+    (memory.folder / "imports.json").write_text(json.dumps({"modules": modules, "environ": {}}))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, json, pathlib, torch\n"
+        "found = {name: name in sys.modules for name in ('opens_cuda', 'imports_opens_cuda', 'harmless')}\n"
+        f"pathlib.Path({str(tmp_path / 'found')!r}).write_text(json.dumps([found, torch.cuda.is_initialized()]))\n"
+    )
+    command = [str(BIN / "torchrun"), "--nproc-per-node", "1", "--master-port", "0", str(script)]
+    standby = Standby(command, memory, lambda: None)
+    environ = os.environ | {"HFSCALE_RUN_MEMORY": str(memory.folder), "PYTHONPATH": str(tmp_path)}
+    standby.start(environ)
+    launcher = standby.become_launcher(environ)
+    try:
+        assert launcher.wait(timeout=200) == 0
+    finally:
+        launcher.kill()
+        memory.delete()
+    found = {"opens_cuda": False, "imports_opens_cuda": False, "harmless": True}
+    assert json.loads((tmp_path / "found").read_text()) == [found, False]
+
+
 def supervise(tmp_path, how, *options):
     """Run two ranks under torchrun, one of which is killed; return the process and what the ranks have recorded."""
     options = ["--memory-dir", str(tmp_path), "--log", str(tmp_path / "log"), *options]
