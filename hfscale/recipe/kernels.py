@@ -26,6 +26,7 @@ from hfscale.core.versions import (
     sequence_parallel_size,
 )
 from hfscale.errors import UsageError
+from hfscale.facts.experts import number_of_experts
 from hfscale.facts.support import LISTS
 from hfscale.parallel.descriptions import compiles_full_model
 from hfscale.recipe.arguments import RecipeTrainingArguments
@@ -54,6 +55,12 @@ _LIGER_VERSION = "0.8.5"
 """The version of liger-kernel that was seen to replace the layers of `liger_families` in transformers 5.23."""
 _LAYERS_ONLY = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """Value of `liger_kernel_config` with which Liger leaves the loss alone."""
+_NOT_EXPERTS = {"swiglu": False}
+"""Value of `liger_kernel_config` with which Liger leaves the experts of a layer alone.
+
+Liger 0.8.5 has seven kernels for them (`ops/fused_moe_kernels.py`), each of which Triton times in 16 to 32 variants in
+the first step of each launch and on each rank. On an H100 a layer of 128 experts had not taken a step after 50 s.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +225,27 @@ def _choose_layers(trainer: Trainer, args: RecipeTrainingArguments, kernels: Ker
         args.use_liger_kernel = not args.torch_compile and _why_not_liger(trainer, kernels) is None
         if args.use_liger_kernel:
             logger.info("layers: Liger's kernels (--use_liger_kernel false: those of transformers)")
-    if args.use_liger_kernel and args.fused_loss != "liger":
-        args.liger_kernel_config = _LAYERS_ONLY | (args.liger_kernel_config or {})
+    if not args.use_liger_kernel:
+        return
+    # What the user has set holds, so it is added last
+    chosen = {} if args.fused_loss == "liger" else dict(_LAYERS_ONLY)
+    asked = args.liger_kernel_config or {}
+    model: Any = trainer.model
+    if number_of_experts(model.config) and "swiglu" not in asked:
+        chosen |= _NOT_EXPERTS
+        logger.info(
+            "experts: those of transformers (%s), not Liger's, which are tuned for minutes at each start "
+            "(--liger_kernel_config '{\"swiglu\": true}' takes them)",
+            _experts_implementation(model),
+        )
+    if chosen or asked:
+        args.liger_kernel_config = chosen | asked
+
+
+def _experts_implementation(model: Any) -> str:
+    """Return the name that transformers has for how a model computes its experts."""
+    implementations = getattr(model, "get_experts_implementation", None)
+    return "by its own choice" if implementations is None else str(implementations()[""])
 
 
 def _why_not_liger(trainer: Trainer, kernels: Kernels) -> str | None:

@@ -205,16 +205,7 @@ def _import_silently(modules: Sequence[str], left_out: Sequence[str] = ()) -> li
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     first = sys.path.pop(0)
-    opened: list[str] = []
-    for name in modules:
-        if any(name == each or name.startswith(f"{each}.") for each in left_out):
-            continue
-        packages = _packages()
-        with suppress(Exception):  # it is imported, or fails, when the script imports it
-            import_module(name)
-        if _has_cuda_context():
-            opened = [name, *sorted(_packages() - packages)]
-            break
+    opened = _import_until_cuda([name for name in modules if not _is_in(name, left_out)])
     sys.path.insert(0, first)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -223,6 +214,20 @@ def _import_silently(modules: Sequence[str], left_out: Sequence[str] = ()) -> li
         os.close(copy)
     os.close(nowhere)
     return opened
+
+
+def _is_in(name: str, packages: Sequence[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in packages)
+
+
+def _import_until_cuda(modules: Sequence[str]) -> list[str]:
+    for name in modules:
+        packages = _packages()
+        with suppress(Exception):  # it is imported, or fails, when the script imports it
+            import_module(name)
+        if _has_cuda_context():
+            return [name, *sorted(_packages() - packages)]
+    return []
 
 
 def _packages() -> set[str]:

@@ -444,3 +444,28 @@ def test_no_step_waits_for_the_gpu(tmp_path: Path) -> None:
         trainer.train()
     assert counter.counted_steps == 3
     assert {line.partition(":")[0] for line in counter.lines} <= {"transformers.masking_utils"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "swiglu"),
+    [
+        ({}, False),
+        ({"use_liger_kernel": True}, False),
+        ({"liger_kernel_config": {"swiglu": True}}, True),
+    ],
+)
+def test_liger_leaves_the_experts_to_transformers(
+    flags: dict[str, Any],
+    swiglu: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("hfscale.core.versions.installed", lambda package: "99")
+    trainer = make_trainer(tmp_path, model=make(MixtralConfig), **flags)
+    choose_loss(trainer, GPU)
+    assert trainer.args.use_liger_kernel
+    assert trainer.args.liger_kernel_config["swiglu"] == swiglu
+    lines = [line for line in log.messages if line.startswith("experts: ")]
+    assert len(lines) == (not swiglu)
+    assert swiglu or "grouped_mm" in lines[0]
