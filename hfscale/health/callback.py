@@ -85,6 +85,7 @@ class CommHealthCallback(AdapterCallback):
     | `gpu/power_w` | W | mean power of a GPU |
     | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |
     | `health/replay_mismatches` | replays | with `replay_every_steps`: replays so far that gave another result |
+    | `health/replay_compared` | share | with `replay_every_steps`: values of a micro-batch that are compared |
     | `health/replay_s` | s | with `replay_every_steps`: time in replays and hashes since the previous log |
 
     Args:

@@ -81,6 +81,7 @@ class StepReplay:
         self._has_begun = self._is_learning = False
         self._is_equal = True
         self._excluded: set[str] | None = None
+        self._compared: float | None = None
         self.mismatches = 0
         """Replays so far in which a rank has differed."""
         self._seconds = 0.0
@@ -95,7 +96,10 @@ class StepReplay:
         if "train_runtime" in logs:  # the record that ends a training
             return {}
         seconds, self._seconds = self._seconds, 0.0
-        return {"health/replay_mismatches": float(self.mismatches), "health/replay_s": seconds}
+        found = {"health/replay_mismatches": float(self.mismatches), "health/replay_s": seconds}
+        if self._compared is not None:
+            found["health/replay_compared"] = self._compared
+        return found
 
     def wrap(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `training_step` that replays the micro-batch first, where one is due.
@@ -193,7 +197,7 @@ class StepReplay:
         begun = time.perf_counter()
         if self._excluded is None:
             self._excluded = _not_deterministic(records[0], records[1])
-            self._report_excluded()
+            self._report_excluded(len(records[0].values))
         self._compare(records[-1], record)
         self._seconds += time.perf_counter() - begun
         return loss
@@ -216,17 +220,23 @@ class StepReplay:
                 micro_batch.check_weights(weights)
         return records
 
-    def _report_excluded(self) -> None:
+    def _report_excluded(self, values: int) -> None:
+        """Say what is not compared from now on, and which share of the values of a micro-batch is."""
         assert self._excluded is not None
+        own = len(self._excluded)
+        self._compared = (values - own) / values
         of_ranks = TRAINING.gather("replay: excluded", sorted(self._excluded))
         together = sorted({name for names in of_ranks for name in names})
         self._excluded = set(together)
         if together:
             logger.warning(
-                "%d values of a step are not deterministic and are not compared when it is replayed: %s%s",
+                "%d values of a step are not deterministic and are not compared when it is replayed: %s%s; %.0f%% are "
+                "compared (health/replay_compared; torch.use_deterministic_algorithms(True), or attention by "
+                "sdpa instead of a FlashAttention kernel, raises it)",
                 len(together),
                 ", ".join(together[:_MAX_NAMED]),
                 " …" if len(together) > _MAX_NAMED else "",
+                100 * self._compared,
             )
 
     def _compare_replicas(self) -> None:

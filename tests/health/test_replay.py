@@ -96,6 +96,7 @@ def test_what_is_not_deterministic_is_left_out_with_one_line(tmp_path, caplog):
     trainer.train()
     assert logged(trainer, "health/replay_mismatches")[-1] == 0
     assert len([record for record in caplog.records if "not deterministic" in record.message]) == 1
+    assert 0 < logged(trainer, "health/replay_compared")[-1] < 1
 
 
 def train_with_a_flip(folder, layout, call):
