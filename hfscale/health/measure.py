@@ -332,6 +332,24 @@ def time_collective(collective: Collective, device: torch.device, rounds: int = 
     return statistics.median(times[1:])
 
 
+def kinds_on(device: torch.device) -> tuple[str, ...]:
+    """Return the collectives that the default process group has for tensors on a device.
+
+    gloo, which ranks that share a GPU use since NCCL refuses them, sends nothing from rank to rank on GPUs: the table
+    of backends in the documentation of `torch.distributed` names `all_reduce` alone among these.
+
+    Args:
+        device (`torch.device`): where the buffers are.
+
+    Returns:
+        `tuple[str, ...]`: some of `KINDS`, in their order.
+    """
+    backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
+    if device.type != "cpu" and backends.get(device.type) == "gloo":
+        return ("all_reduce",)
+    return KINDS
+
+
 def check_collective(
     kind: str,
     sizes: tuple[int, ...],

@@ -311,7 +311,7 @@ class _Checks(threading.Thread):
             self.phase = "gloo"
             reduce_over_gloo(plan.deadline_s)
         groups = self._groups()
-        for kind in measure.KINDS:
+        for kind in measure.kinds_on(plan.device):
             if kind == "all_to_all" and not plan.all_to_all:
                 continue
             self.phase = kind

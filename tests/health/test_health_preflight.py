@@ -330,3 +330,12 @@ def test_one_rank_reads_the_notes_and_all_learn_the_verdict(monkeypatch):
     of_notes = [[key for key in store.read if key.split("/")[0] in ("hello", "results")] for store in stores]
     assert len(of_notes[0]) >= 2 * ranks
     assert not any(of_notes[1:])
+
+
+def test_gloo_on_gpus_is_asked_for_what_it_has(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert measure.kinds_on(torch.device("cuda")) == ("all_reduce",)
+        assert measure.kinds_on(torch.device("cpu")) == measure.KINDS
+    finally:
+        dist.destroy_process_group()
