@@ -35,6 +35,7 @@ COMMANDS = {
     "autostop": "Run a command once when training has ended or the GPUs idle.",
     "check": "Check this node, and under a launcher all ranks and links, before a run.",
     "doctor": "What is installed here, whether it fits together, and what of hfscale works with it.",
+    "plugins": "What axolotl, LLaMA-Factory and ms-swift are given so that they use the callback.",
     "configs": "List, show or copy the shipped Accelerate and DeepSpeed configs, recipes and their scripts.",
 }
 
@@ -51,6 +52,7 @@ _MODULES = {
     "autostop": "hfscale.recovery.autostop_command",
     "check": "hfscale.check.check_command",
     "doctor": "hfscale.check.doctor_command",
+    "plugins": "hfscale.plugins.plugins_command",
     "configs": "hfscale.core.configs_command",
 }
 """The module of each command, as text: importing it would load what the command needs."""

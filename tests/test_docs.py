@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -44,7 +43,6 @@ DOCUMENTS += [REPOSITORY / "AGENTS.md", REPOSITORY / "SECURITY.md"]
 DOCUMENTS += [REPOSITORY / "CHANGELOG.md", REPOSITORY / "launch" / "README.md"]
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
-OTHER_PROGRAMS = runpy.run_path(str(REPOSITORY / "tests" / "versions" / "programs.py"))
 
 GROUPS_OF_COMMANDS = ("checkpoints", "configs")
 NEEDS_MORE_THAN_ARITHMETIC = ("--calibrate", "--plot", "--table", "local-")
@@ -613,15 +611,6 @@ def test_the_glossary_is_in_order():
     terms = re.findall(r"^\| ([^|]+?) \|", text_of(REPOSITORY / "docs" / "glossary.md"), re.MULTILINE)[2:]
     assert terms == sorted(terms, key=str.lower)
     assert len(terms) > 30
-
-
-@pytest.mark.parametrize("program", list(OTHER_PROGRAMS["HEADINGS"]))
-def test_scripts_for_other_programs_resume_by_themselves(program):
-    """`make test-versions` starts them in an environment with the program."""
-    script = OTHER_PROGRAMS["script_of_page"](program)
-    compile(script, program, "exec")
-    assert "latest_checkpoint(" in script
-    assert "ScalingCallback()" in script
 
 
 @pytest.mark.parametrize("name", re.findall(r"gallery/(\w+\.html)", text_of(REPOSITORY / "docs" / "gallery.md")))

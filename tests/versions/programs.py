@@ -2,14 +2,13 @@
 
 The program fine-tunes a tiny model of its own data (with LoRA, but for axolotl): without the callback, with it, and
 with it in a run that a SIGTERM stops and the same command resumes. The losses must be equal, and the checkpoint must
-pass `hfscale checkpoints verify` there. `ms-swift` also converts PiSSA in its saves. Then the script of
-`docs/beside_other_programs.md` is started with the command of that page: its process is killed and restarted while
+pass `hfscale checkpoints verify` there. `ms-swift` also converts PiSSA in its saves. Then the
+command of `docs/beside_other_programs.md`, with the plug-in, is started: its process is killed and restarted while
 `hfscale watch` shows the run, a SIGTERM stops the command, and the command is started again.
 """
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from killed_run import TIMEOUT_S, events, kill_and_watch, logged_losses
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "beside_other_programs.md"
-HEADINGS = {"llamafactory": "LLaMA-Factory", "ms-swift": "ms-swift", "axolotl": "axolotl"}
+USD_PER_GPU_HOUR = 2.5
+"""An option of the callback that the files of the programs set."""
 LONG = 800
 """Steps of a run that a signal stops from outside, so that it cannot have ended before."""
 SAVED_LONG = 40
@@ -222,28 +221,37 @@ def run(program: str, folder: Path, name: str, mode: str, init: str = "true") ->
     return done.returncode, [log["loss"] for log in history if "loss" in log]
 
 
-def script_of_page(program: str) -> str:
-    """Return the Python block under the heading of a program."""
-    section = PAGE.read_text(encoding="utf-8").split(f"\n## {HEADINGS[program]}\n")[1].split("\n## ")[0]
-    return re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
-
-
 def command_of_page(program: str, folder: Path) -> list[str]:
     """Write what the page says, and return its command for one process."""
     import yaml
 
     launcher = [sys.executable, "-m", "hfscale", "run", "--", str(Path(sys.executable).parent / "torchrun")]
     launcher += ["--standalone", "--nproc_per_node", "1"]
-    (folder / "my_plugin.py").write_text(script_of_page(program))
+    section = {"hfscale": {"usd_per_gpu_hour": USD_PER_GPU_HOUR}}
     if program == "ms-swift":
-        arguments = swift_arguments(folder, PAGE_RUN, "true") | {"callbacks": "hfscale"}
-        return [*launcher, "my_plugin.py", *as_flags(arguments)]
+        command = [sys.executable, "-m", "hfscale", "plugins", "swift"]
+        plugin = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        arguments = {"external_plugins": plugin, "callbacks": "hfscale"} | swift_arguments(folder, PAGE_RUN, "true")
+        (folder / "options.yaml").write_text(yaml.safe_dump(section["hfscale"]))
+        return [*launcher, "-m", "swift.cli.sft", *as_flags(arguments)]
     if program == "llamafactory":
-        (folder / "page.yaml").write_text(yaml.safe_dump(llamafactory_arguments(folder, PAGE_RUN)))
-        return [*launcher, "my_plugin.py", "page.yaml"]
-    named = {"plugins": ["my_plugin.HfscalePlugin"]}
-    (folder / "page.yaml").write_text(yaml.safe_dump(axolotl_arguments(folder, PAGE_RUN) | named))
+        (folder / "page.yaml").write_text(yaml.safe_dump(llamafactory_arguments(folder, PAGE_RUN) | section))
+        return [*launcher, "-m", "hfscale.plugins.llamafactory", "page.yaml"]
+    named = {"plugins": ["hfscale.plugins.axolotl.HfscalePlugin"]}
+    (folder / "page.yaml").write_text(yaml.safe_dump(axolotl_arguments(folder, PAGE_RUN) | named | section))
     return [*launcher, "-m", "axolotl.cli.train", "page.yaml"]
+
+
+def check_options(program: str, folder: Path, command: list[str], environ: dict[str, str]) -> None:
+    """Start the command with an option that no part has: it must end before it trains, and name the option."""
+    options = folder / ("options.yaml" if program == "ms-swift" else "page.yaml")
+    right = options.read_text()
+    options.write_text(right.replace("usd_per_gpu_hour", "usd_per_gpu_hours"))
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode != 0
+    assert "usd_per_gpu_hours" in done.stdout + done.stderr, (done.stdout + done.stderr)[-3000:]
+    assert not list((folder / PAGE_RUN).glob("checkpoint-*"))
+    options.write_text(right)
 
 
 def check_page(program: str, folder: Path) -> None:
@@ -256,9 +264,10 @@ def check_page(program: str, folder: Path) -> None:
     assert (code, len(plain)) == (0, LONG), (code, len(plain))
     expected = dict(enumerate(plain, 1))
     command = command_of_page(program, folder)
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    environ = os.environ | {"HFSCALE_OPTIONS": str(folder / "options.yaml")}
     output_dir = folder / PAGE_RUN
     output_dir.mkdir()
+    check_options(program, folder, command, environ)
     with subprocess.Popen(command, cwd=folder, env=environ) as training:
         try:
             killed_at, resumed_at = kill_and_watch(training, output_dir, expected, after=SAVED_LONG)

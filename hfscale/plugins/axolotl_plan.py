@@ -1,0 +1,70 @@
+"""`axolotl plan CONFIG --gpu H100-80GB --gpus 8`: `hfscale plan` for the run that a YAML file of axolotl describes."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from hfscale.errors import UsageError
+
+_QLORA = "qlora"
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    short_help="rank the layouts for this run on your GPUs, by hfscale",
+)
+@click.argument("config")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def plan(config: str, words: tuple[str, ...]) -> None:
+    """Rank the layouts for this run; WORDS are flags of `hfscale plan`, such as --gpu H100-80GB --gpus 8."""
+    try:
+        given = words_of(Path(config))
+    except UsageError as error:
+        raise click.UsageError(str(error)) from None
+    command = [sys.executable, "-m", "hfscale", "plan", *given, *words]
+    os.execv(sys.executable, command)  # noqa: S606 - this program
+
+
+def words_of(config: Path) -> list[str]:
+    """Return the words of `hfscale plan` for what a YAML file of axolotl asks.
+
+    Args:
+        config (`Path`): the file.
+
+    Returns:
+        `list[str]`: the model, and flags for what the file says of the length, the adapters and the optimizer.
+
+    Raises:
+        UsageError: the file cannot be read or names no model.
+    """
+    try:
+        found = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise UsageError(f"{config} cannot be read: {problem}") from None
+    if not isinstance(found, dict) or not found.get("base_model"):
+        raise UsageError(f"{config} names no base_model")
+    return [_model(str(found["base_model"])), *_flags(found)]
+
+
+def _model(name: str) -> str:
+    """Return what `hfscale plan` takes: a folder's config, or the name of a model of the hub without its owner."""
+    folder = Path(name)
+    if (folder / "config.json").is_file():
+        return str(folder / "config.json")
+    return name.rpartition("/")[2].lower()
+
+
+def _flags(found: dict[str, Any]) -> list[str]:
+    flags = []
+    if found.get("sequence_len"):
+        flags += ["--seq-len", str(found["sequence_len"])]
+    adapter = found.get("adapter")
+    if adapter:
+        method = _QLORA if adapter == _QLORA or found.get("load_in_4bit") else "lora"
+        flags += ["--method", method, "--lora-rank", str(found.get("lora_r") or 8)]
+    return flags
