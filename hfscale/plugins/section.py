@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hfscale.checkpoint.resume import latest_checkpoint
+from hfscale import latest_checkpoint
 from hfscale.core.flags import nearest
 from hfscale.errors import UsageError
 from hfscale.scaling import PARTS, ScalingCallback
