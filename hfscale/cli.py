@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from hfscale import __version__
-from hfscale.core.logging import print_line
+from hfscale.core.logging import on_one_line, print_line
 from hfscale.core.spelling import speaking
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import HfScaleError
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with speaking("command"):
             code = app(args=arguments, prog_name="hfscale", standalone_mode=False)
     except HfScaleError as error:
-        print_line(f"hfscale: error: {error}")
+        message = on_one_line(str(error))
+        print_line(f"hfscale: error: {message}")
         return error.exit_code
     except _ERROR_OF_USAGE as error:
         print_line(

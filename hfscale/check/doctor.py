@@ -6,7 +6,6 @@ imported in another process (`_PROBE`), which may fail or crash.
 """
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -25,6 +24,7 @@ from packaging.version import InvalidVersion, Version
 import hfscale
 from hfscale.core.findings import Finding, Level, has_errors
 from hfscale.core.nvidia_driver import nvidia_driver, why_torch_sees_none
+from hfscale.core.text_files import parse_json
 from hfscale.core.versions import FEATURES, installed, what_is_missing
 
 PACKAGES = (
@@ -272,7 +272,7 @@ def _probe(modules: list[str]) -> tuple[dict[str, str], dict[str, Any] | None]:
     last = "torch"
     for line in out.splitlines():
         try:
-            fields = json.loads(line)
+            fields = parse_json(line)
         except ValueError:  # something that a library printed
             continue
         if not isinstance(fields, dict):

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.text_files import read_json
 from hfscale.trainer.small_model import start_equally, switch_dropout_off
 
 PARITY = "parity"
@@ -87,5 +88,5 @@ def read_cases(folder: Path) -> tuple[int | None, list[dict[str, Any]]]:
     path = folder / _FILE
     if not path.exists():
         return None, []
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path)
     return found["data_parallel_size"], found["cases"]

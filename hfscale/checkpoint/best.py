@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hfscale.checkpoint.untrusted import read_json
+from hfscale.core.text_files import read_json
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -73,7 +73,7 @@ def name_best(trainer_state: Path, best: str | None) -> None:
     """
     if not trainer_state.is_file():
         return  # a subclass has not called Trainer's method
-    fields = json.loads(trainer_state.read_text(encoding="utf-8"))
+    fields = read_json(trainer_state)
     if fields["best_model_checkpoint"] != best:
         fields["best_model_checkpoint"] = best
         trainer_state.write_text(

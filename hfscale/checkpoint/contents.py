@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState, TrainerState
 
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.core import distributed
-from hfscale.core.durable_files import write_atomically
+from hfscale.core.durable_files import make_inside, write_atomically
 from hfscale.core.host_memory import available_bytes
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
@@ -62,7 +62,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         files (`Mapping[str, bytes]`): the content of each file, by its path relative to the folder.
     """
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        make_inside(folder, (folder / name).parent)
         (folder / name).write_bytes(content)
 
 

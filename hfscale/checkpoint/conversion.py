@@ -26,10 +26,10 @@ from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, chec
 from hfscale.checkpoint.manifest import Manifest, checkpoint_files
 from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.rng_states import write_rng_states
-from hfscale.checkpoint.untrusted import read_json
 from hfscale.core.durable_files import flush_parents
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.strategies import facts_of
 from hfscale.trainer.parameter_groups import entries_by_group, group_count, with_entries

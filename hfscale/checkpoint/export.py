@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from hfscale.checkpoint.formats.safetensors_files import write_weights
 from hfscale.checkpoint.formats.unsharded import read_unsharded_weights
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.core.run_files import PARAMETERS_NAME
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import facts_of
 
@@ -113,9 +115,21 @@ def _copy_model_files(folder: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
+def _model_config(path: Path) -> dict[str, Any]:
+    try:
+        fields = read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as a config: {error}; copy it again"
+        ) from None
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} is no config of a model: copy it again")
+    return fields
+
+
 def _dtype(config: Path, requested: str) -> torch.dtype | None:
     """Return the data type to write, and set it in the config if it was given explicitly."""
-    fields = json.loads(config.read_text(encoding="utf-8"))
+    fields = _model_config(config)
     if requested == "auto":
         return DTYPES.get(str(fields.get("dtype", fields.get("torch_dtype"))))
     if config.name == "config.json":

@@ -16,6 +16,7 @@ from hfscale.core.collectives import START
 from hfscale.core.durable_files import flush_parents
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import LOCK_NAME
+from hfscale.core.text_files import parse_json
 from hfscale.errors import OutputDirInUseError, StorageError, UsageError
 
 logger = get_logger(__name__)
@@ -193,7 +194,7 @@ def _is_alive_here(holder: bytes) -> bool:
     the lock was taken.
     """
     try:
-        fields = json.loads(holder)
+        fields = parse_json(holder)
         since = datetime.fromisoformat(fields["since"]).timestamp()
         is_older = psutil.Process(fields["pid"]).create_time() <= since + 1
         return is_older and str(fields["host"]) == socket.gethostname()
@@ -203,7 +204,7 @@ def _is_alive_here(holder: bytes) -> bool:
 
 def _describe(holder: bytes) -> str:
     try:
-        fields = json.loads(holder)
+        fields = parse_json(holder)
         return f"process {int(fields['pid'])} on {fields['host']} since {fields['since']}"
     except (ValueError, KeyError, TypeError):
         return "another run"

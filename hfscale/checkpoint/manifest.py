@@ -27,8 +27,8 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
-from hfscale.checkpoint.untrusted import read_json
 from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import facts_of
 

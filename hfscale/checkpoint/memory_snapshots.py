@@ -24,7 +24,7 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.host_memory import available_bytes
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import RankLink, connect
-from hfscale.core.records import WRITING, append_record
+from hfscale.core.records import WRITING, append_record, unix_time
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.run_files import TIMELINE_NAME
 from hfscale.core.run_memory import (
@@ -32,6 +32,7 @@ from hfscale.core.run_memory import (
     INTERVAL_VARIABLE,
     NODES_VARIABLE,
     PARTS,
+    RunMemory,
     replicated_step,
     trust_again,
 )
@@ -93,6 +94,7 @@ class MemorySnapshots(ResetOnCopy):
         self._nodes = 1
         self._commits = False
         self._last_step: int | None = None
+        self._losses = 0
         self._has_waited = False  # for the copies of the last snapshot
         self._interval: int | None = None  # forced by the user
         self._next_step = 0
@@ -142,8 +144,9 @@ class MemorySnapshots(ResetOnCopy):
         while self._link.ended_trainings:  # of this process, with another output directory
             shutil.rmtree(self._link.ended_trainings.pop(), ignore_errors=True)
         if self._commits:
-            self._own_folder.mkdir(parents=True, exist_ok=True)
-            trust_again(self._folder)
+            with best_effort("making the folder of snapshots", self._own_folder):
+                self._link.memory.make_folder(self._own_folder)
+                trust_again(self._folder)
         adapter.before_last_log(self._finish)
         if why_not is not None and not may_pass:
             logger.warning(
@@ -185,15 +188,24 @@ class MemorySnapshots(ResetOnCopy):
             UsageError: what decides when ranks meet for a snapshot differs between them; raised on every rank.
         """
         own: dict[str, Any] = {"why_not": self._why_not(saving), "bytes": 0, "held": 0, "free": 0}
+        own["problem"] = None
         options = {option: os.environ.get(name) for name, option in AGREED_VARIABLES.items()}
         own["options"] = options | {"memory_interval_steps": self._asked_interval}
         if self._link is not None and own["why_not"] is None:
-            folder = self._link.memory.snapshots(self._run_dir)
             own["bytes"] = saving.expected_bytes()
-            own["held"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-            own["free"] = min(available_bytes(), shutil.disk_usage(self._link.memory.folder).free)
+            try:
+                own |= self._room(self._link.memory)
+            except OSError as error:  # what measures one rank must not part it from the others
+                own["problem"] = f"{error.filename}: {error.strerror}"
         reason, may_pass = TRAINING.combine("memory snapshots", own, _first_reason)
         return reason, may_pass
+
+    def _room(self, memory: RunMemory) -> dict[str, int]:
+        """Return the bytes that the snapshots of this training take on this node, and those that are free."""
+        files = [path for path in memory.snapshots(self._run_dir).rglob("*") if path.is_file()]
+        held = sum(path.stat().st_size for path in files)
+        free = shutil.disk_usage(memory.folder).free
+        return {"held": held, "free": min(available_bytes(), free)}
 
     def _pause(self, step: int, why: str) -> None:
         """Take no snapshots for some steps. The last one is kept: a restart, or this start, may need it."""
@@ -229,7 +241,10 @@ class MemorySnapshots(ResetOnCopy):
             state (`TrainerState`): the state of the Trainer.
         """
         if self._link is not None:
-            self._link.progress.write(state.global_step + 1, state.global_step)
+            self._link.progressed(state.global_step + 1, state.global_step)
+            if self._losses != self._link.memory_losses:
+                self._losses = self._link.memory_losses
+                self._last_step = None  # nothing is left that other nodes could still copy
             if self._samples is not None:
                 samples = self._samples.of_step_after(state.global_step)
                 self._link.memory.write_samples(distributed.rank(), state.global_step + 1, samples)
@@ -245,7 +260,7 @@ class MemorySnapshots(ResetOnCopy):
         """
         if self._link is None:
             return
-        self._link.progress.write(state.global_step, state.global_step)
+        self._link.progressed(state.global_step, state.global_step)
         steps = self._busy_s if self._was_writing else self._idle_s
         steps.append(time.monotonic() - self._step_began_at)
         if state.global_step == self._started_from + 1:
@@ -264,7 +279,7 @@ class MemorySnapshots(ResetOnCopy):
             **{f"recovery/{part}": recovery[part] for part in RECOVERY_PARTS},
             "recovery/total_s": sum(recovery[part] for part in RECOVERY_PARTS),
         }
-        event = {"event": "recovery", "time": time.time(), "step": step, **recovery}
+        event = {"event": "recovery", "time": unix_time(), "step": step, **recovery}
         with best_effort(WRITING, output_dir):
             append_record(output_dir / TIMELINE_NAME, event)
 
@@ -342,7 +357,13 @@ class MemorySnapshots(ResetOnCopy):
         self._taken += 1
         self._last_step = state.global_step
         self._has_waited = False
-        self._saving.save_optional(self._own_folder, self._committed, on_each_node=self._nodes > 1)
+        assert self._link is not None
+        self._saving.save_optional(
+            self._own_folder,
+            self._committed,
+            make_folder=self._link.memory.make_folder,
+            on_each_node=self._nodes > 1,
+        )
         self._stall_s = self._waited_s + time.monotonic() - began
         self._waited_s = 0.0
 
@@ -420,6 +441,11 @@ def _first_reason(ranks: list[dict[str, Any]]) -> tuple[str | None, bool]:
                     f"{_shown(value)} on rank 0, {_shown(rank['options'][option])} on rank {number}"
                 )
                 raise UsageError(f"{option} differs: {values}; give the same on all nodes")
+    problem: str | None = next(
+        (rank["problem"] for rank in ranks if rank["problem"] is not None), None
+    )
+    if problem is not None:
+        return problem, True
     wanted = SLOTS * sum(rank["bytes"] for rank in ranks) - max(rank["held"] for rank in ranks)
     free = min(rank["free"] for rank in ranks)
     if wanted <= SHARE_OF_FREE_MEMORY * free:

@@ -14,10 +14,11 @@ from hfscale.checkpoint.formats.zero import tag_folder
 from hfscale.checkpoint.manifest import checkpoint_files, read_manifest
 from hfscale.checkpoint.pickles import METADATA_NAME, check_pickles, read_dcp_metadata
 from hfscale.checkpoint.store import checkpoint_step, verify, wait_until_visible
-from hfscale.checkpoint.untrusted import check_links, read_json
+from hfscale.checkpoint.untrusted import check_links
 from hfscale.core.exchanges import Exchanges
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 
 logger = get_logger(__name__)

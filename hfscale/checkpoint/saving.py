@@ -180,7 +180,12 @@ class TrainerSaving:
 
     @activity("saving")
     def save_optional(
-        self, run_dir: Path, committed: Callable[[Manifest], None], *, on_each_node: bool = False
+        self,
+        run_dir: Path,
+        committed: Callable[[Manifest], None],
+        *,
+        make_folder: Callable[[Path], None],
+        on_each_node: bool = False,
     ) -> None:
         """Save the state into another output directory; an error there does not end the training.
 
@@ -190,6 +195,8 @@ class TrainerSaving:
         Args:
             run_dir (`Path`): the other output directory.
             committed (`Callable`): called with the manifest on the committing rank, possibly on another thread.
+            make_folder (`Callable`): makes the folder in which the checkpoint is written, and raises an `OSError`
+                where another part has to make one above it first.
             on_each_node (`bool`): `run_dir` is another folder on each node. The first rank of each node commits the
                 files of its node, and writes there what one rank writes for all.
         """
@@ -199,7 +206,8 @@ class TrainerSaving:
         self._check_memory()
         copies_on_each_node = on_each_node and not self._trainer_writes
         with self._saved_on_each_node() if copies_on_each_node else nullcontext():
-            job = self._make_job(self._trainer.model, None, run_dir, begun, is_optional=True)
+            model = self._trainer.model
+            job = self._make_job(model, None, run_dir, begun, make_folder=make_folder)
         job = replace(job, is_optional=True, on_commit=committed)
         if on_each_node:
             leads_node = self._trainer.args.local_process_index == 0
@@ -240,7 +248,13 @@ class TrainerSaving:
     # --- one checkpoint ---------------------------------------------------------------------------------------------
 
     def _make_job(
-        self, model: Any, trial: Any, run_dir: Path, begun: float, *, is_optional: bool = False
+        self,
+        model: Any,
+        trial: Any,
+        run_dir: Path,
+        begun: float,
+        *,
+        make_folder: Callable[[Path], None] | None = None,
     ) -> CheckpointJob:
         """Collect what this rank writes of a checkpoint, between two steps.
 
@@ -249,18 +263,24 @@ class TrainerSaving:
             trial (`Any`): likewise.
             run_dir (`Path`): the output directory that gets the checkpoint.
             begun (`float`): when the save began, on the clock of `time.monotonic`.
-            is_optional (`bool`): the output directory is another one, in which there is no best checkpoint.
+            make_folder (`Callable`, *optional*): as for `save_optional`, where the output directory is another one,
+                in which there is no best checkpoint.
         """
         failed: Exception | None = None
         captured = Captured()
+        is_optional = make_folder is not None
         # An optional checkpoint may be in another folder on each node
         ranks_per_node = processes_on_this_host() if is_optional else None
         try:
+            if make_folder is not None:  # before Trainer makes it with all that is above it
+                step = self._trainer.state.global_step
+                make_folder(unfinished_folder(run_dir, step))
             self._run_trainers_method(model, trial, run_dir, is_optional=is_optional)
             captured = self._take(ranks_per_node)
         except Exception as error:
             failed = error  # the other ranks must learn of it instead of waiting for this one
-        return self._job(run_dir, begun, captured, failed)
+        job = self._job(run_dir, begun, captured, failed)
+        return replace(job, make_folder=make_folder)
 
     def _run_trainers_method(
         self, model: Any, trial: Any, run_dir: Path, *, is_optional: bool

@@ -24,13 +24,14 @@ from hfscale.checkpoint.manifest import (
     read_manifest,
     record_files,
 )
-from hfscale.checkpoint.untrusted import check_links, check_no_link, read_json
+from hfscale.checkpoint.untrusted import check_links, check_no_link
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import flush, flush_folders, write_atomically
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.core.run_memory import RunMemory
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError, UsageError
 
 logger = get_logger(__name__)
@@ -577,7 +578,7 @@ def write_status(
 def read_status(output_dir: Path) -> dict[str, Any] | None:
     """Return the content of `hfscale_status.json`, or None if the file is missing or not readable JSON."""
     try:
-        fields = json.loads((output_dir / STATUS_NAME).read_text(encoding="utf-8"))
+        fields = read_json(output_dir / STATUS_NAME)
     except (OSError, ValueError):
         return None
     return fields if isinstance(fields, dict) else None

@@ -6,10 +6,8 @@
   compressed member can be far larger than the file. Only the one form that torch writes is accepted.
 - `check_opcodes`: six bytes of a pickle can make the unpickler allocate gigabytes (an index of its memo, a length).
 - `check_no_link`, `check_links`: a symbolic link leads to a file that is not part of the checkpoint.
-- `read_json`: Python's parser raises an error of another kind for JSON that is nested very deeply.
 """
 
-import json
 import os
 import re
 import struct
@@ -24,7 +22,7 @@ from pickletools import (
     OpcodeInfo,
     opcodes,
 )
-from typing import IO, Any
+from typing import IO
 
 from hfscale.errors import CheckpointError
 
@@ -76,19 +74,6 @@ def check_links(checkpoint: Path) -> None:
     for folder, folders, files in os.walk(checkpoint, followlinks=False):
         for name in (*folders, *files):
             check_no_link(checkpoint, (Path(folder) / name).relative_to(checkpoint).as_posix())
-
-
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not JSON, or nested too deeply.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
 
 
 # ---- Archives

@@ -84,9 +84,16 @@ from hfscale.checkpoint.manifest import FileRecord, Identity, Manifest, checkpoi
 from hfscale.checkpoint.store import CHECKPOINT_NAME, is_link_to_unfinished
 from hfscale.core import distributed
 from hfscale.core.activity import activity
+from hfscale.core.alarms import DISK, raise_alarm
 from hfscale.core.collectives import SAVING, TRAINING
 from hfscale.core.disk_errors import how_to_fix_write, is_failed_torch_write
-from hfscale.core.durable_files import flush, flush_folders, remove_temporaries, write_atomically
+from hfscale.core.durable_files import (
+    flush,
+    flush_folders,
+    make_inside,
+    remove_temporaries,
+    write_atomically,
+)
 from hfscale.core.exchanges import is_of_another_rank
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
@@ -138,6 +145,8 @@ class CheckpointJob:
     """Called on the committing rank when the checkpoint has been renamed to its final path."""
     is_optional: bool = False
     """Whether training continues if the checkpoint cannot be written: its error is in `optional_failure`."""
+    make_folder: Callable[[Path], None] | None = None
+    """Makes the folder in which the checkpoint is written; None: it is made with those above it."""
     started_at: float = field(default_factory=time.monotonic)
     """Start of the save, on the clock of `time.monotonic`."""
 
@@ -145,6 +154,25 @@ class CheckpointJob:
     def folder(self) -> Path:
         """Folder in which the checkpoint is written."""
         return unfinished_folder(self.run_dir, self.step)
+
+    def report_removal(self) -> None:
+        """Log that the output directory no longer exists, before a rank makes it again."""
+        if self.make_folder is None and self.commits and not self.run_dir.is_dir():
+            lost = "it is made again; the checkpoints and measurements in it are lost"
+            text = f"the output directory {self.run_dir} was removed during the run: {lost}"
+            logger.error(text)
+            raise_alarm(DISK, text, step=self.step, level="error")
+
+    def make(self) -> None:
+        """Make the folder in which the checkpoint is written.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        if self.make_folder is not None:
+            self.make_folder(self.folder)
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def target(self) -> Path:
@@ -196,7 +224,8 @@ class CheckpointWriter:
             Exception: as `wait`; an error that occurred before the job was handed over is raised here, on all ranks.
         """
         with _may_take_long(job.is_optional):
-            self._begin(job)
+            if not self._begin(job):
+                return
         self._is_optional = job.is_optional
         self._started_at = job.started_at
         _last_writers[job.run_dir.resolve()] = self
@@ -216,17 +245,27 @@ class CheckpointWriter:
         Raises:
             Exception: as `wait`.
         """
-        self._begin(job)
+        if not self._begin(job):
+            return
         self._run(job)
         self.wait()
 
-    def _begin(self, job: CheckpointJob) -> None:
+    def _begin(self, job: CheckpointJob) -> bool:
+        """Return whether all ranks can write; False for an optional checkpoint whose folder cannot be made."""
         self.wait()
         for other in _last_writers.values():
             # Of a training that an exception ended: it exchanges on the same channel
             if other.in_flight:
                 other.wait_without_raising()
-        _exchange("save: state is copied", job, job.error)
+        job.report_removal()
+        try:
+            _exchange("save: state is copied", job, job.error)
+        except StorageError as error:  # on every rank
+            if not job.is_optional:
+                raise
+            self.optional_failure = error
+            return False
+        return True
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being written, or for `timeout_s` seconds.
@@ -397,7 +436,7 @@ def _write_and_commit(job: CheckpointJob) -> None:
     """Write and commit the checkpoint, on all ranks at once; the exchange after each part stops all if one fails."""
     problem: Exception | None = None
     try:
-        job.folder.mkdir(parents=True, exist_ok=True)
+        job.make()
         if job.write is not None:
             job.write(job.folder)
     except Exception as error:
@@ -555,7 +594,7 @@ def _copy_missing(source: Path, folder: Path) -> dict[str, FileRecord]:
     """Copy the files of `source` that `folder` does not have, flush them, and return their records."""
     records = {}
     for name in sorted(set(checkpoint_files(source)) - set(checkpoint_files(folder))):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        make_inside(folder, (folder / name).parent)
         shutil.copy2(source / name, folder / name)
         flush(folder / name)
         records[name] = FileRecord.of(folder / name)

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from hfscale.core.best_effort import count_failure
+from hfscale.core.text_files import parse_json
 
 Address = tuple[str, int]
 """Host and port."""
@@ -156,7 +157,7 @@ class Connection:
         if text_bytes > self._max_json_bytes or payload_bytes > max_payload_bytes:
             raise ConnectionError(f"a message of {text_bytes} + {payload_bytes} bytes is too long")
         try:
-            message = json.loads(self._receive(text_bytes))
+            message = parse_json(self._receive(text_bytes))
         except ValueError as error:
             raise ConnectionError("a message is not JSON") from error
         if not isinstance(message, dict):
@@ -296,8 +297,11 @@ class Acceptor:
             return
         finally:
             self._forget(accepted)
-        with suppress(OSError, ValueError), connection:
-            self._serve(connection)
+        try:
+            with suppress(OSError, ValueError), connection:
+                self._serve(connection)
+        except Exception as error:  # of a message with other fields than are expected
+            count_failure("serving a connection", where, RuntimeError(type(error).__name__))
 
 
 def _shut_down(connected: socket.socket) -> None:

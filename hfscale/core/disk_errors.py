@@ -53,7 +53,7 @@ def how_to_fix_write(error: BaseException) -> str | None:
         error (`BaseException`): an error raised while files were written. Its causes are searched too.
     """
     fix = None
-    for cause in _causes(error):
+    for cause in causes_of(error):
         code, _ = _error_number(cause)
         if code in FULL or is_failed_torch_write(str(cause)):
             return "make room"
@@ -69,7 +69,7 @@ def storage_error(error: BaseException) -> StorageError | None:
 
     safetensors and torch raise their own exceptions, which have the error number in their text or not at all.
     """
-    for cause in _causes(error):
+    for cause in causes_of(error):
         code, found = _error_number(cause)
         name = getattr(cause, "filename", None)
         where = f" at {name}" if name else ""
@@ -86,8 +86,12 @@ def storage_error(error: BaseException) -> StorageError | None:
     return None
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error`, then what caused it, then what caused that."""
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, then what caused it, then what caused that.
+
+    Args:
+        error (`BaseException`): any error.
+    """
     cause: BaseException | None = error
     while cause is not None:
         yield cause

@@ -77,3 +77,19 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def make_inside(folder: Path, path: Path) -> None:
+    """Make a folder and those between it and another one, but not that: another part has made it and looks after it.
+
+    Args:
+        folder (`Path`): an existing folder.
+        path (`Path`): the folder to make, in `folder` or deeper.
+
+    Raises:
+        OSError: it cannot be made, or `folder` was removed.
+    """
+    made = folder
+    for name in path.relative_to(folder).parts:
+        made = made / name
+        made.mkdir(exist_ok=True)

@@ -29,6 +29,8 @@ class Finding:
     """The host of these ranks, if they share one and it is known."""
     share: float | None = None
     """The fraction of the step time that it accounts for, if it is known."""
+    blames_host: bool = True
+    """Whether an error with a host says that the host is bad: it is not for an exception of the program."""
 
     @property
     def message(self) -> str:
@@ -53,13 +55,18 @@ class Finding:
             "fix": self.fix,
             "ranks": list(self.ranks),
             "host": self.host,
+            "blames_host": self.blames_host,
         }
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> "Finding":
         """Return the finding from the dictionary that `to_dict` returned."""
         kept = {name: fields[name] for name in ("level", "check", "problem", "fix", "host")}
-        return cls(**kept, ranks=tuple(fields["ranks"]))
+        return cls(
+            **kept,
+            ranks=tuple(fields["ranks"]),
+            blames_host=fields.get("blames_host", True),
+        )
 
     def to_cause(self) -> dict[str, Any]:
         """Return the cause of lost time as a dictionary for JSON; its key `mend` is the older name of `fix`."""
@@ -130,10 +137,12 @@ def has_errors(findings: Iterable[Finding]) -> bool:
 
 
 def blamed_hosts(findings: Iterable[Finding]) -> list[str]:
-    """Return the hosts that errors among the findings name, each once, in alphabetical order."""
-    return sorted(
-        {finding.host for finding in findings if finding.level == "error" and finding.host}
-    )
+    """Return the hosts that errors among the findings blame, each once, in alphabetical order."""
+    hosts = set()
+    for finding in findings:
+        if finding.level == "error" and finding.host and finding.blames_host:
+            hosts.add(finding.host)
+    return sorted(hosts)
 
 
 def limit_findings(findings: list[Finding], most: int = 64) -> list[Finding]:

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from hfscale.core.spelling import plain_value, spelled
+from hfscale.core.text_files import read_text
 from hfscale.errors import ConfigFileError, ParameterError, UsageError
 
 
@@ -62,7 +63,7 @@ def read_yaml(path: str, flag: str = "--config") -> Any:
         ConfigFileError: the file is missing, unreadable, not YAML, or has a repeated key.
     """
     try:
-        return _Loader(Path(path).read_text(encoding="utf-8")).get_single_data()
+        return _Loader(read_text(Path(path))).get_single_data()
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
         raise ConfigFileError(
@@ -74,6 +75,13 @@ def read_yaml(path: str, flag: str = "--config") -> Any:
         ) from None
     except yaml.YAMLError as error:
         raise ConfigFileError(f"{flag} {path} is not valid YAML: {_reason(error)}") from None
+    except RecursionError:
+        raise ConfigFileError(f"{flag} {path} is nested too deeply: write it flat") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        # PyYAML's own constructors raise these for a value that is none of its tag: !!int x, !!bool x, a 13th month
+        kind = type(error).__name__
+        reason = f"a value does not fit its tag ({kind}: {error})"
+        raise ConfigFileError(f"{flag} {path} is not valid YAML: {reason}") from None
 
 
 def read_yaml_mapping(path: str, known: Collection[str] | None) -> dict[str, Any]:

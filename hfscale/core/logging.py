@@ -55,6 +55,21 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
+def on_one_line(text: str) -> str:
+    """Return a text as one line: names of files and keys of a file may have line ends and codes of a terminal.
+
+    Args:
+        text (`str`): such as the message of an error.
+    """
+    line = ""
+    for letter in " ".join(text.split()):
+        if letter.isprintable():
+            line += letter
+        else:
+            line += letter.encode("unicode_escape").decode()
+    return line
+
+
 def print_line(text: str) -> None:
     """Print a line to standard error, without secrets; on every process, unlike a logger.
 

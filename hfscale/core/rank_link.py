@@ -7,6 +7,7 @@
 | `stepped` | `step`, `recovery` | the first step since then is complete; `recovery` is that of `RankLink.stepped` |
 | `snapshot` | `folder`, `step` | this node's part of a snapshot is committed; only on several nodes |
 | `trained` | | `train` is about to return |
+| `removed` | | the folder in host memory was removed |
 | `ending` | `code`, `final`, `reason`, `hosts` | the process ends: `final`: a restart cannot help; 75: preempted |
 
 `hosts` are those that the health checks blame. The end of the connection is the end of the process, however it ends.
@@ -19,19 +20,26 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from hfscale.core.final_errors import has_optimizer, is_final, is_of_user
 from hfscale.core.logging import get_logger
 from hfscale.core.recovery_times import RecoveryTimes
 from hfscale.core.redaction import redact
-from hfscale.core.run_memory import LAUNCHED_VARIABLE, RunMemory
+from hfscale.core.run_memory import (
+    FOLDER_VARIABLE,
+    LAUNCHED_VARIABLE,
+    RESTARTS_VARIABLE,
+    RunMemory,
+)
 from hfscale.errors import HealthError, HfScaleError
 
 logger = get_logger(__name__)
-
-PREEMPTED = 75
-"""Exit code of a preempted process (EX_TEMPFAIL of sysexits.h)."""
 
 
 class RankLink:
@@ -47,12 +55,16 @@ class RankLink:
 
     def __init__(self, memory: RunMemory, rank: int) -> None:
         self.memory = memory
-        self.progress = memory.progress(rank)
+        self._rank = rank
+        self._progress = memory.progress(rank)
+        self._has_memory = True
+        self.memory_losses = 0
+        """How often the folder in host memory was removed, with all snapshots in it."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(str(memory.socket))
         self._pid = os.getpid()
-        self._connected_at = time.time()
-        self._began_at = 0.0
+        self._connected_at = time.monotonic()
+        self._began_at: float | None = None
         self._began_after = 0
         self._has_stepped = False
         self.ended_trainings: list[Path] = []
@@ -73,13 +85,30 @@ class RankLink:
         except OSError as error:
             logger.debug("the supervisor is gone: %s", error)
 
+    def progressed(self, begun: int, completed: int) -> None:
+        """Record the steps of this rank where the supervisor finds them after its death.
+
+        Args:
+            begun (`int`): the last optimizer step that has begun.
+            completed (`int`): the last optimizer step that is complete.
+        """
+        if not self.memory.has_progress(self._rank):
+            if self._has_memory:
+                self.memory_losses += 1
+            self._has_memory = False
+            self.say("removed")
+            with suppress(OSError):  # the supervisor has not made the folder again yet
+                self._progress = self.memory.progress(self._rank)
+                self._has_memory = True
+        self._progress.write(begun, completed)
+
     def training(self, step: int) -> None:
         """Say that `train` begins or resumes.
 
         Args:
             step (`int`): the optimizer step after which it does.
         """
-        self._began_at = time.time()
+        self._began_at = time.monotonic()
         self._began_after = step
         self.say("training", step=step)
 
@@ -101,15 +130,16 @@ class RankLink:
 
     def _recovery(self) -> dict[str, Any] | None:
         failure = self.memory.read_failure()
-        if failure is None:
+        if failure is None or self._began_at is None:
             return None
+        ended_at = failure["ended_monotonic"]
         times = RecoveryTimes(
-            failed_at=failure["failed_at"],
-            ended_at=failure["ended_at"],
-            launched_at=float(os.environ.get(LAUNCHED_VARIABLE, failure["ended_at"])),
+            failed_at=failure["failed_monotonic"],
+            ended_at=ended_at,
+            launched_at=float(os.environ.get(LAUNCHED_VARIABLE, ended_at)),
             connected_at=self._connected_at,
             began_at=self._began_at,
-            stepped_at=time.time(),
+            stepped_at=time.monotonic(),
         )
         lost = max(failure["completed_step"] - self._began_after, 0)
         return {
@@ -145,9 +175,22 @@ class RankLink:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         hosts = error.hosts if isinstance(error, HealthError) else ()
-        self.ending(
-            code, final=is_final(error), reason=f"{type(error).__name__}: {error}", hosts=hosts
+        is_sure_to_return = is_final(error) or (
+            self._is_before_the_first_step() and is_of_user(error)
         )
+        self.ending(
+            code, final=is_sure_to_return, reason=f"{type(error).__name__}: {error}", hosts=hosts
+        )
+
+    def _is_before_the_first_step(self) -> bool:
+        """Return whether no launch of this run can have completed a step so far.
+
+        A script that trains without the callbacks of hfscale reports no step: there it is so as long as the process
+        has no optimizer.
+        """
+        if os.environ.get(RESTARTS_VARIABLE, "0") != "0" or self._has_stepped:
+            return False
+        return self._began_at is not None or not has_optimizer()
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a forked child, such as a worker of a DataLoader
@@ -159,31 +202,35 @@ class RankLink:
             self.ending(0)
 
 
-def is_final(error: BaseException) -> bool:
-    """Return whether an error comes back when the same command is started again.
-
-    That is so for all errors of hfscale except `HealthError` (a relaunched run resumes before the fault, and a node
-    can recover) and those with exit code 75.
-
-    Args:
-        error (`BaseException`): what ended a rank.
-    """
-    return (
-        isinstance(error, HfScaleError)
-        and not isinstance(error, HealthError)
-        and error.exit_code != PREEMPTED
-    )
-
-
 def report_uncaught_error() -> None:
-    """Report the error of hfscale that ends this process, if no callback has connected it before.
+    """Report an error that ends this process and would come back, if no callback has connected it before.
 
     It is called when a process of `hfscale run` exits. A rank whose error came before its Trainer was made, such as
     one about an argument of a callback, would otherwise be started again until the limit of restarts.
     """
     error = getattr(sys, "last_value", None)
-    if isinstance(error, HfScaleError) and (link := connect()) is not None:
+    if error is None:
+        return
+    would_return = is_final(error) or (is_of_user(error) and not _is_helper_of_rank())
+    if (would_return or isinstance(error, HfScaleError)) and (link := connect()) is not None:
         link.ending_by(error)
+
+
+def _is_helper_of_rank() -> bool:
+    """Return whether a rank has started this process, and not the launcher: the training goes on without it."""
+    try:
+        parent = psutil.Process().parent()
+        of_parent = {} if parent is None else parent.environ()
+    except psutil.Error:
+        return True
+    names = (FOLDER_VARIABLE, "RANK")
+    return all(of_parent.get(name) == os.environ.get(name) for name in names)
+
+
+@cache
+def _warn_of_missing(folder: str | None) -> None:
+    if folder:
+        logger.warning("the folder of hfscale run, %s, is gone: this run is not supervised", folder)
 
 
 _link: RankLink | None = None
@@ -201,6 +248,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> RankLink | None:
     global _link
     memory = RunMemory.of_environment(environ)
     if memory is None:
+        _warn_of_missing(environ.get(FOLDER_VARIABLE))
         return None
     if _link is None or _link.memory.folder != memory.folder:
         try:

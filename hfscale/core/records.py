@@ -22,6 +22,7 @@ from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.redaction import redact_json
 from hfscale.core.run_files import FINGERPRINTS_NAME, JSONL_NAME, RANKS_NAME, TIMELINE_NAME
+from hfscale.core.text_files import parse_json
 
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
@@ -36,10 +37,20 @@ METRIC_PREFIXES = (
     "health/",
 )
 """The metric keys of hfscale's callbacks begin with one of these."""
+_PART_BYTES = 2**22
+_LONGEST_LINE_BYTES = 2**25
 _COMPARED_BYTES = 256
 """Bytes before the place up to which a file was read that tell whether it is still the same file; lines have times."""
 WRITING = "writing measurements"
 """Name of this work in warnings and in the report."""
+
+
+def unix_time() -> float:
+    """Return the Unix time in seconds, for what is written down.
+
+    It is set and steps at any moment: waits, deadlines and durations are of `time.monotonic`, which ruff checks.
+    """
+    return time.time()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -67,18 +78,16 @@ def read_events(output_dir: Path) -> list[dict[str, Any]]:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        record = _record(line)
-        if record is not None:
-            yield record
+    for part, _ in RecordTail(path).read_in_parts():
+        yield from part
 
 
 def _record(line: str | bytes) -> dict[str, Any] | None:
     """Return the record of a line, or None if it is not a JSON object with a `step`."""
     text = line.decode("utf-8", errors="replace") if isinstance(line, bytes) else line
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
+        record = parse_json(text)
+    except ValueError:
         return None
     return record if isinstance(record, dict) and "step" in record else None
 
@@ -104,6 +113,30 @@ class RecordTail:
         Raises:
             OSError: the file exists and cannot be read.
         """
+        records: list[dict[str, Any]] = []
+        has_begun_anew = False
+        for part, began_anew in self.read_in_parts():
+            if began_anew:
+                records.clear()
+            has_begun_anew |= began_anew
+            records += part
+        return records, has_begun_anew
+
+    def read_in_parts(self) -> Iterator[tuple[list[dict[str, Any]], bool]]:
+        """Yield what `read` returns in parts of some MiB of the file, so that a long file is never all in memory.
+
+        Raises:
+            OSError: the file exists and cannot be read.
+        """
+        before = -1
+        while before != self._read_bytes:
+            before = self._read_bytes
+            part = self._read_part()
+            yield part
+            if part[1]:
+                before = -1
+
+    def _read_part(self) -> tuple[list[dict[str, Any]], bool]:
         try:
             with self._path.open("rb") as file:
                 return self._read(file)
@@ -122,10 +155,16 @@ class RecordTail:
         if began_anew:
             self._begin()
         file.seek(self._read_bytes)
-        new = file.read()
+        new = file.read(_PART_BYTES)
         end = new.rfind(b"\n") + 1
-        if end < len(new) and _record(new[end:]) is not None:
+        while end == 0 and len(new) < _LONGEST_LINE_BYTES and (more := file.read(_PART_BYTES)):
+            new += more
+            end = new.rfind(b"\n") + 1
+        is_at_the_end = not file.read(1)
+        if end < len(new) and is_at_the_end and _record(new[end:]) is not None:
             end = len(new)  # a whole object, whose line end is missing
+        if end == 0 and len(new) >= _LONGEST_LINE_BYTES:
+            end = len(new)  # a part of a line that is no record; its other parts are none either
         self._last_bytes = (self._last_bytes + new[:end])[-_COMPARED_BYTES:]
         self._read_bytes += end
         return [
@@ -164,6 +203,8 @@ class RankLines:
     def __init__(self, output_dir: Path) -> None:
         self._path = output_dir / RANKS_NAME
         self._logs = 0
+        with best_effort(WRITING, output_dir):
+            output_dir.mkdir(parents=True, exist_ok=True)
 
     def add(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
         """Write the line of one log.
@@ -178,7 +219,6 @@ class RankLines:
         known = {key: [round(x, 5) for x in row] for key, row in numbers.items() if any(row)}
         if ranks > 1 and known and self._logs % max(1, ranks // RANKS_PER_LINE_BUDGET) == 0:
             with best_effort(WRITING, self._path):
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 append_record(self._path, {"step": step, "time": time.time(), **known})
 
 
@@ -239,7 +279,7 @@ def begin_lines(path: Path, step: int) -> None:
 
 def _is_up_to(line: str, step: int) -> bool:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return False
     return (

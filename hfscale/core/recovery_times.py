@@ -8,7 +8,10 @@ RECOVERY_PARTS = ("ending_s", "waiting_s", "starting_s", "loading_s", "first_ste
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryTimes:
-    """Unix times of the moments of one recovery, in seconds, in their order."""
+    """The moments of one recovery, in their order, in seconds of `time.monotonic`.
+
+    That is one clock for all processes of a machine, and no setting of the date moves it.
+    """
 
     failed_at: float
     """The first process of the failed launch ended."""

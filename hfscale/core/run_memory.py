@@ -16,6 +16,7 @@ It lies in a file system in memory (`/dev/shm`), so it outlives the processes th
 The supervisor deletes it when the run ends. If the supervisor was killed, the next one on this machine does.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -27,7 +28,6 @@ import struct
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -35,12 +35,16 @@ from typing import Any
 
 import psutil
 
+from hfscale.core.durable_files import make_inside
+from hfscale.core.records import unix_time
+from hfscale.core.text_files import read_json
+
 FOLDER_VARIABLE = "HFSCALE_RUN_MEMORY"
 """Environment variable with the path of the folder, set by the supervisor for the ranks."""
 RESTARTS_VARIABLE = "HFSCALE_RUN_RESTARTS"
 """Environment variable with the number of restarts before this launch."""
 LAUNCHED_VARIABLE = "HFSCALE_RUN_LAUNCHED_AT"
-"""Environment variable with the Unix time at which the launcher was started."""
+"""Environment variable with the moment at which the launcher was started, in seconds of `time.monotonic`."""
 INTERVAL_VARIABLE = "HFSCALE_MEMORY_INTERVAL_STEPS"
 """Environment variable with the steps between two snapshots; without it the interval follows from their cost."""
 NODES_VARIABLE = "HFSCALE_RUN_NODES"
@@ -94,13 +98,58 @@ class RunMemory:
             OSError: the folder cannot be made.
         """
         memory = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
-        unlocked = (
-            memory.folder / f".{_OWNER_NAME}"
-        )  # it gets its name with the lock: `remove_abandoned` may be running
-        memory._owner = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(memory._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(memory.folder / _OWNER_NAME)
+        memory._lock()
         return memory
+
+    def _lock(self) -> None:
+        # It gets its name with the lock: `remove_abandoned` may be running
+        unlocked = self.folder / f".{_OWNER_NAME}"
+        unlocked.unlink(missing_ok=True)
+        self._owner = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unlocked.rename(self.folder / _OWNER_NAME)
+
+    def is_intact(self) -> bool:
+        """Return whether the folder is the one that this supervisor has made and locked."""
+        if self._owner is None:
+            return False
+        locked = os.fstat(self._owner)
+        try:
+            found = (self.folder / _OWNER_NAME).lstat()
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino)
+
+    def make_again(self) -> None:
+        """Make and lock the folder again after something has removed it or a part of it; for the supervisor.
+
+        Raises:
+            OSError: it cannot be made, or another user has made one with its name.
+        """
+        with suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+        if not _is_own_folder(self.folder):
+            raise PermissionError(errno.EPERM, "another user has made it", str(self.folder))
+        self.folder.chmod(0o700)
+        if self._owner is not None:
+            os.close(self._owner)
+            self._owner = None
+        self._lock()
+
+    def make_folder(self, folder: Path) -> None:
+        """Make a folder below the one of the run, which only the supervisor makes.
+
+        Args:
+            folder (`Path`): a path below `self.folder`; those between are made too.
+
+        Raises:
+            OSError: it cannot be made, or the folder of the run does not exist or is not private.
+        """
+        found = self.folder.lstat()
+        if not _is_own_folder(self.folder) or stat.S_IMODE(found.st_mode) & 0o077:
+            text = "it is not the private folder of hfscale run"
+            raise PermissionError(errno.EPERM, text, str(self.folder))
+        make_inside(self.folder, folder)
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str] = os.environ) -> "RunMemory | None":
@@ -123,16 +172,15 @@ class RunMemory:
         """Record a failure for the next launch, which reports it; called by the supervisor.
 
         Args:
-            failure (`Mapping`): what JSON can represent.
+            failure (`Mapping`): what JSON can represent: the fields of `hfscale.recovery.restarts.Failure`, and
+                `failed_monotonic` and `ended_monotonic`, its moments in seconds of `time.monotonic`.
         """
         (self.folder / _FAILURE_NAME).write_text(json.dumps(failure), encoding="utf-8")
 
     def read_failure(self) -> dict[str, Any] | None:
         """Return the failure before this launch; None if it is the first launch."""
         try:
-            failure: dict[str, Any] = json.loads(
-                (self.folder / _FAILURE_NAME).read_text(encoding="utf-8")
-            )
+            failure: dict[str, Any] = read_json(self.folder / _FAILURE_NAME)
             return failure
         except (OSError, ValueError):
             return None
@@ -170,9 +218,7 @@ class RunMemory:
     def read_imports(self) -> dict[str, Any] | None:
         """Return what `write_imports` has recorded, `{"modules": …, "environ": …}`; None if nothing is recorded."""
         try:
-            found: dict[str, Any] = json.loads(
-                (self.folder / _IMPORTS_NAME).read_text(encoding="utf-8")
-            )
+            found: dict[str, Any] = read_json(self.folder / _IMPORTS_NAME)
         except (OSError, ValueError):
             return None
         return found
@@ -204,7 +250,18 @@ class RunMemory:
         Args:
             rank (`int`): its global rank.
         """
-        return Progress(self.folder / f"progress-{rank}")
+        return Progress(self._progress_path(rank))
+
+    def has_progress(self, rank: int) -> bool:
+        """Return whether the file of `progress` still exists: the folder may have been removed.
+
+        Args:
+            rank (`int`): its global rank.
+        """
+        return self._progress_path(rank).exists()
+
+    def _progress_path(self, rank: int) -> Path:
+        return self.folder / f"progress-{rank}"
 
     def write_samples(self, rank: int, step: int, indices: list[Any]) -> None:
         """Record which samples a step reads, for the message about its failure.
@@ -230,7 +287,7 @@ class RunMemory:
         ):
             # A rank that was killed while it wrote leaves a part of the text
             with suppress(OSError, ValueError):
-                record = json.loads(path.read_text(encoding="utf-8"))
+                record = read_json(path)
                 if record["step"] == step:
                     found[path.name.removeprefix("samples-")] = record["samples"]
         return found
@@ -272,7 +329,7 @@ class Progress:
             begun (`int`): the last optimizer step that has begun.
             completed (`int`): the last optimizer step that is complete.
         """
-        self._LAYOUT.pack_into(self._memory, 0, begun, completed, time.time())
+        self._LAYOUT.pack_into(self._memory, 0, begun, completed, unix_time())
 
     @classmethod
     def read(cls, path: Path) -> tuple[int, int]:

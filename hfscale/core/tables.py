@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.text_files import read_text
 from hfscale.errors import ConfigFileError
 
 _PACKAGE = Path(__file__).parent.parent
@@ -47,14 +48,16 @@ def read_user_tables(path: Path, what: str, *, fix: str) -> dict[str, list[dict[
         ConfigFileError: the file cannot be read, or is not TOML with lists of tables.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigFileError(
             f"{what} {path} cannot be read: {error.strerror}; check the path"
         ) from None
     except UnicodeDecodeError:
         raise ConfigFileError(f"{what} {path} is not UTF-8: {fix}") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigFileError(f"{what} {path} is nested too deeply: {fix}") from None
+    except ValueError as error:  # of tomllib, also about a number with too many digits
         raise ConfigFileError(f"{what} {path} is not TOML ({error}): {fix}") from None
     for key, rows in document.items():
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

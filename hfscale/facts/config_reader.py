@@ -1,10 +1,10 @@
 """Reads a transformers `config.json`, with one name for each key and checked types."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.text_files import read_json
 from hfscale.errors import ConfigFileError, UnsupportedModelError
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -95,7 +95,7 @@ def _with_block_types(config: dict[str, Any]) -> dict[str, Any]:
 def _parse(path: Path) -> dict[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except FileNotFoundError:
         raise ConfigFileError(
             f"no model config at {path}: pass a config.json or its folder"

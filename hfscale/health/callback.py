@@ -290,6 +290,9 @@ class CommHealthCallback(AdapterCallback):
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Find the rank that caused the exception that ends this process, then call the previous hook."""
+        link = connect()
+        if link is not None and isinstance(error, Exception):
+            link.ending_by(error)  # before the watchdog gives the search for the rank as the reason
         if self._watchdog is not None and isinstance(error, Exception):
             self._watchdog.examine_failure(error)
             self._watchdog.stop()

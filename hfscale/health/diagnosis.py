@@ -19,7 +19,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -49,6 +49,15 @@ GENERATING = ("generate", "_prepare_inputs")
 generate and call reward functions in `_prepare_inputs`, which in other trainers takes no time."""
 _WAITING_FILES = ("threading.py", "selectors.py", "contextlib.py", "queue.py")
 _CAUSED_BY_A_PEER = ("Connection closed by peer", "Connection reset", "gloo", "NCCL", "Timed out")
+_CAUSED_BY_HARDWARE = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "hardware stack error",
+    "fallen off the bus",
+    "GPU is lost",
+)
+"""What CUDA and NVML say of a GPU that is broken. Other errors of CUDA, such as an assertion in a kernel or an illegal
+address, come from the program as well."""
 _MUST_MATCH = "one of them skipped a collective or called them in another order: all ranks must run the same code"
 _SEE_STACK = "see its stack in hfscale_hang/; take it out of the run if it hangs again"
 
@@ -327,11 +336,7 @@ def diagnose(
     failed = {rank: snap.error for rank, snap in snapshots.items() if snap.error}
     if failed:
         own = {rank: error for rank, error in failed.items() if not _is_caused_by_a_peer(error)}
-        fix = "see its log for the traceback"
-        raised = sorted((own or failed).items())
-        return [
-            rank_error("exception", rank, hosts, f"failed: {error}", fix) for rank, error in raised
-        ]
+        return [_exception(rank, hosts, error) for rank, error in sorted((own or failed).items())]
     if any(snap.occupation for snap in snapshots.values()):
         return []
     waiting = {rank: snap.waiting for rank, snap in snapshots.items() if snap.waiting is not None}
@@ -350,6 +355,15 @@ def diagnose(
         )
         for rank in causes
     ]
+
+
+def _exception(rank: int, hosts: Mapping[int, str], error: str) -> Finding:
+    """Return the finding about a rank that ends by an exception: its host is to blame only for an error of a GPU."""
+    problem = f"failed: {error}"
+    fix = "see its log for the traceback"
+    found = rank_error("exception", rank, hosts, problem, fix)
+    is_of_hardware = any(text in error for text in _CAUSED_BY_HARDWARE)
+    return replace(found, blames_host=is_of_hardware)
 
 
 def _not_arrived(

@@ -191,9 +191,12 @@ class HangWatchdog(threading.Thread):
                 if not self._poll():
                     self._stop_now.set()
                 self._polls_store = False
-        except RuntimeError as error:  # of the store; this rank is still watched by itself
+        except (
+            Exception
+        ) as error:  # such as those of the store; this rank is still watched by itself
             logger.warning(
-                "the ranks of a hang can no longer be found: the launcher's store failed (%s)",
+                "the ranks of a hang can no longer be found: the launcher's store failed (%s: %s)",
+                type(error).__name__,
                 str(error)[:200],
             )
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hfscale.core import distributed
+from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding
 from hfscale.core.phases import DATA_WAIT, step_seconds
@@ -21,6 +22,8 @@ from hfscale.health.stragglers import DataWaitJudge, Numbers, StragglerJudge
 from hfscale.trainer.collector import Arrays
 
 GPU_EVERY_S = 10.0
+READING_GPU = "reading the GPU"
+"""Name of this work in warnings."""
 OWN_S = [f"own_s_{number}" for number in range(KEPT_STEPS)]
 """Names of the exchanged seconds of own work, of the last steps, the newest last."""
 
@@ -48,7 +51,8 @@ class GpuThread(threading.Thread):
     def run(self) -> None:
         """Take a reading every `every_s` seconds until `stop` is called."""
         while not self._stop_now.wait(self._every_s):
-            self._found += self.watch.look()
+            with best_effort(READING_GPU, "this rank's GPU", errors=(Exception,)):
+                self._found += self.watch.look()
 
     def take(self) -> list[Finding]:
         """Return the findings since the last call."""

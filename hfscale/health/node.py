@@ -4,7 +4,6 @@ Everything here only reads, apart from the probe that measures the disk's speed.
 hfscale's own and say so.
 """
 
-import json
 import os
 import re
 import resource
@@ -22,6 +21,7 @@ import torch
 from hfscale.core.build_locks import abandoned_locks, lock_finding
 from hfscale.core.findings import Finding, Level
 from hfscale.core.tables import read_table
+from hfscale.core.text_files import read_json
 from hfscale.errors import StorageError, UsageError
 
 GIB = 2**30
@@ -444,9 +444,19 @@ def _offloads_optimizer(check: _NodeCheck) -> bool:
     device = check.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
     config = Path(check.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))
     if config.is_file():
-        zero = json.loads(config.read_text(encoding="utf-8")).get("zero_optimization", {})
-        device = zero.get("offload_optimizer", {}).get("device", "none")
+        device = _offload_device(config)
     return device in ("cpu", "nvme")
+
+
+def _offload_device(config: Path) -> str:
+    """Return the device of the optimizer in a config of DeepSpeed; `none` for one that DeepSpeed refuses itself."""
+    try:
+        found = read_json(config)
+    except (OSError, ValueError):
+        return "none"
+    for name in ("zero_optimization", "offload_optimizer", "device"):
+        found = found.get(name) if isinstance(found, dict) else None
+    return str(found)
 
 
 def _check_limits(check: _NodeCheck) -> None:

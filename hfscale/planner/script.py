@@ -5,7 +5,6 @@ Matrix products, attention and other operators run at the rates that the planner
 the time that the CPU needs to launch operators, and fusion by torch.compile.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hfscale.core.text_files import parse_json
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator
 from hfscale.planner.frameworks import find_framework, shared_constants
@@ -112,7 +112,7 @@ def trace_script(argv: Sequence[str], *, gpus: int, precision: Precision) -> dic
         line.removeprefix(RESULT) for line in done.stdout.splitlines() if line.startswith(RESULT)
     ]
     if results:
-        counts: dict[str, Any] = json.loads(results[-1])
+        counts: dict[str, Any] = parse_json(results[-1])
         return counts
     reason = (done.stderr.strip().splitlines() or ["no output"])[-1].strip()
     raise HfScaleError(

@@ -22,6 +22,7 @@ from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.options import check_flags, flag, options_taken_by, with_flags_of
 from hfscale.core.spelling import spelled
+from hfscale.core.text_files import parse_json, read_text
 from hfscale.core.versions import pass_activation_checkpointing, require
 from hfscale.errors import HfScaleError, MissingDependencyError, ParameterError, UsageError
 from hfscale.facts.compression import Compression
@@ -536,7 +537,7 @@ def _check_json(name: str, value: object, *, is_text: bool) -> dict[str, Any] | 
         return value if isinstance(value, dict) else None
     try:
         is_text = is_text or value.startswith("{")
-        content = json.loads(value if is_text else Path(value).read_text(encoding="utf-8"))
+        content = parse_json(value if is_text else read_text(Path(value)))
     except OSError as error:
         raise UsageError(f"{name} {value} is neither a JSON mapping nor a readable file") from error
     except json.JSONDecodeError as error:

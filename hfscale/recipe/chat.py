@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfscale.core.logging import get_logger
 from hfscale.core.spelling import spelled, spelled_value
+from hfscale.core.text_files import parse_json, read_text
 from hfscale.errors import DataError, UsageError
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.preparation import kept_environment, worker_processes
@@ -613,7 +614,7 @@ def _tools(raw: Any) -> list[Any] | None:
 
 def _from_json(value: Any, name: str) -> Any:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        return parse_json(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise _RejectedError(_BROKEN, f"{name} is not JSON: {error}") from error
 
@@ -637,7 +638,7 @@ def use_chat_template(tokenizer: PreTrainedTokenizerBase, file: str) -> None:
     """
     named = spelled("chat_template", file)
     try:
-        tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(Path(file))
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except OSError as error:
         raise UsageError(f"{named} cannot be read ({error.strerror}): check the path") from None

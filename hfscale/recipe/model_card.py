@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from hfscale import __version__
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.run_reader import run_reader
+from hfscale.core.text_files import read_text
 from hfscale.errors import DataError
 from hfscale.trainer.state import model_of, output_folder
 
@@ -36,7 +37,7 @@ def write_model_card(trainer: "Trainer", folder: Path) -> None:
     """
     path = folder / CARD_NAME
     try:
-        card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n")
+        card = ModelCard(read_text(path) if path.is_file() else "---\n{}\n---\n")
     except yaml.YAMLError as error:
         raise DataError(
             f"the metadata of {path} is not YAML: {' '.join(str(error).split())}"

@@ -1,6 +1,5 @@
 """Where a relaunched command resumes, and with which accumulation."""
 
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.run_memory import RunMemory
 from hfscale.core.spelling import spelled
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.facts.layout import split_batch
 from hfscale.facts.strategies import facts_of
@@ -183,7 +183,7 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
     """
     if checkpoint is None:
         return False
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    state = read_json(Path(checkpoint) / TRAINER_STATE_NAME)
     *_, max_steps = trainer.set_initial_training_values(
         trainer.args, trainer.get_train_dataloader()
     )

@@ -158,7 +158,7 @@ def _read_header(path: Path, source: str) -> tuple[str, int]:
         )
     first = metadata.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
     name, _, size = first.rpartition("|")
-    if not size.isdecimal() or int(size) not in _DTYPES:
+    if size not in map(str, _DTYPES):
         raise DataError(
             f"{source}: {metadata.name} begins with '{first[:80]}', not with 'tokenizer|2' or 'tokenizer|4'"
         )

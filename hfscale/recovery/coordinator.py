@@ -33,7 +33,8 @@ from dataclasses import asdict
 from typing import Any
 
 from hfscale.core.connections import Address, Connection
-from hfscale.core.rank_link import PREEMPTED
+from hfscale.core.final_errors import PREEMPTED
+from hfscale.core.records import unix_time
 from hfscale.recovery.connections import Server, receive
 from hfscale.recovery.replicas import choose
 from hfscale.recovery.restarts import Failure, RestartPolicy
@@ -327,7 +328,7 @@ class Coordinator:
                 endings[node] = message
             elif event == "lost" and node in running:
                 running.discard(node)
-                now = time.time()
+                now = unix_time()
                 reason = f"node {node} was lost"
                 lost = Failure(
                     failed_at=now,

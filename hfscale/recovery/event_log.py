@@ -1,6 +1,5 @@
 """What a supervisor says: lines on standard error and in the file of `--log`. Neither of them can end the run."""
 
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -9,7 +8,7 @@ from typing import Any
 
 from hfscale.core.best_effort import best_effort
 from hfscale.core.logging import print_line
-from hfscale.core.records import append_record
+from hfscale.core.records import append_record, unix_time
 from hfscale.recovery.restarts import Failure
 
 WRITING_LOG = "writing the log of hfscale run"
@@ -41,7 +40,6 @@ class EventLog:
             with suppress(OSError, ValueError):  # it was closed, or its reader has ended
                 print_line(f"hfscale run: {text}")
         if self._path is not None:
+            line = {"time": unix_time(), "event": event, "text": text, **known}
             with best_effort(WRITING_LOG, self._path):
-                append_record(
-                    self._path, {"time": time.time(), "event": event, "text": text, **known}
-                )
+                append_record(self._path, line)

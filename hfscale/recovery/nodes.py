@@ -385,11 +385,7 @@ class NodeGroup:
                     )
                     problem = None
                     break
-                except (
-                    OSError,
-                    ValueError,
-                    KeyError,
-                ) as error:  # also of a file that a full memory has cut off
+                except Exception as error:  # also of a file that a full memory has cut off
                     problem = error
                     connected = None
                     time.sleep(_RETRY_S)

@@ -27,7 +27,8 @@ import xxhash
 from hfscale.core.best_effort import best_effort
 from hfscale.core.connections import Address, Connection
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.run_memory import PARTS, REPLICATED, trusted_step
+from hfscale.core.run_memory import PARTS, REPLICATED, RunMemory, trusted_step
+from hfscale.core.text_files import read_json
 from hfscale.recovery.connections import Server, connect, receive
 
 REPLICAS = "replicas"
@@ -79,7 +80,7 @@ def list_parts(memory: Path, index: int, count: int) -> list[dict[str, Any]]:
         if place in whose and (trusted is None or _step(snapshot) <= trusted):
             part = {"folder": folder, "step": _step(snapshot), "place": place}
             part |= {"index": whose[place][0], "count": whose[place][1]}
-            found.append(part | {"manifest": json.loads(manifest.read_text(encoding="utf-8"))})
+            found.append(part | {"manifest": read_json(manifest)})
     return found
 
 
@@ -146,12 +147,14 @@ def assemble(
     name = f"checkpoint-{snapshot['step']}"
     target = folder / _ASSEMBLING / name
     shutil.rmtree(target, ignore_errors=True)
+    RunMemory(memory).make_folder(target)
     connections: dict[Address, Connection] = {}
     try:
         for file, record in snapshot["manifest"]["files"].items():
             progressed()
             own = [folder / place / name / file for place in (COMPLETE, PARTS, REPLICAS)]
             path = _inside(target, file)
+            RunMemory(memory).make_folder(path.parent)
             if any(_link(source, path, record) for source in own):
                 continue
             for (host, port), place in snapshot["sources"][str(snapshot["part_of"][file])]:
@@ -174,7 +177,6 @@ def assemble(
     finally:
         for connection in connections.values():
             connection.close()
-    target.mkdir(parents=True, exist_ok=True)
     (target / MANIFEST_NAME).write_text(
         json.dumps(snapshot["manifest"], indent=1) + "\n", encoding="utf-8"
     )
@@ -278,13 +280,14 @@ class ReplicaServer:
                 raise ConnectionAbortedError("the launch has ended")
         target = folder / _ASSEMBLING / f"replica-{snapshot}"
         shutil.rmtree(target, ignore_errors=True)
-        target.mkdir(parents=True)
+        RunMemory(self._memory).make_folder(target)
         files = manifest["files"]
-        wanted = [
-            name
-            for name, record in files.items()
-            if not _link(own / name, _inside(target, name), record)
-        ]
+        wanted = []
+        for name, record in files.items():
+            path = _inside(target, name)
+            RunMemory(self._memory).make_folder(path.parent)
+            if not _link(own / name, path, record):
+                wanted.append(name)
         connection.send({"files": wanted})
         for name in wanted:
             if not _receive_file(connection, _inside(target, name), files[name]):
@@ -319,7 +322,7 @@ def send_part(
         OSError: a file cannot be read, the connection is lost, or the partner could not take the part.
     """
     snapshot = memory / folder / PARTS / f"checkpoint-{step}"
-    manifest = json.loads((snapshot / MANIFEST_NAME).read_text(encoding="utf-8"))
+    manifest = read_json(snapshot / MANIFEST_NAME)
     part = {"folder": folder, "snapshot": snapshot.name, "manifest": manifest}
     connection.send({"event": "put", "launch": launch} | part)
     sent = 0
@@ -371,7 +374,6 @@ def _send_file(connection: Connection, path: Path, pace: Pace) -> int:
 
 def _receive_file(connection: Connection, path: Path, record: dict[str, Any]) -> bool:
     """Write a file that `_send_file` sends, and return whether its length and hash are those of the record."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     digest = xxhash.xxh3_128()
     length = 0
     with path.open("wb") as file:
@@ -392,7 +394,6 @@ def _link(source: Path, target: Path, record: dict[str, Any]) -> bool:
             digest.update(piece)
     if digest.hexdigest() != record["xxh3_128"]:
         return False
-    target.parent.mkdir(parents=True, exist_ok=True)
     os.link(source, target)
     return True
 

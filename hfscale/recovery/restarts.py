@@ -90,7 +90,7 @@ class RestartPolicy:
             failure (`Failure`): the failure of the last launch.
         """
         self._failed_steps.append(failure.begun_step)
-        now = time.time()
+        now = time.monotonic()
         self._restarted_at = [at for at in self._restarted_at if now - at < _WINDOW_S]
         same = self._failed_steps[-_SAME_STEP_LIMIT:]
         if failure.begun_step and len(same) == _SAME_STEP_LIMIT and len(set(same)) == 1:
@@ -121,7 +121,7 @@ class RestartPolicy:
                 break
             without += 1
         wait_s = 0.0 if made_progress else back_off_s(without)
-        self._restarted_at.append(time.time())
+        self._restarted_at.append(time.monotonic())
         soon = f"in {wait_s:.0f} s" if wait_s else "now"
         counted = f"restart {len(self._restarted_at)} of {self._max_restarts} in 24 hours"
         return wait_s, f"{failure} ({_where(failure)}); {counted}, {soon}"

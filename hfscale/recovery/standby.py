@@ -20,8 +20,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from hfscale.core.final_errors import PREEMPTED
 from hfscale.core.logging import print_line
-from hfscale.core.rank_link import PREEMPTED
 from hfscale.core.run_memory import RunMemory
 from hfscale.recovery.children import send
 

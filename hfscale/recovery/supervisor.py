@@ -7,7 +7,6 @@ collective, so they are ended too, and the launcher ends by itself. What the ran
 """
 
 import fcntl
-import json
 import os
 import selectors
 import signal
@@ -24,7 +23,8 @@ from typing import Any
 import psutil
 
 from hfscale.core.best_effort import best_effort
-from hfscale.core.rank_link import PREEMPTED
+from hfscale.core.final_errors import PREEMPTED
+from hfscale.core.records import unix_time
 from hfscale.core.recovery_times import RECOVERY_PARTS, shown_name
 from hfscale.core.run_memory import (
     FOLDER_VARIABLE,
@@ -35,6 +35,7 @@ from hfscale.core.run_memory import (
     remove_abandoned,
 )
 from hfscale.core.spelling import spelled
+from hfscale.core.text_files import parse_json
 from hfscale.errors import UsageError
 from hfscale.recovery.children import (
     adopt_orphans,
@@ -56,6 +57,7 @@ _START_ATTEMPTS = 10  # to start a command that has run before
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _MAX_MESSAGE = 65_536
 _WRONG_USAGE = 2
+_GUARD_S = 5.0  # between two looks at the folder in host memory, while nothing happens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,18 @@ class RunSettings:
     """File to which one JSON line per event is appended."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Moments:
+    """The moments of the last failure on this node."""
+
+    failed_at: float
+    """When the first rank ended, in seconds of `time.monotonic`."""
+    ended_at: float
+    """When the last process had ended, likewise."""
+    failed_time: float
+    """`failed_at` as Unix time."""
+
+
 @dataclass
 class _Launch:
     """One launch of the command, while it runs."""
@@ -87,15 +101,22 @@ class _Launch:
     process: subprocess.Popen[bytes]
     ranks: dict[int, int] = field(default_factory=dict)  # pid: rank
     watched: set[int] = field(default_factory=set)  # pids whose end is waited for
-    endings: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank: its message
+    # rank: its message, in the order of their arrival; of a process that has not said its rank, minus its pid
+    endings: dict[int, dict[str, Any]] = field(default_factory=dict)
     # Ranks for which nothing but their own end is left
     trained: set[int] = field(default_factory=set)
     first_dead: int | None = None  # rank that ended without saying why, or with an error
-    failed_at: float | None = None
+    failed_at: float | None = None  # in seconds of `time.monotonic`
+    failed_time: float | None = None  # the same moment as Unix time, for records
     is_stopped: bool = False  # because another node has failed
     is_blamed: bool = False  # this host, by the health checks
     is_standby: bool = False  # its launcher has waited for it (`hfscale.recovery.standby`)
     has_stepped: bool = False
+
+    def fail(self) -> None:
+        """Record that the launch fails now."""
+        self.failed_at = time.monotonic()
+        self.failed_time = unix_time()
 
 
 class Supervisor:
@@ -117,6 +138,12 @@ class Supervisor:
         self._group: NodeGroup | None = None
         self._standby: Standby | None = None
         self._has_started = False
+        self._listener: socket.socket | None = None
+        self._guarded_at = 0.0
+        self._memory_problem: str | None = None
+        self._recorded: Failure | None = None
+        self._last_here: _Moments | None = None
+        self._outliving: set[psutil.Process] = set()
         self._unkillable: set[psutil.Process] = set()
 
     def run(self) -> int:
@@ -168,6 +195,7 @@ class Supervisor:
 
     def _run_until_the_end(self) -> int:
         while True:
+            self._guard_memory()
             start: Start | None = None
             if self._group is not None:
                 met = self._group.wait_for_start()
@@ -178,6 +206,7 @@ class Supervisor:
                 start = met
                 if start.failure is not None:
                     self._record(start.failure)
+            self._guard_memory()  # the nodes may have waited for one another
             launch = self._start(start)
             # The signal came before there was a launcher to pass it on to
             if self._signalled is not None:
@@ -198,10 +227,11 @@ class Supervisor:
                 self._standby.end()
                 self._standby = None  # if that was the reason, it would come back
             self._end_descendants()
-            ended_at = time.time()
+            ended = (time.monotonic(), unix_time())
             self._drain(launch)
+            self._exclude_blamed(launch)
             final = None if launch.is_stopped else self._final_code(launch, code)
-            failure = self._failure(launch, ended_at) if final is None else None
+            failure = self._failure(launch, *ended) if final is None else None
             if self._group is not None:
                 decided = self._group.ended(final, failure, is_blamed=launch.is_blamed)
                 if decided is not None:
@@ -236,7 +266,9 @@ class Supervisor:
             return
         if group.connection is not None:
             self._selector.unregister(group.connection)
-        if code not in (0, PREEMPTED) and not launch.is_stopped and not _is_preempted(launch):
+        decisive = _decisive_ending(launch)
+        is_preempted = decisive is not None and not decisive["final"]
+        if code not in (0, PREEMPTED) and not launch.is_stopped and not is_preempted:
             group.failed()
 
     def _told(self, launch: _Launch, connection: Any) -> None:
@@ -248,7 +280,7 @@ class Supervisor:
             self._group.disconnect()
         if message is None or message["event"] == "stop":
             if launch.failed_at is None:
-                launch.failed_at = time.time()
+                launch.fail()
                 launch.is_stopped = True
                 for pid in launch.ranks:
                     send(pid, signal.SIGKILL)
@@ -259,10 +291,46 @@ class Supervisor:
     # --- one launch -------------------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
+        """Listen at the socket in the folder; what has connected to an earlier one is kept."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._memory.socket.unlink(missing_ok=True)
         listener.bind(str(self._memory.socket))
         listener.listen(1024)
+        listener.setblocking(False)
+        if self._listener is not None:
+            while self._accept(self._launch, self._listener):
+                pass
+            self._forget(self._listener)
+        self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def _guard_memory(self) -> None:
+        """Make the folder in host memory again if something has removed it, such as a cleaner or systemd-logind.
+
+        It is private again, and ranks that start later find their supervisor in it. Until it can be made, the run goes
+        on without snapshots.
+        """
+        self._guarded_at = time.monotonic()
+        if self._memory.is_intact() and self._memory.socket.exists():
+            self._outliving |= self._memory.outliving()
+            return
+        folder = self._memory.folder
+        try:
+            self._memory.make_again()
+            self._listen()
+        except OSError as error:
+            problem = f"{folder} was removed and cannot be made again: {error.strerror or error}"
+            if problem != self._memory_problem:
+                text = f"{problem}; the run goes on without snapshots in host memory"
+                self._say("memory_removed", text)
+            self._memory_problem = problem
+            return
+        self._memory_problem = None
+        text = "it is made again; the snapshots in it are lost"
+        cause = "by a cleaner, or at your last logout (RemoveIPC of systemd-logind)"
+        self._say("memory_removed", f"{folder} was removed, {cause}: {text}")
+        if self._recorded is not None:
+            self._record(self._recorded)
 
     def _start(self, start: Start | None) -> _Launch:
         process = (
@@ -286,7 +354,7 @@ class Supervisor:
             **(start.environ if start is not None else {}),
             FOLDER_VARIABLE: str(self._memory.folder),
             RESTARTS_VARIABLE: str(self._policy.failures if start is None else start.restarts),
-            LAUNCHED_VARIABLE: str(time.time()),
+            LAUNCHED_VARIABLE: str(time.monotonic()),
         }
         if self._settings.memory_interval_steps is not None:
             environ[INTERVAL_VARIABLE] = str(self._settings.memory_interval_steps)
@@ -313,15 +381,15 @@ class Supervisor:
 
     def _handle_events(self, launch: _Launch) -> None:
         """Wait for events, and end what is left once a rank has failed."""
-        timeout = None
+        timeout = max(self._guarded_at + _GUARD_S - time.monotonic(), 0.0)
         if launch.failed_at is not None:
-            waited = time.time() - launch.failed_at
+            waited = time.monotonic() - launch.failed_at
             if waited >= _LAUNCHER_GRACE_S:
                 launch.process.kill()
             elif waited >= _OTHERS_GRACE_S:
                 for pid in launch.ranks:
                     send(pid, signal.SIGKILL)
-            timeout = _OTHERS_GRACE_S
+            timeout = min(timeout, _OTHERS_GRACE_S)
         # What a rank has said is read before its end is handled: it may be the reason.
         for key in sorted(
             (key for key, _ in self._selector.select(timeout)), key=self._is_end_of_process
@@ -330,6 +398,8 @@ class Supervisor:
                 key.data(launch)
             else:
                 key.data(launch, key.fileobj)
+        if time.monotonic() >= self._guarded_at + _GUARD_S:
+            self._guard_memory()
 
     def _is_end_of_process(self, key: selectors.SelectorKey) -> bool:
         return key.data not in (self._accept, self._read, self._told)
@@ -344,13 +414,15 @@ class Supervisor:
             if key.data != self._accept:
                 self._forget(key.fileobj)
 
-    def _accept(self, launch: _Launch, listener: Any) -> None:
+    def _accept(self, launch: _Launch | None, listener: Any) -> bool:
+        """Take a connection of a rank; False if there is none."""
         try:
             connection, _ = listener.accept()
         except OSError:  # the process has ended meanwhile, or too many files are open
-            return
+            return False
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, self._read)
+        return True
 
     def _read(self, launch: _Launch, connection: Any) -> None:
         """Take all messages that have arrived."""
@@ -360,7 +432,7 @@ class Supervisor:
         try:
             while text := connection.recv(_MAX_MESSAGE):
                 try:
-                    self._take(launch, pid, json.loads(text))
+                    self._take(launch, pid, parse_json(text))
                 except (ValueError, KeyError, TypeError) as error:
                     self._say(
                         "unread",
@@ -383,10 +455,10 @@ class Supervisor:
             if self._signalled == signal.SIGUSR1 and not is_wrapped(self._settings.command):
                 send(pid, signal.SIGUSR1)
         elif event == "ending":
-            launch.endings[launch.ranks.get(pid, -1)] = message
-            if self._settings.exclude_file is not None and message["hosts"]:
-                self._exclude(self._settings.exclude_file, message["hosts"])
-                launch.is_blamed |= socket.gethostname() in message["hosts"]
+            _check_ending(message)
+            launch.endings.setdefault(launch.ranks.get(pid, -pid), message)
+        elif event == "removed":
+            self._guard_memory()
         elif event == "trained":
             launch.trained.add(launch.ranks.get(pid, -1))
         elif event == "training":
@@ -395,11 +467,25 @@ class Supervisor:
             if message["recovery"] is not None and not launch.has_stepped:
                 self._report_recovery(message["recovery"])
             launch.has_stepped = True
+            self._recorded = None
             if self._standby is not None:
                 with best_effort("starting a standby process", self._memory.folder):
                     self._standby.start(self._environ(None))
         elif event == "snapshot" and self._group is not None:
             self._group.committed(message["folder"], int(message["step"]))
+
+    def _exclude_blamed(self, launch: _Launch) -> None:
+        """Add the hosts that the health checks blame to the file, when the launch is over.
+
+        Before, it is not known whether a rank ends by an error of its own, whose end others then take for a fault.
+        """
+        endings = launch.endings.values()
+        if any(ending["final"] for ending in endings):
+            return
+        hosts = list(dict.fromkeys(host for ending in endings for host in ending["hosts"]))
+        if self._settings.exclude_file is not None and hosts:
+            self._exclude(self._settings.exclude_file, hosts)
+            launch.is_blamed = socket.gethostname() in hosts
 
     def _exclude(self, path: Path, hosts: list[str]) -> None:
         try:
@@ -436,7 +522,7 @@ class Supervisor:
             ending is not None and ending["code"] in (0, PREEMPTED)
         )
         if launch.failed_at is None and not is_expected and self._signalled is None:
-            launch.failed_at = time.time()
+            launch.fail()
             launch.first_dead = rank
             if self._group is not None:
                 self._group.failed()
@@ -452,12 +538,13 @@ class Supervisor:
 
     def _is_unkillable(self, launch: _Launch) -> bool:
         """Return whether the launcher has not ended, although it was killed some time ago."""
-        killed_at = (launch.failed_at or time.time()) + _LAUNCHER_GRACE_S
-        return time.time() - killed_at >= _KILLED_S
+        if launch.failed_at is None:
+            return False
+        return time.monotonic() - launch.failed_at >= _LAUNCHER_GRACE_S + _KILLED_S
 
     def _end_descendants(self) -> None:
         """End what the launcher has left behind. What the kernel does not end is named, and no longer waited for."""
-        spared = self._unkillable | self._memory.outliving()
+        spared = self._unkillable | self._outliving | self._memory.outliving()
         if self._standby is not None and self._standby.pid is not None:
             spared.add(psutil.Process(self._standby.pid))
         left = end_descendants(spared, limit_s=_KILLED_S)
@@ -468,35 +555,58 @@ class Supervisor:
 
     def _record(self, failure: Failure) -> None:
         """Write a failure for the ranks of the next launch, which report it."""
+        self._recorded = failure
         with best_effort("recording a failure", self._memory.folder):
-            self._memory.write_failure(asdict(failure))
+            self._memory.write_failure(asdict(failure) | self._on_this_clock(failure))
+
+    def _on_this_clock(self, failure: Failure) -> dict[str, float]:
+        """Return the moments of a failure in seconds of this machine's `time.monotonic`.
+
+        Those of another node are Unix times of its clock: they are placed next to the failure of this node.
+        """
+        here, shift_s = self._last_here, 0.0
+        if here is None:  # this node has just come
+            shift_s = time.monotonic() - unix_time()
+        elif failure.failed_at == here.failed_time:
+            return {"failed_monotonic": here.failed_at, "ended_monotonic": here.ended_at}
+        else:
+            shift_s = here.failed_at - here.failed_time
+        failed, ended = failure.failed_at + shift_s, failure.ended_at + shift_s
+        return {"failed_monotonic": failed, "ended_monotonic": max(failed, ended)}
 
     def _final_code(self, launch: _Launch, code: int) -> int | None:
-        """Return the exit code if the command is not to be started again."""
-        endings = launch.endings.values()
+        """Return the exit code if the command is not to be started again.
+
+        A launcher ends the other ranks of one that has failed by a signal, which those can take for a preemption: what
+        a rank has said first counts.
+        """
         if code == 0:
             self._say("done", None)
             return 0
-        if _is_preempted(launch) or code == PREEMPTED:
+        decisive = _decisive_ending(launch)
+        if decisive is not None and decisive["final"]:
+            reason = decisive["reason"]
+            self._say("failed", f"not started again, since the error would come back: {reason}")
+            return int(decisive["code"]) or 1
+        if decisive is not None or code == PREEMPTED:
             self._say(
                 "preempted", f"preempted: start the same command again (exit code {PREEMPTED})"
             )
             return PREEMPTED
-        final = next((ending for ending in endings if ending["final"]), None)
-        if final is not None:
-            self._say(
-                "failed", f"not started again, since the error would come back: {final['reason']}"
-            )
-            return int(final["code"]) or 1
         if code == _WRONG_USAGE:  # of the launcher, or of ranks whose exit code it returns
             reason = f"the command ended with exit code {code}: wrong usage, or a missing package"
             self._say("failed", f"not started again, since {reason}")
             return code
         return None if self._signalled is None else self._code_of_signal()
 
-    def _failure(self, launch: _Launch, ended_at: float) -> Failure:
+    def _failure(self, launch: _Launch, ended_at: float, ended_time: float) -> Failure:
+        failed_at, failed_time = ended_at, ended_time
+        if launch.failed_at is not None and launch.failed_time is not None:
+            failed_at, failed_time = launch.failed_at, launch.failed_time
+        ended_time = failed_time + ended_at - failed_at  # the date may have been set meanwhile
+        self._last_here = _Moments(failed_at=failed_at, ended_at=ended_at, failed_time=failed_time)
         begun, completed = self._memory.furthest()
-        told = launch.endings.get(-1 if launch.first_dead is None else launch.first_dead)
+        told = None if launch.first_dead is None else launch.endings.get(launch.first_dead)
         if told is None:
             told = next((ending for ending in launch.endings.values() if ending["code"]), None)
         if told is not None:
@@ -517,8 +627,8 @@ class Supervisor:
         ]:
             path.unlink(missing_ok=True)
         return Failure(
-            failed_at=launch.failed_at or ended_at,
-            ended_at=ended_at,
+            failed_at=failed_time,
+            ended_at=ended_time,
             rank=launch.first_dead,
             reason=reason,
             begun_step=begun,
@@ -556,8 +666,18 @@ class Supervisor:
             send(pid, number)
 
 
-def _is_preempted(launch: _Launch) -> bool:
-    return any(ending["code"] == PREEMPTED for ending in launch.endings.values())
+def _check_ending(message: dict[str, Any]) -> None:
+    """Raise a KeyError or TypeError for a message whose fields are not those of an ending."""
+    if not isinstance(message["code"], int) or not isinstance(message["final"], bool):
+        raise TypeError("code or final of an ending")
+    if not isinstance(message["reason"], str) or not isinstance(message["hosts"], list):
+        raise TypeError("reason or hosts of an ending")
+
+
+def _decisive_ending(launch: _Launch) -> dict[str, Any] | None:
+    """Return the first word after which nothing is started again: of a final error or a preemption; None without."""
+    endings = launch.endings.values()
+    return next((one for one in endings if one["final"] or one["code"] == PREEMPTED), None)
 
 
 def add_lines(path: Path, lines: Sequence[str]) -> list[str]:

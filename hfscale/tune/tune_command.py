@@ -19,6 +19,7 @@ from hfscale.core.disk_errors import writing
 from hfscale.core.options import check_options
 from hfscale.core.shipped import find_config, shipped_root
 from hfscale.core.spelling import spelled
+from hfscale.core.text_files import parse_json
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
 from hfscale.planner.command_line import make_command
@@ -216,7 +217,7 @@ def _measure_machine(processes: int) -> Accelerator:
     if done.returncode != 0 or not lines:
         last = " ".join((done.stderr.strip().splitlines() or ["no output"])[-1].split())
         raise HfScaleError(f"this machine could not be measured ({last}): give --gpu NAME")
-    return find_accelerator(json.loads(lines[-1])["gpu"]["name"])
+    return find_accelerator(parse_json(lines[-1])["gpu"]["name"])
 
 
 @dataclass(kw_only=True)

@@ -1,6 +1,5 @@
 """Reads the files of a run that say what it computed. They are not trusted: values of other types are left out."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from hfscale.checkpoint.manifest import Manifest, read_manifest
 from hfscale.checkpoint.store import checkpoint_step, list_checkpoints
 from hfscale.core.records import read_events, read_records
 from hfscale.core.run_files import FINGERPRINTS_NAME, JSONL_NAME, MANIFEST_NAME, TRACES_NAME
+from hfscale.core.text_files import parse_json, read_json
 from hfscale.errors import CheckpointError, UsageError
 
 CURVES = ("learning_rate", "loss", "grad_norm")
@@ -131,7 +131,7 @@ def _setup_of_trace(traces: Mapping[int, Path]) -> dict[str, Any]:
         if first.is_file():
             with first.open(encoding="utf-8", errors="replace") as file:
                 try:
-                    header = json.loads(file.readline())
+                    header = parse_json(file.readline())
                 except ValueError:
                     continue
             if isinstance(header, dict) and isinstance(header.get("setup"), dict):
@@ -165,14 +165,20 @@ def _numbers(path: Path) -> dict[int, dict[str, float]]:
     return dict(sorted(found.items()))
 
 
+_TOO_LARGE = 10**300
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Return whether a value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return not isinstance(value, int) or abs(value) < _TOO_LARGE
 
 
 def _logs_of_trainer(path: Path) -> list[dict[str, Any]]:
     for folder in (path, *reversed(list_checkpoints(path))):
         try:
-            history = json.loads((folder / _STATE_NAME).read_text(encoding="utf-8"))["log_history"]
+            history = read_json(folder / _STATE_NAME)["log_history"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if isinstance(history, list):

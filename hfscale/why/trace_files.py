@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.core.run_files import TRACES_NAME
+from hfscale.core.text_files import parse_json
 from hfscale.errors import UsageError
 
 FORMAT = 2
@@ -150,8 +151,8 @@ def read_trace(folder: Path) -> list[RankTrace]:
 def _read(path: Path, rank: int) -> RankTrace:
     try:
         with path.open(encoding="utf-8") as file:
-            header = json.loads(file.readline())
-            events = [_event(json.loads(line)) for line in file]
+            header = parse_json(file.readline())
+            events = [_event(parse_json(line)) for line in file]
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
             f"{path} cannot be read as a trace: {error}: trace the step again"

@@ -38,6 +38,7 @@ from hfscale.checkpoint.overrides import WRITING_METHODS
 from hfscale.checkpoint.store import verify
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter, clear_unfinished, finish_renames, rank_of_file
 from hfscale.core.activity import activity_of
+from hfscale.core.alarms import listen
 from hfscale.core.collectives import SAVING
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
 from hfscale.errors import StorageError
@@ -210,6 +211,19 @@ def test_at_most_one_save_is_in_flight_and_training_waits_for_the_last(tmp_path,
     assert all(ended <= started for (_, ended), (started, _) in pairwise(spans))
     assert saved_steps(tmp_path) == [1, 2, 3, 4]
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+def test_an_output_directory_that_is_removed_is_reported_and_made_again(tmp_path, caplog):
+    heard = []
+    end = listen(lambda alarm: heard.append((alarm.kind, alarm.level)))
+    out = tmp_path / "out"
+    removed = CallAtStep(3, lambda: shutil.rmtree(out))
+    spot = SpotCheckpointCallback(asynchronous=False)
+    tiny_trainer(out, spot, removed, save_strategy="steps", save_steps=2, max_steps=6).train()
+    end()
+    assert saved_steps(out) == [4, 6]
+    assert caplog.text.count("was removed during the run") == 1
+    assert heard == [("disk", "error")]
 
 
 def test_a_checkpoint_is_invisible_before_its_commit(tmp_path, monkeypatch):

@@ -366,9 +366,9 @@ def test_the_supervisor_hears_of_the_training(memory, tmp_path):
 
 
 def test_the_timeline_and_the_first_log_have_the_recovery_that_the_supervisor_hears_of(memory, tmp_path):
-    now = time.time()
-    failed = {"failed_at": now - 3.0, "ended_at": now - 2.0, "completed_step": 4, "rank": 1, "reason": "a bad day"}
-    memory.write_failure(failed)
+    now = time.monotonic()
+    failed = {"failed_monotonic": now - 3.0, "ended_monotonic": now - 2.0, "completed_step": 4, "rank": 1}
+    memory.write_failure(failed | {"reason": "a bad day"})
     run = trainer(tmp_path / "out", max_steps=4, logging_steps=2)
     run.train()
     until = time.monotonic() + 60

@@ -11,7 +11,15 @@ from hfscale.core.rank_link import RankLink
 from hfscale.core.recovery_times import RECOVERY_PARTS, RecoveryTimes, shown_name
 from hfscale.core.run_memory import LAUNCHED_VARIABLE, RunMemory
 
-FAILURE = {"failed_at": 1001.0, "ended_at": 1003.0, "completed_step": 7, "rank": 1, "reason": "a bad day"}
+FAILURE = {
+    "failed_at": 5.0,  # Unix times, which are of no use for durations
+    "ended_at": 4.0,
+    "failed_monotonic": 1001.0,
+    "ended_monotonic": 1003.0,
+    "completed_step": 7,
+    "rank": 1,
+    "reason": "a bad day",
+}
 
 
 @pytest.fixture
@@ -20,7 +28,7 @@ def supervised(tmp_path, monkeypatch):
     memory = RunMemory.create(tmp_path)
     memory.write_failure(FAILURE)
     clock = [1015.0]
-    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setenv(LAUNCHED_VARIABLE, "1007.0")
     monkeypatch.setattr(rank_link.atexit, "register", lambda call: None)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

@@ -21,6 +21,7 @@ from benchmarks.simulated_ranks import StoreProcess
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.writer import CheckpointJob, CheckpointWriter
 from hfscale.core.alarms import listen
+from hfscale.core.findings import Finding, blamed_hosts
 from hfscale.core.rank_store import RankStore
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.health import hang as hang_module
@@ -152,6 +153,9 @@ class TestBlame:
         (found,) = diagnose(3, HOSTS, given)
         assert (found.ranks, found.check) == ((1,), "exception")
         assert "a bad batch" in found.message
+        assert blamed_hosts([found]) == []  # the program is wrong, and not the machine
+        broken = {0: snap(error=gone), 1: snap(error="AcceleratorError: CUDA error: uncorrectable ECC error")}
+        assert blamed_hosts([Finding.from_dict(one.to_dict()) for one in diagnose(2, HOSTS, broken)]) == ["b"]
 
 
 def test_a_snapshot_survives_json():

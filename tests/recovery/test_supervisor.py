@@ -1,9 +1,11 @@
 """`hfscale run`: it starts a command again where that can help, and leaves nothing in host memory."""
 
+import errno
 import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +14,14 @@ from contextlib import suppress
 
 import psutil
 import pytest
+import torch
 from conftest import REPOSITORY
 from ports import free_port
 
 from hfscale.cli import main
+from hfscale.core.final_errors import is_final, is_of_user
 from hfscale.core.run_memory import AGREED_VARIABLES, OWN_VARIABLES, Progress, RunMemory, remove_abandoned
+from hfscale.errors import HealthError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeSettings, Start
@@ -81,7 +86,7 @@ def test_a_failed_rank_is_started_again_until_the_command_is_done(tmp_path, how)
     assert [event["begun_step"] for event in events[:2]] == [1, 2]
     assert events[1]["rank"] == 0
     if how == "raise":
-        assert events[1]["reason"] == "RuntimeError: bad luck"
+        assert events[1]["reason"] == "TimeoutError: bad luck"
     check_times({event["event"]: event for event in events})
 
 
@@ -227,6 +232,46 @@ def test_an_error_that_would_come_back_is_not_tried_again(tmp_path):
     done, launches = supervise(tmp_path, "usage")
     assert (done.returncode, len(launches)) == (2, 1)
     assert "UsageError: no such file" in done.stderr
+
+
+def test_an_own_error_before_the_first_step_is_not_tried_again_and_blames_no_host(tmp_path):
+    done, launches = supervise(tmp_path, "own", "--exclude-bad-hosts", str(tmp_path / "excluded"))
+    assert (done.returncode, len(launches)) == (1, 1)
+    assert done.stderr.count("not started again, since the error would come back: RuntimeError: bad batch") == 1
+    assert not (tmp_path / "excluded").exists()
+
+
+def raised_by(function):
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError
+
+
+def raise_from(error, cause):
+    raise error from cause
+
+
+@pytest.mark.parametrize(
+    ("error", "whenever", "before_the_first_step"),
+    [
+        (lambda: raise_from(RuntimeError("x"), UsageError("no such flag")), True, False),
+        (lambda: raise_from(RuntimeError("x"), HealthError("bad link")), False, False),
+        (lambda: raise_from(OSError(errno.ENOSPC, "No space left on device", "f"), None), True, False),
+        (lambda: raise_from(RuntimeError("my own"), None), False, True),
+        (lambda: {}["text"], False, True),
+        (lambda: raise_from(ValueError("no answer"), ConnectionError("the hub is away")), False, False),
+        (lambda: json.loads("{"), False, True),
+        (lambda: torch.zeros(2) @ torch.zeros(3), False, False),  # a type that a device and a collective raise too
+        (lambda: raise_from(torch.OutOfMemoryError("out of memory"), None), False, False),
+        (lambda: raise_from(TimeoutError("the store is away"), None), False, False),
+        (lambda: raise_from(KeyboardInterrupt(), None), False, False),
+    ],
+)
+def test_which_errors_come_back(error, whenever, before_the_first_step):
+    raised = raised_by(error)
+    assert (is_final(raised), is_of_user(raised)) == (whenever, before_the_first_step)
 
 
 @pytest.mark.recipes
@@ -383,6 +428,46 @@ def test_a_folder_that_is_being_made_is_left_alone(tmp_path, monkeypatch):
     memory = RunMemory.create(tmp_path)
     assert (removed, memory.folder.is_dir()) == ([], True)
     memory.delete()
+
+
+def test_a_folder_in_memory_that_is_removed_is_made_again_with_its_permissions_and_its_socket(tmp_path):
+    log = tmp_path / "run.jsonl"
+    done, launches = supervise(tmp_path, "removed", "--log", str(log))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "found").read_text() == "True 700 1"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [event["event"] for event in events][:2] == ["memory_removed", "restart"]
+    assert (events[1]["begun_step"], events[1]["completed_step"]) == (7, 6)  # it is known again which step failed
+    assert len(launches) == 3
+    assert memory_folders(tmp_path) == []
+
+
+def test_only_the_supervisor_makes_the_folder_and_only_its_own(tmp_path, monkeypatch):
+    memory = RunMemory.create(tmp_path)
+    memory.make_folder(memory.folder / "a" / "parts")
+    assert memory.is_intact()
+    shutil.rmtree(memory.folder)
+    with pytest.raises(FileNotFoundError):
+        memory.make_folder(memory.folder / "a" / "parts")
+    assert (memory.folder.exists(), memory.is_intact()) == (False, False)
+    memory.folder.mkdir()
+    with pytest.raises(PermissionError):  # all users can read it
+        memory.make_folder(memory.folder / "a")
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(PermissionError):
+        memory.make_again()
+    monkeypatch.undo()
+    memory.make_again()
+    assert (memory.is_intact(), memory.folder.stat().st_mode & 0o777) == (True, 0o700)
+    memory.delete()
+
+
+def test_nothing_that_writes_into_the_folder_makes_it_with_its_parents():
+    package = REPOSITORY / "hfscale"
+    writers = [*(package / "recovery").glob("*.py"), package / "core" / "run_memory.py"]
+    for path in [*writers, package / "checkpoint" / "memory_snapshots.py"]:
+        assert "parents=True" not in path.read_text(), path
 
 
 def test_links_and_folders_of_other_users_are_left_alone(tmp_path, monkeypatch):

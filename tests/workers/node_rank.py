@@ -32,7 +32,7 @@ link.training(start)
 own = link.memory.snapshots(output_dir)
 (own / PARTS).mkdir(parents=True, exist_ok=True)
 for step in range(start + 1, last + 1):
-    link.progress.write(step, step - 1)
+    link.progressed(step, step - 1)
     while not (folder / "go").exists() and step > 3:  # the test decides when a launch may be over
         time.sleep(0.05)
     part = own / PARTS / f"checkpoint-{step}"
@@ -40,7 +40,7 @@ for step in range(start + 1, last + 1):
     (part / f"state-{rank}").write_text(f"{step} {'x' * 3_000_000}")
     (part / "common").write_text(f"{step} {'y' * 1_000_000}")
     commit(part, step=step, strategy="ddp", world_size=nodes, global_batch_size=8)
-    link.progress.write(step, step)
+    link.progressed(step, step)
     if step == start + 1:
         link.stepped(step)
     link.say("snapshot", folder=own.name, step=step)

@@ -14,7 +14,7 @@ folder, failures = Path(sys.argv[1]), int(sys.argv[2])
 restarts, rank = int(os.environ["HFSCALE_RUN_RESTARTS"]), int(os.environ["RANK"])
 link = connect()
 link.training(restarts)
-link.progress.write(restarts + 1, restarts)
+link.progressed(restarts + 1, restarts)
 if rank == 0:
     link.memory.write_imports()
 link.stepped(restarts + 1)

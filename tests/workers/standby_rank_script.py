@@ -21,7 +21,7 @@ folder, how = Path(sys.argv[1]), sys.argv[2]
 restarts, rank = int(os.environ["HFSCALE_RUN_RESTARTS"]), int(os.environ["RANK"])
 link = connect()
 link.training(restarts)
-link.progress.write(restarts + 1, restarts)
+link.progressed(restarts + 1, restarts)
 threads = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
 signals = [number.name for number in signal.valid_signals() if callable(signal.getsignal(number))]
 seen = {

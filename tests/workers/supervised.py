@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from hfscale.core import rank_link
 from hfscale.core.rank_link import connect
 from hfscale.errors import HealthError, UsageError
 from hfscale.islands.client import start_rendezvous
@@ -17,7 +20,10 @@ from hfscale.islands.client import start_rendezvous
 how, folder = sys.argv[1], Path(sys.argv[2])
 restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])
 supervisor = psutil.Process().parent().parent()
-child = os.fork() if how == "late" else None
+child = os.fork() if how in ("late", "own") else None
+if child == 0 and how == "own":
+    connect(os.environ | {"RANK": "1"}).ending(1, reason="hang: rank 0 does not answer", hosts=["node-b"])
+    os._exit(1)
 if child == 0:  # another rank, which is preempted and ends before the supervisor has read what it says
     supervisor.suspend()
     other = connect(os.environ | {"RANK": "1"})
@@ -30,7 +36,7 @@ if child is not None:
 link = connect()
 link.training(restarts)
 step = 5 if how == "same-step" else restarts + 1
-link.progress.write(step, step - 1)
+link.progressed(step, step - 1)
 if how == "same-step":
     link.memory.write_samples(0, step, [*range(7, 50), "a"])
     link.memory.write_samples(1, step - 1, [3])  # of another step
@@ -45,6 +51,20 @@ if how == "rendezvous" and restarts == 0:
     start_rendezvous(("127.0.0.1", int((folder / "port").read_text())))
 with (folder / "launches").open("a") as file:
     file.write(f"{link.memory.folder} {os.getpid()}\n")
+if how == "removed" and restarts == 0:  # the machine clears its memory while the training runs
+    shutil.rmtree(link.memory.folder)
+    until = time.monotonic() + 60
+    while not link.memory.has_progress(0) and time.monotonic() < until:
+        link.progressed(7, 6)
+        time.sleep(0.01)
+    mode = stat.S_IMODE(link.memory.folder.stat().st_mode)
+    child = os.fork()
+    if child == 0:  # another rank, which starts later
+        rank_link._link = None
+        found = connect(os.environ | {"RANK": "1"})
+        (folder / "found").write_text(f"{found is not None} {mode:o} {link.memory_losses}")
+        os._exit(0)
+    os.waitpid(child, 0)
 if how == "wait":
     signal.signal(signal.SIGUSR1, lambda *_: (link.ending(75), os._exit(75)))
     while True:
@@ -56,6 +76,8 @@ if how == "usage":
     error = UsageError("no such file")
     link.ending_by(error)
     sys.exit(error.exit_code)
+if how == "own":  # an error of the user's own code in the first step, which the other rank takes for a hang
+    raise RuntimeError("bad batch")
 if how == "late":
     time.sleep(3)  # longer than the others may live after a failure
     (folder / "finished").touch()
@@ -66,6 +88,6 @@ if restarts < 2 or how == "same-step":
     if how == "crash":
         ctypes.string_at(0)
     if how == "raise":
-        raise RuntimeError("bad\nluck")
+        raise TimeoutError("bad\nluck")
     os.kill(os.getpid(), signal.SIGKILL)
 link.stepped(step)

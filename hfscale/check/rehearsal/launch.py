@@ -1,6 +1,5 @@
 """Runs a launch command, listens to its ranks, and ends it at the first collective that cannot match."""
 
-import json
 import os
 import selectors
 import shlex
@@ -20,6 +19,7 @@ from typing import Any
 from hfscale.check.rehearsal.comparison import Comparison
 from hfscale.check.rehearsal.entries import Difference, Entry
 from hfscale.check.rehearsal.hook import ADDRESS, FOLDER, SMALL, STEPS
+from hfscale.core.text_files import parse_json
 from hfscale.errors import UsageError
 
 _SITECUSTOMIZE = "from hfscale.check.rehearsal.hook import install\ninstall({folder!r})\n"
@@ -74,7 +74,7 @@ class _Rank:
             received = self.connection.recv(1 << 20)
             if received:
                 *lines, self._buffer = (self._buffer + received).split(b"\n")
-                return (json.loads(line) for line in lines)
+                return (parse_json(line) for line in lines)
         return None
 
 

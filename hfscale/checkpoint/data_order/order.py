@@ -32,10 +32,10 @@ from hfscale.checkpoint.data_order.random_states import (
     plain,
     set_global_states,
 )
-from hfscale.checkpoint.untrusted import read_json
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.batch_indices import BatchListener, batch_sampler_of, listen_to_batches

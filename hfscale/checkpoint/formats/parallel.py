@@ -30,8 +30,8 @@ from hfscale.checkpoint.formats.view import (
     saved_names,
 )
 from hfscale.checkpoint.pickles import Entry, load_archive, read_dcp_metadata
-from hfscale.checkpoint.untrusted import read_json
 from hfscale.core.run_files import PARAMETERS_NAME
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 from hfscale.trainer.parameter_groups import (
     entries_by_group,

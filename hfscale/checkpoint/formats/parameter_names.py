@@ -20,8 +20,8 @@ from typing import Any, cast
 from torch import nn
 
 from hfscale.checkpoint.formats.view import canonical_name, check_names
-from hfscale.checkpoint.untrusted import read_json
 from hfscale.core.run_files import PARAMETERS_NAME
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 
 _FORMAT = 1

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from hfscale.checkpoint.formats.view import TensorRef
-from hfscale.checkpoint.untrusted import read_json
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 
 INDEX_SUFFIX = ".index.json"

@@ -15,7 +15,6 @@ explicitly.
 """
 
 import http.client
-import json
 import os
 import threading
 import time
@@ -30,6 +29,7 @@ from urllib.parse import urlsplit
 from hfscale.checkpoint.preemption.notice import AWS, AZURE, GCP, NOTICES, Notice, PreemptionNotices
 from hfscale.core.logging import get_logger
 from hfscale.core.spelling import spelled_value
+from hfscale.core.text_files import parse_json
 from hfscale.errors import ParameterError, UsageError
 
 logger = get_logger(__name__)
@@ -170,7 +170,7 @@ class AwsWatch:
         answer = self._get("/latest/meta-data/spot/instance-action")
         if answer is None:
             return None
-        ends = datetime.fromisoformat(json.loads(answer.text)["time"])
+        ends = datetime.fromisoformat(parse_json(answer.text)["time"])
         return Notice(source=self.source, seconds=_seconds_until(ends, answer))
 
     def hinted(self) -> bool:
@@ -263,7 +263,7 @@ class AzureWatch:
         answer = self._get("/metadata/scheduledevents?api-version=2020-07-01")
         ends = [
             _seconds_left(event, answer)
-            for event in json.loads(answer.text)["Events"]
+            for event in parse_json(answer.text)["Events"]
             if self._concerns_us(event)
         ]
         return Notice(source=self.source, seconds=min(ends)) if ends else None
