@@ -1,16 +1,13 @@
 """`AlertCallback`: sends the alarms of a run to a webhook, in the background."""
 
 import atexit
-import http.client
 import json
 import queue
 import socket
 import threading
 import time
-import urllib.request
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -19,6 +16,7 @@ from hfscale.core.best_effort import count_failure
 from hfscale.core.options import takes_options
 from hfscale.core.redaction import redact_json
 from hfscale.metrics.options import AlertOptions
+from hfscale.metrics.webhook import Webhook
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 
 POST_S = 10.0
@@ -87,13 +85,6 @@ class AlertCallback(AdapterCallback):
             self._sender = None
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: they would turn the POST into a GET of another host."""
-
-    def redirect_request(self, *args: Any) -> None:
-        return None
-
-
 class _Sender:
     """Sends alarms to a URL from a thread.
 
@@ -104,9 +95,8 @@ class _Sender:
 
     def __init__(self, webhook: str, *, run: str) -> None:
         self._run = run
-        self._webhook = webhook
-        self._where = urlsplit(webhook).hostname
-        self._opener = urllib.request.build_opener(_NoRedirects)
+        self._webhook = Webhook(webhook)
+        self._where = self._webhook.host
         self._waiting: queue.Queue[Alarm | None] = queue.Queue(MAX_WAITING)
         threading.Thread(target=self._send_all, name="hfscale-alerts", daemon=True).start()
         atexit.register(self.settle, END_S)
@@ -154,8 +144,10 @@ class _Sender:
                 return
             try:
                 self._post(alarm)
-            except (OSError, http.client.HTTPException) as error:  # urllib's errors are OSErrors
+            except ConnectionError as error:  # it repeats nothing of the URL
                 count_failure(POSTING, self._where, error)
+            except Exception as error:  # the alarms after this one must be sent
+                count_failure(POSTING, self._where, RuntimeError(type(error).__name__))
             finally:
                 self._waiting.task_done()
 
@@ -169,11 +161,5 @@ class _Sender:
             "run": self._run,
             "host": socket.gethostname(),
         }
-        request = urllib.request.Request(  # noqa: S310  the scheme was checked
-            self._webhook,
-            data=json.dumps(redact_json(message)).encode(),
-            headers={"Content-Type": "application/json"},
-            method="POST",
-        )
-        with self._opener.open(request, timeout=POST_S):
-            pass
+        text = json.dumps(redact_json(message))
+        self._webhook.post(text.encode(), POST_S)

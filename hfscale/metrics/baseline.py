@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from hfscale.core import tables
 from hfscale.core.durable_files import write_atomically
+from hfscale.core.text_files import read_json
 from hfscale.errors import ConfigFileError, StorageError
 
 FORMAT = 1
@@ -156,7 +157,7 @@ def read_baselines(path: Path) -> list[Baseline]:
         ConfigFileError: the file is missing, or is not a file that `hfscale sweep` writes.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["format"] != FORMAT:
             raise ConfigFileError(
                 f"baseline {path} has format {content['format']}, but this version of hfscale reads format {FORMAT}: "

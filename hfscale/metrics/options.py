@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from hfscale.core.options import Options, as_option, from_0, option, positive
 from hfscale.errors import ParameterError
 from hfscale.metrics.prompts import Prompt, read_prompts
+from hfscale.metrics.webhook import Webhook
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,13 @@ class MetricsOptions(Options):
 
 def a_web_address(name: str, value: Any) -> None:
     """Check that a value is a URL with http or https, without naming it: it may be a secret."""
-    parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        shown = f"{parts.scheme}:…" if parts.scheme else "…"
-        raise ParameterError(name, shown, "give a URL that begins with https:// or http://")
+    try:
+        Webhook(value)
+    except ValueError as error:
+        scheme = str(value).strip().partition(":")[0].lower()
+        shown = f"{scheme}:…" if scheme in ("http", "https") else "…"
+        rule = f"{error}: give a URL that begins with https:// or http://"
+        raise ParameterError(name, shown, rule) from None
 
 
 @dataclass(frozen=True, repr=False)

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.text_files import parse_json, read_text
 from hfscale.errors import DataError
 
 Prompt = str | Mapping[str, Any]
@@ -26,7 +27,7 @@ def read_prompts(path: Path | str) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"the prompts {path} cannot be read: {reason}") from error
@@ -42,7 +43,7 @@ def read_prompts(path: Path | str) -> list[Prompt]:
 
 def _prompt_of(line: str, place: str) -> Prompt:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{place} is not JSON: {error.msg}: write one record per line") from error
     prompt = record.get("messages", record.get("prompt")) if isinstance(record, dict) else None

@@ -4,12 +4,11 @@ The files are not trusted: numbers are used only if they are finite, text is sho
 and no file is opened except those with known names.
 """
 
-import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,9 +18,11 @@ from hfscale.core.records import RecordTail
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import JSONL_NAME, MANIFEST_NAME, RANKS_NAME, TIMELINE_NAME
+from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError, StorageError, UsageError
 from hfscale.metrics.goodput import USEFUL_PHASE
 from hfscale.metrics.recorder import is_of_evaluation
+from hfscale.report.record_rows import RecordRows
 
 MAX_TEXT_LENGTH = 400
 _LARGEST = 1e100
@@ -98,7 +99,7 @@ class Run:
     """What the run does: the `workload` event of the timeline."""
     job: Mapping[str, Any]
     """How the planner describes the run: the `job` event of the timeline, unchecked; empty if there is none."""
-    records: Sequence[Mapping[str, float]]
+    records: RecordRows
     """The lines of `scaling.jsonl`, numbers only."""
     ranks: Mapping[str, Sequence[tuple[float, Sequence[float]]]]
     """For each measure the step of each log and one number per rank, (ranks,)."""
@@ -144,8 +145,8 @@ class Run:
         if is_of_evaluation(key):
             found = [(step, numbers[key]) for step, numbers in self.evaluations if key in numbers]
             return [step for step, _ in found], [value for _, value in found]
-        having = [record for record in self.records if key in record]
-        return [record["step"] for record in having], [record[key] for record in having]
+        having = self.records.column(key)
+        return [self.records[at]["step"] for at, _ in having], [value for _, value in having]
 
     def last(self, key: str) -> float | None:
         """Return the newest value of a metric, or None if there is none.
@@ -153,7 +154,7 @@ class Run:
         Args:
             key (`str`): the metric key, such as `scaling/mfu`.
         """
-        return next((record[key] for record in reversed(self.records) if key in record), None)
+        return self.records.last(key)
 
     def median(self, key: str) -> float | None:
         """Return the median of a metric without its first value, which includes start-up; None if there is none.
@@ -219,7 +220,7 @@ class RunFiles:
         self._log_tail = RecordTail(output_dir / JSONL_NAME)
         self._event_tail = RecordTail(output_dir / TIMELINE_NAME)
         self._rank_tail = RecordTail(output_dir / RANKS_NAME)
-        self._records: list[dict[str, float]] = []
+        self._records = RecordRows()
         self._events: list[dict[str, Any]] = []
         self._job: dict[str, Any] = {}
         self._ranks: dict[str, list[tuple[float, list[float]]]] = {}
@@ -244,7 +245,7 @@ class RunFiles:
             raise StorageError(
                 f"{self._folder} cannot be read: {error.strerror or error}"
             ) from None
-        records = list(self._records)
+        records = self._records.so_far()
         events = self._events
         status = read_status(self._folder) or {}
         state = status.get("status")
@@ -274,14 +275,15 @@ class RunFiles:
         )
 
     def _read_new(self) -> None:
-        raw, began_anew = self._log_tail.read()
-        if began_anew:
-            self.generation += 1
-            self._records.clear()
-        self._left_out += sum(
-            _is_damaged(key, value) for record in raw for key, value in record.items()
-        )
-        self._records += [numbers for numbers in map(_numbers, raw) if "step" in numbers]
+        for part, began_anew in self._log_tail.read_in_parts():
+            if began_anew:
+                self.generation += 1
+                self._records = RecordRows()
+            for record in part:
+                self._left_out += sum(starmap(_is_damaged, record.items()))
+                numbers = _numbers(record)
+                if "step" in numbers:
+                    self._records.add(numbers)
         raw, began_anew = self._event_tail.read()
         if began_anew:
             self._events.clear()
@@ -391,12 +393,10 @@ def _checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _attempts(
-    events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]
-) -> list[Attempt]:
+def _attempts(events: Sequence[Mapping[str, Any]], records: RecordRows) -> list[Attempt]:
     """Return the launches of the timeline; each reaches to the next one."""
     starts = [index for index, event in enumerate(events) if event["event"] == "launch"]
-    last_record = max((record["time"] for record in records if "time" in record), default=0.0)
+    last_record = max((at for _, at in records.column("time")), default=0.0)
     attempts = []
     for start, stop in pairwise([*starts, len(events)]):
         launch = events[start]
@@ -443,7 +443,7 @@ def _add_ranks(
 
 
 def _split(
-    output_dir: Path, events: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, float]]
+    output_dir: Path, events: Sequence[Mapping[str, Any]], records: RecordRows
 ) -> dict[str, float]:
     """Return the seconds of each phase, from the end of the run or, before it has ended, from the newest checkpoint.
 
@@ -460,14 +460,14 @@ def _split(
         saved = _saved_goodput(output_dir)
         split = _numbers(saved.get("seconds") or {})
         as_of = saved.get("as_of")
-        alive = max((record["time"] for record in records if "time" in record), default=None)
+        alive = max((at for _, at in records.column("time")), default=None)
         if split and _is_number(as_of) and alive is not None and alive > as_of:
             split["since the last checkpoint"] = alive - as_of
     split = {phase: s for phase, s in split.items() if s > 0}
     shares = {"exposed communication": "scaling/comm_fraction", "bubble": "scaling/bubble_fraction"}
     inside = split.get(USEFUL_PHASE, 0.0)
     for phase, key in shares.items():
-        values = [record[key] for record in records if key in record]
+        values = [value for _, value in records.column(key)]
         if values and inside:
             split[phase] = inside * min(max(statistics.median(values), 0.0), 1.0)
             split[USEFUL_PHASE] -= split[phase]
@@ -478,7 +478,7 @@ def _saved_goodput(output_dir: Path) -> dict[str, Any]:
     """Return what the `GoodputTracker` of the run has saved in its newest checkpoint; {} if there is none."""
     for checkpoint in reversed(list_checkpoints(output_dir)):
         try:
-            state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+            state = read_json(checkpoint / "trainer_state.json")
             saved = state["stateful_callbacks"]["hfscale"]["goodput"]
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -310,6 +310,72 @@ def test_only_web_addresses_are_taken_and_the_rest_is_not_printed(webhook):
     assert "passwd" not in str(raised.value)
 
 
+ODD = {
+    "letters beyond ASCII": "{base}/ü/SECRET?q=ä ö",
+    "space": "{base}/SECRET x",
+    "a percent sign": "{base}/100%/SECRET",
+    "white space around it": "  {base}/SECRET\n",
+    "a fragment": "{base}/SECRET#here",
+}
+REFUSED = [
+    "https://hooks..example/SECRET",
+    f"https://{'a' * 70}.example/SECRET",
+    "http://127.0.0.1:port/SECRET",
+    "http://127.0.0.1:99999/SECRET",
+    "http://127.0.0.1:0/SECRET",
+    "http://SECRET@/x",
+    "https://me:SECRET@127.0.0.1/ok",
+    "https://SECRET@host/ok",
+    "http://[::1/SECRET",
+    "http://[SECRET]/x",
+    "http://exa mple/SECRET",
+    "http://h\nost/SECRET",
+    "http://host/SECRET\r\nX-Other: 1",
+    "http://ho%00st/SECRET",
+    "http://host\\@evil/SECRET",
+    "http://host/SECRET\udcff",
+    b"http://host/SECRET",
+]
+
+
+def test_odd_addresses_are_sent_as_http_allows(caplog):
+    with receiving(status=403) as receiver:
+        base = receiver.url.partition("/hook")[0]
+        for name, url in ODD.items():
+            sender = alerts._Sender(url.format(base=base), run="run")
+            for text in ("one", "two"):
+                sender.take(alerts.Alarm(kind=LOSS, text=text, step=1))
+            sender.settle(60)
+            sender.stop()
+            assert [one["text"] for one in receiver.messages] == ["one", "two"], name
+            receiver.messages.clear()
+        assert receiver.answered == 2 * len(ODD)
+    assert "HTTPError 403" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
+@pytest.mark.parametrize("url", REFUSED)
+def test_addresses_that_cannot_be_sent_to_are_refused_without_their_secret(url):
+    with pytest.raises(ParameterError, match="webhook") as raised:
+        AlertCallback(webhook=url)
+    assert "SECRET" not in str(raised.value)
+
+
+def test_no_error_of_a_message_ends_the_thread_that_sends(caplog, monkeypatch):
+    with receiving() as receiver:
+        sender = alerts._Sender(receiver.url, run="run")
+        with monkeypatch.context() as broken:
+            broken.setattr(alerts, "redact_json", lambda message: {}[SECRET])
+            sender.take(alerts.Alarm(kind=LOSS, text="lost", step=1))
+            sender.settle(60)
+        sender.take(alerts.Alarm(kind=LOSS, text="sent", step=2))
+        sender.settle(60)
+        sender.stop()
+        assert [one["text"] for one in receiver.messages] == ["sent"]
+    assert "KeyError" in caplog.text
+    assert SECRET not in caplog.text
+
+
 def test_the_address_is_not_in_the_files_of_the_run(tmp_path):
     with receiving() as receiver:
         train(tmp_path, receiver.url, save_strategy="steps", save_steps=2)

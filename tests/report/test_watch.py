@@ -8,14 +8,17 @@ import re
 import socket
 import subprocess
 import threading
+import time
+import tracemalloc
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from browser import browser_command, needs_browser
 from conftest import REPOSITORY
 
 from hfscale.cli import main
+from hfscale.core import records
 from hfscale.core.records import RecordTail, read_records
 from hfscale.errors import UsageError
 from hfscale.health.callback import CommHealthCallback
@@ -23,11 +26,13 @@ from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.report.forecast import forecast
 from hfscale.report.html import MAX_POINTS
 from hfscale.report.prediction import predict
+from hfscale.report.record_rows import RecordRows
 from hfscale.report.run_data import load_run
 from hfscale.report.sections import sections
 from hfscale.report.summary import headline
 from hfscale.report.watch import live, open_metrics
 from hfscale.report.watch import page as watch_page
+from hfscale.report.watch import server as watch_server
 from hfscale.report.watch.live import LiveRun
 from hfscale.report.watch.open_metrics import DESCRIPTIONS, Textfile, exposition, metric_name
 from hfscale.report.watch.page import PAGE
@@ -514,6 +519,77 @@ class TestAccess:
         assert main(["report", str(run_dir), "--html", str(tmp_path / "report.html")]) == 0
 
 
+class TestSlowClients:
+    def test_neither_many_nor_slow_ones_keep_the_others_out(self, run_dir, monkeypatch):
+        monkeypatch.setattr(watch_server, "MAX_CONNECTIONS", 4)
+        monkeypatch.setattr(watch_server, "READING_S", 0.5)
+        with serving(run_dir, is_local=False, token=TOKEN) as server, ExitStack() as opened:
+            slow = []
+            for _ in range(12):
+                one = opened.enter_context(socket.create_connection(server.server_address[:2], timeout=20))
+                one.send(b"GET / HTTP/1.1\r\n")
+                slow.append(one)
+                assert len(server._connections._opened_at) <= 4
+            assert ask(server, "/api/run.json", Authorization=f"Bearer {TOKEN}")[0] == 200
+            for one in slow:  # each of them is closed, although it goes on sending
+                until = time.monotonic() + 20
+                with suppress(OSError):
+                    while time.monotonic() < until:
+                        one.send(b"a")
+                        time.sleep(0.05)
+                assert time.monotonic() < until
+            assert ask(server, "/api/run.json", Authorization=f"Bearer {TOKEN}")[0] == 200
+
+    def test_one_that_has_the_token_is_not_closed_for_others(self):
+        connections = watch_server._Connections()
+        connections._most = 2
+        (known, others), closed = (socket.socket(), [socket.socket() for _ in range(3)]), []
+        connections.add(known)
+        connections.is_complete(known, is_known=True)
+        for other in others:
+            connections.add(other)
+            closed += [one for one in (known, *others) if one not in connections._opened_at]
+        assert known in connections._opened_at
+        assert list(connections._opened_at) == [known, others[-1]]
+        for one in (known, *others):
+            one.close()
+
+
+class TestMemory:
+    def test_a_part_of_the_file_at_a_time_gives_the_same_records(self, run_dir, monkeypatch):
+        append(run_dir / "scaling.jsonl", {"step": 41, "time": BEGIN, "loss": 1.0, "text": "x" * 400}, log(50))
+        whole = read_records(run_dir / "scaling.jsonl")
+        monkeypatch.setattr(records, "_PART_BYTES", 37)
+        assert RecordTail(run_dir / "scaling.jsonl").read()[0] == whole
+        run = load_run(run_dir)
+        numbers = [{key: float(value) for key, value in row.items() if key != "text"} for row in whole]
+        assert [dict(row) for row in run.records] == numbers
+        assert run.last("scaling/mfu") == 0.41
+        assert run.columns("loss") == ([row["step"] for row in numbers], [row["loss"] for row in numbers])
+        assert (run.last("nothing"), run.columns("nothing")) == (None, ([], []))
+        assert run.records.keys() == list(dict.fromkeys(key for row in numbers for key in row))
+
+    def test_a_line_without_an_end_is_left_out(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(records, "_PART_BYTES", 64)
+        monkeypatch.setattr(records, "_LONGEST_LINE_BYTES", 256)
+        path = tmp_path / "scaling.jsonl"
+        path.write_text('{"step": 1}\n' + "[" * 1000 + '\n{"step": 2}\n')
+        assert [record["step"] for record in RecordTail(path).read()[0]] == [1, 2]
+
+    def test_many_records_take_little_memory_and_later_ones_do_not_change_a_view(self):
+        rows = RecordRows()
+        tracemalloc.start()
+        for step in range(5000):
+            rows.add({"step": step, **{f"scaling/key_{number}": 0.5 for number in range(20)}})
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert taken < 5000 * 21 * 8 * 1.5
+        view = rows.so_far()
+        rows.add({"step": 7.0, "loss": 2.0})
+        assert (len(view), view.last("step"), view.last("loss")) == (5000, 4999.0, None)
+        assert (rows[-1], rows[:2][1]["step"]) == ({"step": 7.0, "loss": 2.0}, 1.0)
+
+
 class TestCommand:
     @pytest.mark.parametrize(
         ("more", "parts"),
@@ -574,6 +650,18 @@ def shown_metrics():
 
 
 class TestMetrics:
+    def test_no_run_hides_the_others(self, tmp_path, monkeypatch):
+        odd = [write_running(tmp_path / f"run-\udcff{number}") for number in range(2)]
+        good = write_running(tmp_path / "good")
+        with serving(*odd, good) as server:
+            status, _, body = ask(server, "/metrics")
+            assert status == 200
+            for name in ("good", r"run-\\udcff0", r"run-\\udcff1"):
+                assert f'hfscale_step{{run="{name}"}} 40.0' in body
+            assert ask(server, "/api/runs.json")[0] == 200
+        monkeypatch.setattr(open_metrics, "_state", lambda view: {"step": "x"})
+        assert exposition({"good": LiveRun(good)}) == "# EOF\n"  # it is left out with all its lines
+
     def test_every_line_is_read_by_the_parser_of_prometheus(self, run_dir):
         with serving(run_dir) as server:
             status, headers, text = ask(server, "/metrics")

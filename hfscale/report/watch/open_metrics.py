@@ -56,21 +56,22 @@ def exposition(runs: Runs) -> str:
     Returns:
         `str`: one family after another, each with its samples, and `# EOF`.
     """
-    families: dict[str, dict[_Labels, float]] = {}
+    families: dict[str, dict[str, str]] = {}
     described: dict[str, str] = {}
     for run_name, run in runs.items():
-        samples: list[tuple[str, str, _Labels, float]] = []
-        with best_effort(READING_RUN, run_name, errors=(Exception,)):
-            samples = list(_samples(run.view()))
-        for name, description, labels, value in samples:
-            described.setdefault(name, description)
-            families.setdefault(name, {}).setdefault((("run", run_name), *labels), value)
+        with best_effort(READING_RUN, _escaped(run_name), errors=(Exception,)):
+            # All of a run is written before any of it is taken: what one run has must not hide the others
+            of_run = [
+                (name, description, _labels((("run", run_name), *labels)), repr(float(value)))
+                for name, description, labels, value in _samples(run.view())
+            ]
+            for name, description, labels, value in of_run:
+                described.setdefault(name, description)
+                families.setdefault(name, {}).setdefault(labels, value)
     lines = []
     for name, by_labels in sorted(families.items()):
         lines += [f"# TYPE hfscale_{name} gauge", f"# HELP hfscale_{name} {described[name]}"]
-        lines += [
-            f"hfscale_{name}{{{_labels(labels)}}} {value!r}" for labels, value in by_labels.items()
-        ]
+        lines += [f"hfscale_{name}{{{labels}}} {value}" for labels, value in by_labels.items()]
     return "\n".join([*lines, "# EOF", ""])
 
 
@@ -90,7 +91,9 @@ def _labels(labels: _Labels) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    # A name of a folder may have bytes that are not UTF-8
+    written = text.encode("utf-8", "backslashreplace").decode()
+    return written.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _samples(view: View) -> Iterator[tuple[str, str, _Labels, float]]:
@@ -105,7 +108,7 @@ def _samples(view: View) -> Iterator[tuple[str, str, _Labels, float]]:
             (("status", status),),
             float(status == view.run.status),
         )
-    for key in dict.fromkeys(key for record in view.run.records for key in record):
+    for key in view.run.records.keys():  # noqa: SIM118  it is no mapping
         metric = metric_name(key)
         value = view.run.last(key)
         if metric is not None and value is not None:

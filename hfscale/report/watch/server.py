@@ -11,9 +11,13 @@ import gzip
 import hmac
 import ipaddress
 import json
+import resource
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +41,12 @@ MIN_TOKEN_LENGTH = 16
 """Characters of the shortest token."""
 REQUEST_S = 30.0
 """Seconds after which a connection that sends or takes nothing is closed."""
+READING_S = 10.0
+"""Seconds that a client has to send its whole request."""
+CONNECTION_S = 120.0
+"""Seconds that it has for all: to send the request, and to take the answer."""
+MAX_CONNECTIONS = 64
+"""Connections at the same time; the oldest whose request is not complete is closed for a new one."""
 MIN_COMPRESSED = 4096
 """Bytes from which an answer is compressed: the maps of many ranks are large, and a page is often read through ssh."""
 _JSON = "application/json; charset=utf-8"
@@ -57,6 +67,7 @@ class WatchServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(
         self,
@@ -80,6 +91,7 @@ class WatchServer(ThreadingHTTPServer):
             )
         self.token = token
         self.session = secrets.token_urlsafe(32)
+        self._connections = _Connections()
         if ":" in host:
             self.address_family = socket.AF_INET6
         try:
@@ -118,12 +130,93 @@ class WatchServer(ThreadingHTTPServer):
         )
 
     def service_actions(self) -> None:
-        """Write the textfile where it is due; `serve_forever` calls this about twice a second."""
+        """Close what takes too long, and write the textfile where it is due; it is called about twice a second."""
+        self._connections.close_late()
         if self._textfile is not None:
             self._textfile.write_if_due()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own; there are at most `MAX_CONNECTIONS`."""
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def request_is_complete(self, request: socket.socket, *, is_known: bool) -> None:
+        """Record that a client has sent its whole request.
+
+        Args:
+            request (`socket.socket`): its connection.
+            is_known (`bool`): whether it has proved the token: it is not closed for another.
+        """
+        self._connections.is_complete(request, is_known=is_known)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        self._connections.forget(request)
+        super().shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore a connection that was lost; `_Handler` reports every other error."""
+
+
+class _Connections:
+    """The open connections, each with the time at which it was opened and how far it is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened_at: dict[socket.socket, float] = {}  # the oldest first
+        self._stages: dict[socket.socket, int] = {}
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = MAX_CONNECTIONS
+        if limit != resource.RLIM_INFINITY:
+            self._most = max(4, min(MAX_CONNECTIONS, limit // 4))
+
+    def add(self, opened: socket.socket) -> None:
+        """Take a new connection; where they are too many, shut down the oldest of those that are least far."""
+        with self._lock:
+            surplus = None
+            if len(self._opened_at) >= self._most:
+                surplus = min(self._opened_at, key=self._stages.__getitem__)
+                self._drop(surplus)
+            self._opened_at[opened] = time.monotonic()
+            self._stages[opened] = _READING
+        if surplus is not None:
+            _shut_down(surplus)
+
+    def is_complete(self, opened: socket.socket, *, is_known: bool) -> None:
+        with self._lock:
+            if opened in self._stages:
+                self._stages[opened] = _KNOWN if is_known else _ANSWERING
+
+    def forget(self, opened: socket.socket) -> None:
+        with self._lock:
+            self._drop(opened)
+
+    def close_late(self) -> None:
+        """Shut down connections that take too long: byte by byte, no time limit of a single read ends them."""
+        now = time.monotonic()
+        with self._lock:
+            late = [
+                opened for opened, at in self._opened_at.items() if now - at > self._limit(opened)
+            ]
+            for opened in late:
+                self._drop(opened)
+        for opened in late:
+            _shut_down(opened)
+
+    def _limit(self, opened: socket.socket) -> float:
+        return READING_S if self._stages[opened] == _READING else CONNECTION_S
+
+    def _drop(self, opened: socket.socket) -> None:
+        self._opened_at.pop(opened, None)
+        self._stages.pop(opened, None)
+
+
+_READING, _ANSWERING, _KNOWN = range(3)  # how far a connection is
+
+
+def _shut_down(opened: socket.socket) -> None:
+    with suppress(OSError):  # its thread has closed it
+        opened.shutdown(socket.SHUT_RDWR)
 
 
 def is_loopback(host: str) -> bool:
@@ -154,6 +247,8 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError:
             self.send_error(HTTPStatus.BAD_REQUEST)
             return
+        may_read = self._may_read()
+        self.server.request_is_complete(self.connection, is_known=may_read)
         answer = _ROUTES.get(url.path)
         if self.server.is_local and not is_loopback(_host_of(self.headers.get("Host", ""))):
             self._send(
@@ -161,7 +256,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
         elif self.server.token is not None and self._equals(query.get("token"), self.server.token):
             self._open_session(url.path if answer else "/")
-        elif not self._may_read():
+        elif not may_read:
             self._send(
                 HTTPStatus.UNAUTHORIZED,
                 "this page needs its token: open it once with ?token=TOKEN\n",
