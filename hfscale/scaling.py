@@ -10,6 +10,7 @@ from hfscale.health.callback import CommHealthCallback
 from hfscale.lr_scaling.callback import LRScalingCallback
 from hfscale.metrics.callback import ScalingMetricsCallback
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.equal_options import check_equal_options
 
 PARTS: Mapping[str, type[AdapterCallback]] = {
     "comm_health": CommHealthCallback,
@@ -65,7 +66,8 @@ class ScalingCallback(AdapterCallback):
         return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
 
     def before_train(self, adapter: TrainerAdapter) -> None:
-        """Pass the call to each part that is an `AdapterCallback`."""
+        """Pass the call to each part that is an `AdapterCallback`; first compare their options on all ranks."""
+        check_equal_options(self.parts)
         for part in self.parts:
             if isinstance(part, AdapterCallback):
                 part.before_train(adapter)
