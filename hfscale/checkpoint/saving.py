@@ -37,6 +37,7 @@ from hfscale.checkpoint.writer import (
     CheckpointJob,
     CheckpointWriter,
     open_to_subclass,
+    report_removal,
     unfinished_folder,
 )
 from hfscale.core.activity import activity
@@ -145,11 +146,13 @@ class TrainerSaving:
         """Save a checkpoint; this replaces `Trainer._save_checkpoint`."""
         begun = time.monotonic()
         self.writer.wait()  # one save at a time: the buffers are about to be filled again
+        run_dir = Path(self._adapter.output_dir(trial))
         with TRAINING.agreed("save: begin"):
+            if self.commits:
+                report_removal(run_dir, self._trainer.state.global_step)
             self._begin(self._trainer.state, self._trainer.args)
         self._capture.exchange()
         self._check_memory()
-        run_dir = Path(self._adapter.output_dir(trial))
         if self.synchronous_because is None:
             self.writer.start(self._make_job(model, trial, run_dir, begun))
             return

@@ -155,14 +155,6 @@ class CheckpointJob:
         """Folder in which the checkpoint is written."""
         return unfinished_folder(self.run_dir, self.step)
 
-    def report_removal(self) -> None:
-        """Log that the output directory no longer exists, before a rank makes it again."""
-        if self.make_folder is None and self.commits and not self.run_dir.is_dir():
-            lost = "it is made again; the checkpoints and measurements in it are lost"
-            text = f"the output directory {self.run_dir} was removed during the run: {lost}"
-            logger.error(text)
-            raise_alarm(DISK, text, step=self.step, level="error")
-
     def make(self) -> None:
         """Make the folder in which the checkpoint is written.
 
@@ -257,7 +249,6 @@ class CheckpointWriter:
             # Of a training that an exception ended: it exchanges on the same channel
             if other.in_flight:
                 other.wait_without_raising()
-        job.report_removal()
         try:
             _exchange("save: state is copied", job, job.error)
         except StorageError as error:  # on every rank
@@ -317,6 +308,20 @@ class CheckpointWriter:
                 self.optional_failure = error
             else:
                 self._failure = error
+
+
+def report_removal(run_dir: Path, step: int) -> None:
+    """Log that the output directory no longer exists, before a save makes it again.
+
+    Args:
+        run_dir (`Path`): output directory of the run, which was made when the training began.
+        step (`int`): optimizer steps taken.
+    """
+    if not run_dir.is_dir():
+        lost = "it is made again; the checkpoints and measurements in it are lost"
+        text = f"the output directory {run_dir} was removed during the run: {lost}"
+        logger.error(text)
+        raise_alarm(DISK, text, step=step, level="error")
 
 
 def _may_take_long(is_optional: bool) -> AbstractContextManager[None]:

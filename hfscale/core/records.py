@@ -37,6 +37,7 @@ METRIC_PREFIXES = (
     "health/",
 )
 """The metric keys of hfscale's callbacks begin with one of these."""
+_MOST_STEPS = 2**62
 _PART_BYTES = 2**22
 _LONGEST_LINE_BYTES = 2**25
 _COMPARED_BYTES = 256
@@ -299,4 +300,9 @@ def last_logged_step(output_dir: Path) -> int:
     Args:
         output_dir (`Path`): the output directory of the run.
     """
-    return int(max((record["step"] for record in _records(output_dir / JSONL_NAME)), default=0))
+    steps = [record["step"] for record in _records(output_dir / JSONL_NAME)]
+    return int(max(filter(_is_step, steps), default=0))
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int | float) and 0 <= value < _MOST_STEPS
