@@ -67,7 +67,7 @@ class ScalingCallback(AdapterCallback):
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Pass the call to each part that is an `AdapterCallback`; first compare their options on all ranks."""
-        check_equal_options(self.parts)
+        check_equal_options(self.parts, adapter.trainer)
         for part in self.parts:
             if isinstance(part, AdapterCallback):
                 part.before_train(adapter)

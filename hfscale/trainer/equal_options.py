@@ -1,28 +1,60 @@
-"""Checks that all ranks were given the same options: many decide whether the ranks meet in an exchange."""
+"""Checks that all ranks were given the same: options and arguments decide whether the ranks meet in an exchange."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hfscale.core.collectives import START
 from hfscale.core.options import Options
 from hfscale.core.spelling import spelled
-from hfscale.errors import UsageError
+from hfscale.errors import HfScaleError, UsageError
+from hfscale.trainer.strategies.requested import requested_strategy
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 OF_ONE_MACHINE = ("baseline", "peak_tflops", "usd_per_gpu_hour")
 """Options about a machine or its files, which may differ: no exchange depends on them."""
 
 
-def check_equal_options(callbacks: Iterable[object]) -> None:
-    """Check that the options of callbacks are equal on all ranks. Every rank must call it.
+ARGUMENTS = (
+    "max_steps",
+    "num_train_epochs",
+    "gradient_accumulation_steps",
+    "logging_strategy",
+    "logging_steps",
+    "save_strategy",
+    "save_steps",
+    "eval_strategy",
+    "eval_steps",
+    "bf16",
+    "fp16",
+)
+"""The arguments of Trainer that decide when the ranks meet, and what they compute."""
+STRATEGY = "the launcher's strategy"
+
+
+def check_equal_options(callbacks: Iterable[object], trainer: "Trainer") -> None:
+    """Check that options, arguments and strategy are equal on all ranks. Every rank must call it.
 
     Args:
         callbacks (`Iterable`): the callbacks, the same ones on every rank; those without `options` are left out.
+        trainer (`Trainer`): the trainer, before it has prepared its model.
 
     Raises:
-        UsageError: an option differs; raised on every rank. Otherwise some ranks would wait for ever for the others.
+        UsageError: one differs; raised on every rank. Otherwise some ranks would wait for ever for the others.
     """
-    START.combine("start: options", own_options(callbacks), _check)
+    own = own_options(callbacks)
+    try:
+        own[STRATEGY] = requested_strategy(trainer.args, os.environ)
+    except (
+        HfScaleError
+    ) as error:  # raised again by the strategy's own check, where it is on all ranks
+        own[STRATEGY] = str(error)
+    for name in ARGUMENTS:
+        own[name] = _shown(getattr(trainer.args, name, None))
+    START.combine("start: options", own, _check)
 
 
 def own_options(callbacks: Iterable[object]) -> dict[str, str]:
@@ -57,4 +89,5 @@ def _check(ranks: list[Mapping[str, str]]) -> None:
         if names:
             name = names[0]
             values = f"{first.get(name)} on rank 0, {other.get(name)} on rank {number}"
-            raise UsageError(f"{spelled(name)} differs: {values}; give the same on all ranks")
+            named = name if name == STRATEGY else spelled(name)
+            raise UsageError(f"{named} differs: {values}; give the same on all ranks")

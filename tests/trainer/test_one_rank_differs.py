@@ -98,13 +98,12 @@ def train(folder, own):
 
 
 def check(folder, own):
-    codes = run_ranks(2, train, folder, own, log=folder / "log", timeout_s=90, ends_all=False)
+    codes = run_ranks(2, train, folder, own, log=folder / "log", timeout_s=60)  # as a launcher, it ends all with one
     logs = [(folder / "log" / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert not any("Timeout (" in log for log in logs), logs
-    assert all(code == 0 for code in codes) or all(code > 0 for code in codes), (codes, logs)
     if any(codes):
-        errors = [[line for line in log.splitlines() if "Error: " in line] for log in logs]
-        assert all(errors), logs
+        assert max(codes) > 0, (codes, logs)  # not both were killed
+        assert any("Error: " in log or "exit code 75" in log for log in logs), logs  # 75: preempted together
     return codes, logs
 
 
@@ -117,9 +116,8 @@ def test_every_option_has_a_case():
 
 def test_an_option_on_one_rank_is_one_line(tmp_path):
     codes, logs = check(tmp_path, {"rank": "1", "options": {"comm_health": {"replay_every_steps": 2}}})
-    assert codes == [1, 1]
-    for log in logs:
-        assert "replay_every_steps differs: not given on rank 0, 2 on rank 1" in log
+    assert max(codes) == 1
+    assert "replay_every_steps differs: not given on rank 0, 2 on rank 1" in "".join(logs)
 
 
 @pytest.mark.long
