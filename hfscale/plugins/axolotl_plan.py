@@ -8,6 +8,7 @@ from typing import Any
 import click
 import yaml
 
+from hfscale.core.text_files import read_plain_yaml
 from hfscale.errors import UsageError
 
 _QLORA = "qlora"
@@ -42,7 +43,7 @@ def words_of(config: Path) -> list[str]:
         UsageError: the file cannot be read or names no model.
     """
     try:
-        found = yaml.safe_load(config.read_text(encoding="utf-8"))
+        found = read_plain_yaml(config)
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise UsageError(f"{config} cannot be read: {problem}") from None

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from hfscale.core.logging import print_line
+from hfscale.core.text_files import read_plain_yaml
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.plugins.section import callback_of, checkpoint_of
 
@@ -47,7 +48,7 @@ def _read(words: list[str]) -> dict[str, Any]:
     if os.environ.get("USE_V1", "0").lower() in ("1", "true", "y"):
         raise UsageError("USE_V1: LLaMA-Factory's v1 has a Trainer of its own: unset it")
     try:
-        found = yaml.safe_load(Path(words[0]).read_text(encoding="utf-8"))
+        found = read_plain_yaml(Path(words[0]))
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise UsageError(f"{words[0]} cannot be read: {problem}") from None

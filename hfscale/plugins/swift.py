@@ -38,10 +38,11 @@ def read_options() -> object:
         return None
     import yaml
 
+    from hfscale.core.text_files import read_plain_yaml
     from hfscale.errors import UsageError
 
     try:
-        found: object = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
+        found: object = read_plain_yaml(Path(name))
     except (OSError, ValueError, yaml.YAMLError) as error:
         problem = " ".join(str(error).split())
         raise UsageError(f"{OPTIONS}={name} cannot be read: {problem}") from None

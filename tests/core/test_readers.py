@@ -372,7 +372,7 @@ def test_a_message_with_line_ends_and_codes_of_a_terminal_is_one_line(capsys, tm
 
 
 READS = ("read_text", "read_bytes", "load_file", "fromfile", "memmap", "DictReader", "safe_open", "from_file")
-CALLS = ("read_text", "read_json", "parse_json", "safe_open", "load_archive")
+CALLS = ("read_text", "read_json", "read_plain_yaml", "parse_json", "safe_open", "load_archive")
 
 
 def is_read(call):
@@ -481,6 +481,7 @@ SITES = {
     "core/tables.py:read_table": OURS,
     "core/tables.py:read_user_tables": "prices",
     "core/text_files.py:read_json": CALLER,
+    "core/text_files.py:read_plain_yaml": CALLER,
     "core/text_files.py:read_text": CALLER,
     "facts/activations.py:_table": OURS,
     "facts/config_reader.py:_parse": "config of a model",
@@ -516,6 +517,9 @@ SITES = {
     "recipe/token_files.py:_documents": "token file",
     "recipe/token_files.py:_fingerprint": "token file",
     "recipe/token_files.py:_read_header": "token file",
+    "plugins/axolotl_plan.py:words_of": CALLER,
+    "plugins/llamafactory.py:_read": CALLER,
+    "plugins/swift.py:read_options": CALLER,
     "recovery/replicas.py:_link": MEMORY,
     "recovery/replicas.py:_send_file": MEMORY,
     "recovery/replicas.py:list_parts": MEMORY,
