@@ -35,6 +35,10 @@ class Alarm:
     """The optimizer step."""
     level: Level = "warning"
     """How bad it is; an expected event is a `note`."""
+    about: str = ""
+    """What it is about, such as `straggler: rank 3 (node-b)`, if it may be withdrawn later; else empty."""
+    withdraws: str = ""
+    """The `about` of earlier alarms that do not hold any more; else empty. Such an alarm is no news by itself."""
     time: float = field(default_factory=time.time)
     """Unix seconds."""
 
@@ -71,7 +75,15 @@ def listen(
     return end
 
 
-def raise_alarm(kind: str, text: str, *, step: int, level: Level = "warning") -> None:
+def raise_alarm(
+    kind: str,
+    text: str,
+    *,
+    step: int,
+    level: Level = "warning",
+    about: str = "",
+    withdraws: str = "",
+) -> None:
     """Tell all listeners of this process. An error of a listener is counted and logged; it is not raised.
 
     Args:
@@ -79,8 +91,10 @@ def raise_alarm(kind: str, text: str, *, step: int, level: Level = "warning") ->
         text (`str`): what happened, in one line.
         step (`int`): the optimizer step.
         level (`str`): how bad it is.
+        about (`str`): what it is about, for a later withdrawal.
+        withdraws (`str`): what the withdrawn alarms are about.
     """
-    alarm = Alarm(kind=kind, text=text, step=step, level=level)
+    alarm = Alarm(kind=kind, text=text, step=step, level=level, about=about, withdraws=withdraws)
     for listener in list(_listeners.values()):
         try:
             listener(alarm)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Level = Literal["error", "warning", "note"]
+UNEVEN_BATCHES_FIX = "sort sequences by length or pack them"
+"""What to do where ranks wait for each other because their batches differ."""
 
 
 @dataclass(frozen=True, kw_only=True)

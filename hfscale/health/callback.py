@@ -80,7 +80,8 @@ class CommHealthCallback(AdapterCallback):
 
     | metric key | unit | meaning |
     |---|---|---|
-    | `scaling/straggler_skew` | ratio | slowest rank's own work over the median rank's; from two processes on |
+    | `scaling/straggler_skew` | ratio | slowest rank's own work in a step over the median rank's; from two ranks on |
+    | `scaling/straggler_ratio` | ratio | own work of the slowest straggler over the median rank's; 1: no rank is one |
     | `gpu/temperature_c_max` | °C | hottest GPU (with `nvidia-ml-py`) |
     | `gpu/power_w` | W | mean power of a GPU |
     | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |
@@ -356,6 +357,7 @@ class CommHealthCallback(AdapterCallback):
         measured = {name: numbers for name, numbers in of_ranks.items() if numbers}
         if self._rank_lines is not None and measured:
             self._rank_lines.add(step, measured)
+        self._withdraw(comparison.withdrawn, step)
         log_findings(found)
         self._raise_alarms(found, step)
         # These findings follow from what all ranks have exchanged, so all ranks stop or none.
@@ -376,7 +378,17 @@ class CommHealthCallback(AdapterCallback):
             ):
                 self._alarmed_at[finding.check] = now
                 kind = {"loss": LOSS, "disk": DISK}.get(finding.check, HEALTH)
-                raise_alarm(kind, str(finding), step=step, level=finding.level)
+                raise_alarm(
+                    kind, str(finding), step=step, level=finding.level, about=_subject(finding)
+                )
+
+    def _withdraw(self, withdrawn: Sequence[Finding], step: int) -> None:
+        """Log on the main process which findings do not hold any more, and withdraw their alarms."""
+        for finding in withdrawn if is_main_process() else ():
+            text = f"{finding.where}: is no {finding.check} any more: what was reported of it is withdrawn"
+            logger.info(text)
+            self._alarmed_at.pop(finding.check, None)
+            raise_alarm(HEALTH, text, step=step, level="note", withdraws=_subject(finding))
 
     def _replay_differs(self, found: list[Finding], verified_step: int) -> None:
         """Log what a replay has found; with `stop`, and under `hfscale run`, end the run, on all ranks.
@@ -589,6 +601,11 @@ def check_room(
         bytes_per_s=bytes_per_s,
         notice_s=node.DEFAULT_NOTICE_S,
     )
+
+
+def _subject(finding: Finding) -> str:
+    """Return what a finding is about, which tells it apart from others of the same check."""
+    return f"{finding.check}: {finding.where}"
 
 
 def log_findings(findings: list[Finding]) -> None:

@@ -10,12 +10,15 @@ where a strategy waits:
   backward, work cannot be separated from waiting.
 - ZeRO-3, tensor and expert parallelism: nothing, since every layer waits for peers.
 
+Each step has the size of its inputs as well, since a larger batch takes longer on an equal rank.
+
 On a CPU these are host times; on CUDA they are events, read only when they have completed, so that nothing waits for
 them.
 """
 
 import math
 from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ KEPT_STEPS = 32
 
 
 class StepSpans:
-    """Adds up, for each step, the time between calls of `open` and `close`.
+    """Adds up, for each step, the time between calls of `open` and `close`, and the sizes of what is computed.
 
     Args:
         clock (`HostClock`): the clock of the device that does the work.
@@ -40,11 +43,17 @@ class StepSpans:
         self._clock = clock
         self._opened: Any = None
         self._spans: list[tuple[Any, Any]] = []
-        self._steps: deque[list[tuple[Any, Any]]] = deque(maxlen=KEPT_STEPS)
+        self._size = 0
+        self._steps: deque[tuple[list[tuple[Any, Any]], int]] = deque(maxlen=KEPT_STEPS)
 
-    def open(self) -> None:
-        """Start a span."""
+    def open(self, size: int = 0) -> None:
+        """Start a span.
+
+        Args:
+            size (`int`): the size of what is computed in it, in any unit; 0: it is not known.
+        """
         self._opened = self._clock.now()
+        self._size += size
 
     def close(self) -> None:
         """End the span that was opened last; without one, do nothing."""
@@ -54,18 +63,29 @@ class StepSpans:
 
     def next_step(self) -> None:
         """End the current step; later spans belong to the next one."""
-        self._steps.append(self._spans)
+        self._steps.append((self._spans, self._size))
         self._opened = None
         self._spans = []
+        self._size = 0
 
     def read(self) -> list[float]:
         """Return the seconds of each step since the last call, the newest last.
 
         A step is NaN if it was not timed, or if the device has not finished it yet.
         """
-        steps = [self._seconds(spans) for spans in self._steps]
+        times, _ = self.read_with_sizes()
+        return times
+
+    def read_with_sizes(self) -> tuple[list[float], list[float]]:
+        """Return the seconds of each step as `read` does, and the size of what each computed."""
+        times = []
+        sizes = []
+        for spans, size in self._steps:
+            seconds = self._seconds(spans)
+            times.append(seconds)
+            sizes.append(float(size))
         self._steps.clear()
-        return steps
+        return times, sizes
 
     def _seconds(self, spans: list[tuple[Any, Any]]) -> float:
         if not spans or not all(self._clock.has_passed(end) for _, end in spans):
@@ -91,7 +111,7 @@ class LocalTimer:
             first = next((p for p in module.parameters() if p.requires_grad), None)
             if first is not None:
                 self._handles = [
-                    module.register_forward_pre_hook(begin),
+                    module.register_forward_pre_hook(begin, with_kwargs=True),
                     first.register_post_accumulate_grad_hook(end),
                 ]
         elif strategy.gathers_layers:
@@ -99,7 +119,7 @@ class LocalTimer:
                 if layer is module:
                     continue
                 # FSDP's own hook is the first before the forward and the last after it, so these run inside.
-                self._handles.append(layer.register_forward_pre_hook(begin))
+                self._handles.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
                 self._handles.append(layer.register_forward_hook(end, prepend=True))
 
     @property
@@ -113,9 +133,19 @@ class LocalTimer:
             handle.remove()
         self._handles = []
 
-    def _begin(self, module: nn.Module, *_: Any) -> None:
+    def _begin(self, module: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         if module.training:
-            self.span.open()
+            size = _largest([*inputs, *named.values()])
+            self.span.open(size)
 
     def _end(self, *_: Any) -> None:
         self.span.close()
+
+
+def _largest(inputs: Sequence[Any]) -> int:
+    """Return the number of elements of the largest tensor, such as rows x padded length of a batch; 0 without one."""
+    largest = 0
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            largest = max(largest, value.numel())
+    return largest

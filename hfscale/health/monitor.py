@@ -26,6 +26,8 @@ READING_GPU = "reading the GPU"
 """Name of this work in warnings."""
 OWN_S = [f"own_s_{number}" for number in range(KEPT_STEPS)]
 """Names of the exchanged seconds of own work, of the last steps, the newest last."""
+OWN_SIZES = [f"own_size_{number}" for number in range(KEPT_STEPS)]
+"""Names of the exchanged sizes of the batches of these steps."""
 
 
 def gather_hosts() -> list[str]:
@@ -74,6 +76,8 @@ class Comparison:
     """The metric keys."""
     findings: Sequence[Finding]
     """New findings about the ranks, and about this rank's own GPU."""
+    withdrawn: Sequence[Finding]
+    """Earlier findings that do not hold any more."""
     loss: float | None
     """The first loss that is not finite, else that of rank 0; None: Trainer has logged no loss."""
     grad_norm: float | None
@@ -158,9 +162,8 @@ class Monitor:
         Returns:
             `dict[str, Any]`: the fields of `Comparison`, as JSON can represent them.
         """
-        own_s = [columns[name] for name in OWN_S if name in columns]
         judgement = self._straggler_judge.add(
-            np.stack(own_s, axis=1) if own_s else np.empty((len(self._hosts), 0))
+            self._by_rank(columns, OWN_S), self._by_rank(columns, OWN_SIZES)
         )
         self.own_s = judgement.own_s
         temperatures = columns["temperature_c"]
@@ -176,11 +179,16 @@ class Monitor:
                 else np.full(len(self._hosts), math.nan)
             )
             found += compare_replicas(columns["checksum"], norms, self._hosts, step)
-        keys = {} if judgement.skew is None else {"scaling/straggler_skew": judgement.skew}
+        keys = {}
+        if judgement.skew is not None:
+            keys["scaling/straggler_skew"] = judgement.skew
+        if judgement.slow_ratio is not None:
+            keys["scaling/straggler_ratio"] = judgement.slow_ratio
         keys |= _gpu_keys(columns["temperature_c"], columns["power_w"], columns["throttled"])
         return {
             "keys": keys,
             "findings": [finding.to_dict() for finding in found],
+            "withdrawn": [finding.to_dict() for finding in judgement.withdrawn],
             "loss": _worst(columns, "loss"),
             "grad_norm": _worst(columns, "grad_norm"),
         }
@@ -201,6 +209,7 @@ class Monitor:
         return Comparison(
             keys=judgement["keys"],
             findings=found,
+            withdrawn=[Finding.from_dict(fields) for fields in judgement["withdrawn"]],
             loss=judgement["loss"],
             grad_norm=judgement["grad_norm"],
         )
@@ -224,12 +233,21 @@ class Monitor:
         return checksum(self._replicas, step)
 
     def _timed_steps(self) -> dict[str, float]:
-        """Return the seconds of own work in the last steps, padded with NaN; empty if nothing is timed on any rank."""
+        """Return times and sizes of the last steps, padded with NaN; empty if nothing is timed on any rank."""
         if self._timer is None:
             return {}
-        times = self._timer.span.read()
+        times, sizes = self._timer.span.read_with_sizes()
         padding = [math.nan] * (KEPT_STEPS - len(times))
-        return dict(zip(OWN_S, padding + times, strict=True))
+        numbers = dict(zip(OWN_S, padding + times, strict=True))
+        numbers |= zip(OWN_SIZES, padding + sizes, strict=True)
+        return numbers
+
+    def _by_rank(self, columns: Arrays, names: Sequence[str]) -> Numbers:
+        """Return exchanged numbers as (ranks, names); without columns where nothing was timed."""
+        known = [columns[name] for name in names if name in columns]
+        if not known:
+            return np.empty((len(self._hosts), 0))
+        return np.stack(known, axis=1)
 
     def _gpu_numbers(self) -> dict[str, float]:
         """Return the last reading of this rank's GPU; NaN where there is none."""

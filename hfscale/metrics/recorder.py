@@ -153,6 +153,8 @@ class RunRecorder:
                 "level": alarm.level,
                 "text": alarm.text,
             }
+            fields |= {"about": alarm.about} if alarm.about else {}
+            fields |= {"withdraws": alarm.withdraws} if alarm.withdraws else {}
             with best_effort(WRITING, self._folder / TIMELINE_NAME):
                 line = {"step": alarm.step, "time": alarm.time, **fields}
                 append_record(self._folder / TIMELINE_NAME, line)

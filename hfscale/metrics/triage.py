@@ -8,10 +8,10 @@ to 128 H100s, arXiv 2410.06511, so losing a third needs another reason).
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hfscale.core.findings import Finding
+from hfscale.core.findings import UNEVEN_BATCHES_FIX, Finding
 from hfscale.core.logging import get_logger
 
 logger = get_logger(__name__)
@@ -36,6 +36,7 @@ TRIAGE_KEYS = (
     "scaling/efficiency",
     "scaling/data_wait_fraction",
     "scaling/straggler_skew",
+    "scaling/straggler_ratio",
     "scaling/comm_fraction",
     "scaling/bubble_fraction",
     "scaling/mfu",
@@ -43,6 +44,11 @@ TRIAGE_KEYS = (
     "gpu/throttled",
 )
 """The metric keys that the triage reads."""
+NEWEST_KEYS = ("scaling/straggler_ratio",)
+"""Those of which the newest value holds, since it is a judgement about the steps before; of the others a mean or a
+median over several logs is judged."""
+UNEVEN_BATCHES = "uneven batches"
+"""The cause where another rank is the slowest one at each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +60,10 @@ class TriageInput:
     data_wait_fraction: float | None = None
     """Share of the time spent waiting for batches."""
     straggler_skew: float | None = None
-    """Compute time of the slowest rank over that of the median rank."""
+    """Compute time of the slowest rank in a step over that of the median rank."""
+    straggler_ratio: float | None = None
+    """Compute time of the slowest straggler over that of the median rank; 1 where no rank is one, None where this was
+    not judged."""
     comm_fraction: float | None = None
     """Share of the time spent in communication that no computation hides."""
     comm_over_backward: float | None = None
@@ -95,6 +104,24 @@ class _Candidate:
     over_limit: bool
 
 
+def keys_of_run(
+    typical: Callable[[str], float | None], newest: Callable[[str], float | None]
+) -> dict[str, float]:
+    """Return the metric keys of a run that the triage judges.
+
+    Args:
+        typical (`Callable[[str], float | None]`): returns the median of a key over the logs; None if no log has it.
+        newest (`Callable[[str], float | None]`): returns its newest value.
+    """
+    keys = {}
+    for key in TRIAGE_KEYS:
+        read = newest if key in NEWEST_KEYS else typical
+        value = read(key)
+        if value is not None:
+            keys[key] = value
+    return keys
+
+
 def triage(measured: TriageInput) -> Finding | None:
     """Return the bottleneck to look at first.
 
@@ -103,8 +130,8 @@ def triage(measured: TriageInput) -> Finding | None:
 
     Returns:
         `Finding | None`: the bottleneck, or None if nothing calls for a change. Its `check` is `data wait`,
-        `straggler`, `tokens per GPU too small`, `exposed communication`, `bubble`, `recompute`, `thermal` or
-        `not measured`.
+        `straggler`, `uneven batches`, `tokens per GPU too small`, `exposed communication`, `bubble`, `recompute`,
+        `thermal` or `not measured`.
     """
     is_low = measured.efficiency is not None and measured.efficiency < EFFICIENCY_FLOOR
     candidates = [found for found in (check(measured) for check in _CHECKS) if found is not None]
@@ -148,16 +175,57 @@ def _data_wait(m: TriageInput) -> _Candidate | None:
     return _Candidate(finding=finding, over_limit=m.data_wait_fraction > DATA_WAIT_LIMIT)
 
 
-def _straggler(m: TriageInput) -> _Candidate | None:
+def _slowest_rank(m: TriageInput) -> _Candidate | None:
+    """Find time that the other ranks wait for the slowest one, by the judgement whether it is always the same rank."""
+    if m.straggler_ratio is not None and m.straggler_ratio > 1:
+        finding = _waiting(
+            "straggler",
+            m.straggler_ratio,
+            problem=f"one rank computes {m.straggler_ratio:.2f} times as long as the median one",
+            fix="the log names the rank: check its clocks and other work on its host; replace the host if it stays "
+            "slow",
+        )
+        return _Candidate(finding=finding, over_limit=m.straggler_ratio > SKEW_LIMIT)
     if m.straggler_skew is None or m.straggler_skew <= 1:
         return None
-    finding = Finding(
-        check="straggler",
-        share=1 - 1 / m.straggler_skew,  # every other rank idles until the slowest one has finished
-        problem=f"the slowest rank computes {m.straggler_skew:.2f} times as long as the median one",
-        fix="the log names the rank: check its clocks and other work on its host; replace the host if it stays slow",
-    )
+    problem = f"the slowest rank computes {m.straggler_skew:.2f} times as long as the median one"
+    if m.straggler_ratio is None:
+        finding = _waiting(
+            "straggler",
+            m.straggler_skew,
+            problem=problem,
+            fix="if the log names a rank, check its clocks and other work on its host; if it names none, batches are "
+            f"uneven: {UNEVEN_BATCHES_FIX}",
+        )
+    else:
+        finding = _waiting(
+            UNEVEN_BATCHES,
+            m.straggler_skew,
+            problem=f"{problem}, and no rank is slower than its own spread explains",
+            fix=UNEVEN_BATCHES_FIX,
+        )
     return _Candidate(finding=finding, over_limit=m.straggler_skew > SKEW_LIMIT)
+
+
+def slowest_rank(keys: Mapping[str, float]) -> Finding | None:
+    """Return what makes the ranks wait for the slowest one; None if nothing does, or nothing was measured.
+
+    Args:
+        keys (`Mapping[str, float]`): metric keys, as `keys_of_run` returns them.
+
+    Returns:
+        `Finding | None`: its `check` is `straggler` or `uneven batches`, and its share is known.
+    """
+    measured = TriageInput.from_keys(keys)
+    candidate = _slowest_rank(measured)
+    if candidate is None:
+        return None
+    return candidate.finding
+
+
+def _waiting(check: str, ratio: float, *, problem: str, fix: str) -> Finding:
+    """Return the finding that every other rank idles until the slowest one has finished."""
+    return Finding(check=check, share=1 - 1 / ratio, problem=problem, fix=fix)
 
 
 def _communication(m: TriageInput) -> _Candidate | None:
@@ -229,7 +297,7 @@ def _thermal(m: TriageInput) -> _Candidate | None:
     return _Candidate(finding=finding, over_limit=True)
 
 
-_CHECKS = (_data_wait, _straggler, _communication, _bubble, _recompute, _thermal)
+_CHECKS = (_data_wait, _slowest_rank, _communication, _bubble, _recompute, _thermal)
 
 
 class TriageWatch:
@@ -277,6 +345,9 @@ class TriageWatch:
             return None
         in_all = set.intersection(*(set(keys) for keys in self._recent))
         mean = {key: sum(keys[key] for keys in self._recent) / TRIAGE_LOGS for key in in_all}
+        for key in NEWEST_KEYS:
+            if key in in_all:
+                mean[key] = self._recent[-1][key]
         measured = TriageInput.from_keys(
             mean, comm_over_backward=comm_over_backward, tokens_per_gpu=tokens_per_gpu
         )

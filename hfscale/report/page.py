@@ -32,6 +32,7 @@ _LOSS_COLOURS = {
     "data wait": "amber",
     "exposed communication": "violet",
     "straggler": "red",
+    "uneven batches": "rust",
     "bubble": "teal",
     "not measured": "gray",
 }

@@ -120,7 +120,7 @@ class Run:
     notes: Sequence[str] = field(default=())
     """Advice that the run computed."""
     alarms: Sequence[Mapping[str, Any]] = ()
-    """The alarms of the run, oldest first: `kind`, `level`, `text`, `step`, `time`."""
+    """The alarms of the run that were not withdrawn, oldest first: `kind`, `level`, `text`, `step`, `time`."""
     max_steps: int | None = None
     """Number of steps at which the newest launch ends; None if it is unknown."""
     left_out: int = 0
@@ -265,7 +265,7 @@ class RunFiles:
             recoveries=[event for event in events if event["event"] == "recovery"],
             evaluations=_evaluations(events),
             failures=_failures(events),
-            alarms=[event for event in events if event["event"] == "alarm"],
+            alarms=_standing_alarms(events),
             notes=[note for event in events if isinstance(note := event.get("advice"), str)],
             max_steps=int(launches[-1]["max_steps"])
             if launches and "max_steps" in launches[-1]
@@ -327,6 +327,20 @@ def _failures(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
                 {redact(name): int(number) for name, number in event.get("counts", {}).items()}
             )
     return dict(counts)
+
+
+def _standing_alarms(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the alarms that no later one has withdrawn."""
+    standing: list[Mapping[str, Any]] = []
+    for event in events:
+        if event["event"] != "alarm":
+            continue
+        withdrawn = event.get("withdraws")
+        if withdrawn:
+            standing = [alarm for alarm in standing if alarm.get("about") != withdrawn]
+        else:
+            standing.append(event)
+    return standing
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hfscale.core.findings import Finding
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
-from hfscale.metrics.triage import TRIAGE_KEYS, TriageInput, triage
+from hfscale.metrics.triage import TriageInput, keys_of_run, triage
 from hfscale.report.formatting import count, duration, percent, usd
 from hfscale.report.run_data import Run
 
@@ -224,10 +224,10 @@ def bottlenecks(run: Run) -> list[Finding]:
 
 
 def _inside_the_steps(run: Run) -> Sequence[Finding]:
-    medians = {key: value for key in TRIAGE_KEYS if (value := run.median(key)) is not None}
+    measured = keys_of_run(run.median, run.last)
     tokens = run.facts.get("tokens_per_gpu")
     bottleneck = triage(
-        TriageInput.from_keys(medians, tokens_per_gpu=int(tokens) if tokens else None)
+        TriageInput.from_keys(measured, tokens_per_gpu=int(tokens) if tokens else None)
     )
     if bottleneck is None:
         return []

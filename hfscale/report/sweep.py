@@ -26,7 +26,7 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import HfScaleError, ParameterError, StorageError, UsageError
 from hfscale.facts.layout import split_batch
 from hfscale.metrics.baseline import Baseline, Mode, Workload
-from hfscale.metrics.triage import TriageInput, triage
+from hfscale.metrics.triage import NEWEST_KEYS, TriageInput, keys_of_run, slowest_rank, triage
 
 LOGS_PER_RUN = 8
 LOG_NAME = "output.txt"
@@ -154,7 +154,7 @@ class Measurement:
     rates: list[float] = field(default_factory=list)
     """Tokens/s/GPU of each repeat."""
     keys: list[Mapping[str, float]] = field(default_factory=list)
-    """Medians of the metric keys of each repeat."""
+    """Medians of the metric keys of each repeat; of those in `NEWEST_KEYS` the newest values."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the run does: the `workload` event of its timeline."""
 
@@ -200,9 +200,9 @@ class Measurement:
             cause: (self.median(key) or 0.0) - (base.median(key) or 0.0)
             for cause, key in _SHARE_KEYS.items()
         }
-        skew = self.median("scaling/straggler_skew")
-        if skew is not None and skew > 1:
-            added["straggler"] = 1 - 1 / skew
+        waiting = slowest_rank(keys_of_run(self.median, self.median))
+        if waiting is not None:
+            added[waiting.check] = waiting.share or 0.0
         added = {cause: share for cause, share in added.items() if share > 0}
         scale = min(1.0, lost / sum(added.values())) if added else 0.0
         losses = {cause: share * scale for cause, share in added.items()}
@@ -215,12 +215,11 @@ class Measurement:
         Args:
             base (`Measurement`): the measurement on the fewest processes, with as many repeats.
         """
-        names = {key for keys in self.keys for key in keys}
-        medians = {key: value for key in names if (value := self.median(key)) is not None}
-        medians["scaling/efficiency"] = self.efficiency(base)
+        measured = keys_of_run(self.median, self.median)
+        measured["scaling/efficiency"] = self.efficiency(base)
         tokens = self.facts.get("tokens_per_gpu")
         return triage(
-            TriageInput.from_keys(medians, tokens_per_gpu=int(tokens) if tokens else None)
+            TriageInput.from_keys(measured, tokens_per_gpu=int(tokens) if tokens else None)
         )
 
     def baseline(self) -> Baseline:
@@ -357,7 +356,9 @@ def _read(measurement: Measurement, kept: Path) -> None:
         key for record in steady for key, value in record.items() if isinstance(value, int | float)
     }
     medians = {name: statistics.median([r[name] for r in steady if name in r]) for name in names}
-    measurement.keys.append(medians)
+    # A judgement about the steps before: the newest one has seen all of them
+    newest = {name: r[name] for r in steady for name in NEWEST_KEYS if name in r}
+    measurement.keys.append(medians | newest)
     measurement.rates.append(medians["scaling/tokens_per_s_per_gpu"])
     measurement.facts = next(
         (e for e in reversed(read_events(kept)) if e["event"] == "workload"), {}

@@ -19,6 +19,7 @@ _LETTERS = {
     "data wait": "d",
     "exposed communication": "c",
     "straggler": "s",
+    "uneven batches": "u",
     "bubble": "b",
     "not measured": "·",
 }

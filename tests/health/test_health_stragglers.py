@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 import torch
 from strategy_kinds import named
+from tiny import tiny_trainer
 from torch import nn
+from transformers import TrainerCallback
 from workers.health_stragglers import run
 
+from hfscale import CommHealthCallback, ScalingCallback
 from hfscale.core.clocks import CudaClock, HostClock
+from hfscale.core.findings import Finding
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer, StepSpans
 from hfscale.health.stragglers import DataWaitJudge, StragglerJudge, z_scores
+from hfscale.report.run_data import load_run
 
 HOSTS = [f"node-{rank // 4}" for rank in range(8)]
 
@@ -68,6 +73,56 @@ def test_a_straggler_is_reported_again_only_after_it_has_recovered():
     slow, healthy = [[0.03] * 50, [0.06] * 50, [0.03] * 50], [[0.03] * 50] * 3
     counts = [len(judge.add(rows).findings) for rows in (slow, slow, healthy, slow)]
     assert counts == [1, 0, 0, 1]
+
+
+def uneven(ranks, seed, slow=1.0, steps=200):
+    """Seconds and sizes of steps on log-normal lengths, (ranks, steps); the last rank is slower by `slow`."""
+    chance = np.random.default_rng(seed)
+    sizes = np.minimum(np.exp(6 + 0.8 * chance.standard_normal((ranks, steps))), 4096)
+    seconds = (0.02 + 1e-4 * sizes) * np.exp(0.03 * chance.standard_normal(sizes.shape))
+    seconds[-1] *= slow
+    return seconds, sizes
+
+
+def first_accused(seconds, sizes=None):
+    """The ranks that are accused, each with the step at which it is."""
+    judge, accused = StragglerJudge(HOSTS[: len(seconds)]), {}
+    for end in range(10, seconds.shape[1] + 1, 10):
+        new = slice(end - 10, end)
+        judgement = judge.add(seconds[:, new], None if sizes is None else sizes[:, new])
+        accused |= {rank: end for finding in judgement.findings for rank in finding.ranks}
+    return accused
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_equal_ranks_with_uneven_batches_are_not_accused(ranks):
+    """The sizes of the batches may be known or not; docs/health.md has the shares of more simulated runs."""
+    runs = [uneven(ranks, seed) for seed in range(20)]
+    assert [first_accused(seconds) for seconds, _ in runs] == [{}] * len(runs)
+    assert [first_accused(*run) for run in runs] == [{}] * len(runs)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_a_rank_slower_by_1_3_on_uneven_batches_is_found_for_equal_sizes(ranks):
+    for seed in range(10):
+        (accused,) = first_accused(*uneven(ranks, seed, 1.3)).items()
+        assert accused[0] == ranks - 1
+        assert accused[1] <= 100
+
+
+def test_a_rank_with_larger_batches_of_fixed_sizes_is_not_accused():
+    sizes = np.repeat([[512.0], [512.0], [1024.0]], 50, axis=1)
+    assert first_accused(sizes * 1e-4, sizes) == {}
+    assert first_accused(sizes * 1e-4) == {2: 40}
+
+
+def test_an_accusation_that_does_not_hold_any_more_is_withdrawn():
+    judge = StragglerJudge(["a", "b", "c"])
+    slow, healthy = [[0.03] * 50, [0.06] * 50, [0.03] * 50], [[0.03] * 50] * 3
+    judgements = [judge.add(rows) for rows in (healthy, slow, healthy, healthy)]
+    assert [judgement.slow_ratio for judgement in judgements] == [1.0, pytest.approx(2.0), 1.0, 1.0]
+    assert [[finding.ranks for finding in one.withdrawn] for one in judgements] == [[], [], [(1,)], []]
+    assert StragglerJudge(["a", "b"]).add([[0.03] * 10, [0.06] * 10]).slow_ratio is None  # too few steps to tell
 
 
 def test_a_straggler_near_the_limit_is_reported_once():
@@ -174,6 +229,27 @@ class TestLocalTimer:
     def test_nothing_is_timed_where_every_matrix_product_waits(self):
         assert not LocalTimer(nn.Linear(2, 2), named("zero3"), torch.device("cpu")).measures
         assert LocalTimer(nn.Linear(2, 2), named("ddp"), torch.device("cpu")).measures
+
+
+def test_a_withdrawn_accusation_is_in_no_report(tmp_path):
+    """The alarm is raised and withdrawn during a real training; that of another rank stands."""
+
+    class Accuse(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            of_ranks = [
+                Finding(check="straggler", problem="is a straggler", ranks=(rank,), host="node-a") for rank in (0, 1)
+            ]
+            if state.global_step == 1:
+                health._alarmed_at.clear()
+                health._raise_alarms(of_ranks[:1], 1)
+            if state.global_step == 2:
+                health._withdraw(of_ranks[:1], 2)
+                health._raise_alarms(of_ranks[1:], 2)
+
+    health = CommHealthCallback()
+    tiny_trainer(tmp_path, ScalingCallback(comm_health=health), Accuse(), max_steps=2).train()
+    texts = [alarm["text"] for alarm in load_run(tmp_path).alarms if "straggler" in alarm["text"]]
+    assert texts == ["rank 1 (node-a): is a straggler"]
 
 
 @pytest.mark.gpu

@@ -25,6 +25,8 @@ def test_a_healthy_and_an_unmeasured_run_have_no_bottleneck():
     [
         ({"data_wait_fraction": 0.31}, "data wait", "31%"),
         ({"straggler_skew": 1.5}, "straggler", "1.50 times"),
+        ({"straggler_skew": 1.5, "straggler_ratio": 1.0}, "uneven batches", "no rank is slower"),
+        ({"straggler_skew": 1.5, "straggler_ratio": 1.3}, "straggler", "1.30 times"),
         ({"comm_fraction": 0.4}, "exposed communication", "40%"),
         ({"comm_fraction": 0.4, "comm_over_backward": 0.8}, "exposed communication", "40%"),
         ({"comm_fraction": 0.4, "comm_over_backward": 3.0}, "tokens per GPU too small", "8,192 tokens"),
@@ -57,6 +59,23 @@ def test_advice_names_flags_of_recipes_as_such():
     ):
         fix = triage(TriageInput(**changed)).fix
         assert fix.count("--") == fix.count("of a recipe")
+
+
+def test_a_host_is_to_be_replaced_only_where_a_rank_is_slow():
+    advice = {
+        ratio: triage(TriageInput(**HEALTHY | {"straggler_skew": 1.5, "straggler_ratio": ratio})).fix
+        for ratio in (1.0, 1.4)
+    }
+    assert "pack" in advice[1.0]
+    assert "host" not in advice[1.0]
+    assert "replace the host" in advice[1.4]
+
+
+def test_the_newest_judgement_about_stragglers_holds():
+    watch = TriageWatch(after_s=0)
+    logs = [{"scaling/straggler_skew": 1.5, "scaling/straggler_ratio": ratio} for ratio in (1.0, 1.6, 1.6, 1.0)]
+    found = [watch.check(one, comm_over_backward=None, tokens_per_gpu=None) for one in logs]
+    assert found[-1].check == "uneven batches"
 
 
 def test_the_largest_of_several_bottlenecks_is_named():

@@ -25,6 +25,7 @@ NEED_MORE_THAN_ONE_SHORT_RUN = {
     "scaling/noise_scale",
     "scaling/straggler_skew",
     "health/replay_compared",
+    "scaling/straggler_ratio",
     "health/replay_mismatches",  # with replay_every_steps: tests/health/test_replay.py
     "health/replay_s",
     "moe/max_load",  # of a model with experts: tests/metrics/test_expert_load.py
