@@ -28,8 +28,10 @@ from hfscale.checkpoint.untrusted import check_links, check_no_link
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import flush, flush_folders, write_atomically
 from hfscale.core.logging import get_logger
+from hfscale.core.records import read_status as read_status
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import MANIFEST_NAME, UNFINISHED
+from hfscale.core.run_files import STATUS_NAME as STATUS_NAME
 from hfscale.core.run_memory import RunMemory
 from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError, UsageError
@@ -39,7 +41,6 @@ logger = get_logger(__name__)
 VISIBILITY_TIMEOUT_S = 75.0
 """How long a new file may be invisible to another machine: NFS caches the attributes of a folder for up to 60 s
 (nfs(5), acdirmax); the rest allows for slow servers and clocks that differ."""
-STATUS_NAME = "hfscale_status.json"
 STATUSES = ("running", "completed", "preempted", "failed")
 LAST_CHECKPOINT = "last-checkpoint"
 """The folder that `hub_strategy="checkpoint"` uploads."""
@@ -573,12 +574,3 @@ def write_status(
     reason = redact(reason) if reason is not None else None
     fields = {"status": status, "step": step, "checkpoint": checkpoint, "reason": reason}
     write_atomically(output_dir / STATUS_NAME, json.dumps(fields) + "\n")
-
-
-def read_status(output_dir: Path) -> dict[str, Any] | None:
-    """Return the content of `hfscale_status.json`, or None if the file is missing or not readable JSON."""
-    try:
-        fields = read_json(output_dir / STATUS_NAME)
-    except (OSError, ValueError):
-        return None
-    return fields if isinstance(fields, dict) else None

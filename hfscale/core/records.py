@@ -21,8 +21,14 @@ from typing import Any, BinaryIO
 from hfscale.core.best_effort import best_effort
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.redaction import redact_json
-from hfscale.core.run_files import FINGERPRINTS_NAME, JSONL_NAME, RANKS_NAME, TIMELINE_NAME
-from hfscale.core.text_files import parse_json
+from hfscale.core.run_files import (
+    FINGERPRINTS_NAME,
+    JSONL_NAME,
+    RANKS_NAME,
+    STATUS_NAME,
+    TIMELINE_NAME,
+)
+from hfscale.core.text_files import parse_json, read_json
 
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
@@ -91,6 +97,15 @@ def _record(line: str | bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and "step" in record else None
+
+
+def read_status(output_dir: Path) -> dict[str, Any] | None:
+    """Return the content of `hfscale_status.json`, or None if the file is missing or not readable JSON."""
+    try:
+        fields = read_json(output_dir / STATUS_NAME)
+    except (OSError, ValueError):
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 class RecordTail:

@@ -9,6 +9,8 @@ LOCK_NAME = ".hfscale_lock"
 UNFINISHED = ".unfinished"
 """Folder in the output directory, and so on the same file system: checkpoints that are being written, fetched or
 deleted. No program searches it for checkpoints, and the next launch empties it."""
+STATUS_NAME = "hfscale_status.json"
+"""The status of the run, for schedulers and people."""
 JSONL_NAME = "scaling.jsonl"
 """One JSON object for each log of the training."""
 TIMELINE_NAME = "hfscale_timeline.jsonl"

@@ -54,8 +54,8 @@ class ScalingMetricsCallback(AdapterCallback):
     | `scaling/efficiency` | ratio | tokens/s/GPU over those of a recorded baseline of the same work |
     | `scaling/data_wait_fraction` | ratio | time waiting for batches / time, on the rank that waits longest |
     | `scaling/comm_fraction` | ratio | communication that no computation hides / time, on the rank with the least |
-    | `scaling/goodput` | ratio | time in optimizer steps that were kept / time since the first launch |
-    | `scaling/usd` | USD | cost since the first launch: processes x hours x price |
+    | `scaling/goodput` | ratio | time in optimizer steps that were kept / time since the first launch, less pauses |
+    | `scaling/usd` | USD | cost since the first launch: processes x hours x price, summed over the launches |
     | `scaling/usd_per_million_tokens` | USD | cost per million of `scaling/tokens_seen` |
     | `scaling/noise_scale` | sequences | gradient noise scale (McCandlish et al. 2018); only with `noise_scale=True` |
     | `moe/max_load` | ratio | tokens of the fullest expert / mean, in the layer where it is largest; 1 is balanced |
@@ -207,8 +207,11 @@ class ScalingMetricsCallback(AdapterCallback):
             return
         if any(map(is_of_evaluation, logs)):
             self._recorder.evaluated(state, logs)
-        if "loss" in logs:
+        # The log at the end of the training has no loss, and the keys of the steps since the last one
+        is_measured = "loss" in logs or "scaling/goodput" in logs
+        if is_measured:
             self._recorder.logged(state, logs, durable=control.should_save)
+        if "loss" in logs:
             workload = self._efficiency.workload
             finding = self._triage.check(
                 logs,

@@ -1,19 +1,21 @@
 """Measures goodput and cost: how the time since the first launch was spent, over every restart, and what it cost.
 
-    goodput = seconds inside optimizer steps that the training kept / seconds since the first launch
+    goodput = seconds inside optimizer steps that the training kept / seconds since the first launch, without pauses
 
 The times are kept in a dictionary in `trainer_state.json`, so that each checkpoint contains them. Resuming from a
 checkpoint restores its times, and what was done after that checkpoint is then not in them: lost steps count as lost
-without further bookkeeping. The ratio is that of Google's ML Goodput (arXiv 2502.06982), with evaluations counted as
-overhead.
+without further bookkeeping. Of the launches after it the timeline knows how long each lived, and on how many
+processes (`hfscale.core.lives`). The ratio is that of Google's ML Goodput (arXiv 2502.06982), with evaluations
+counted as overhead.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.lives import PAUSED, Life, spent_between
 from hfscale.core.phases import COMPUTE
 from hfscale.facts.hardware import match_device_name
 from hfscale.facts.prices import all_prices, prices_of
@@ -22,10 +24,6 @@ USEFUL_PHASE = COMPUTE
 """The phase that counts as useful, in steps that were kept."""
 START_UP = "start_up"
 """The phase from the launch to the beginning of the training loop."""
-LOST = "lost"
-"""The phase after the checkpoint that the next launch resumed from."""
-DOWN = "down"
-"""The phase between two launches."""
 
 
 class GoodputTracker:
@@ -48,8 +46,8 @@ class GoodputTracker:
         *,
         launched_at: float,
         world_size: int,
-        last_alive: float | None = None,
-        first_launch: float | None = None,
+        lives: Sequence[Life] = (),
+        step: int = 0,
         save: tuple[float, float] | None = None,
     ) -> None:
         """Start to account for this launch.
@@ -57,17 +55,17 @@ class GoodputTracker:
         Args:
             launched_at (`float`): Unix time at which the process of this launch started.
             world_size (`int`): number of processes of this launch.
-            last_alive (`float`, *optional*): Unix time of the last record of the previous launch; None without one.
-            first_launch (`float`, *optional*): Unix time of the first launch, for times that no checkpoint has kept;
-                None if this is the first launch.
+            lives (`Sequence[Life]`): the launches before, as far as their files are left, oldest first. All those
+                after the checkpoint count, each with its own processes.
+            step (`int`): the step that is resumed from.
             save (`tuple[float, float]`, *optional*): the Unix time at which the save of the checkpoint that is resumed
                 from ended, and its duration in seconds. The times in the checkpoint are from before its save.
         """
         saved = self._saved
         now = self._now()
         seconds: dict[str, float] = dict(saved.get("seconds", {}))
-        is_first = "first_launch" not in saved
-        begun = saved.setdefault("first_launch", min(first_launch or launched_at, launched_at))
+        first_launch = min([life.begun for life in lives[:1]] + [launched_at])
+        begun = saved.setdefault("first_launch", first_launch)
         as_of = saved.get("as_of", begun)
         previous_world_size = saved.get("world_size", world_size)
         gpu_seconds: float = saved.get("gpu_seconds", 0.0)
@@ -76,13 +74,13 @@ class GoodputTracker:
             gpu_seconds += (save[0] - as_of) * previous_world_size
             as_of = save[0]
         # A launch that died before its first checkpoint kept no times: all of it was lost.
-        alive = min(max(last_alive if last_alive is not None else as_of, as_of), launched_at)
-        if not is_first or alive > begun:
-            seconds[LOST] = seconds.get(LOST, 0.0) + alive - as_of
-            seconds[DOWN] = seconds.get(DOWN, 0.0) + max(launched_at - alive, 0.0)
-        seconds[START_UP] = seconds.get(START_UP, 0.0) + max(now - launched_at, 0.0)
+        spent = spent_between(lives, as_of, launched_at, step=step, world_size=previous_world_size)
+        added = {START_UP: max(now - launched_at, 0.0)}
+        added |= {phase: added_s for phase, added_s in spent.phases.items() if added_s > 0}
+        for phase, added_s in added.items():
+            seconds[phase] = seconds.get(phase, 0.0) + added_s
         self._base = seconds
-        self._base_gpu_seconds = gpu_seconds + (alive - as_of) * previous_world_size
+        self._base_gpu_seconds = gpu_seconds + spent.gpu_seconds
         self._launched_at = launched_at
         saved.update(seconds=dict(seconds), as_of=now, world_size=world_size)
         saved["gpu_seconds"] = self._gpu_seconds(now)
@@ -110,9 +108,10 @@ class GoodputTracker:
         self._base = dict(self._saved["seconds"])
 
     def goodput(self) -> float | None:
-        """Return useful seconds over seconds since the first launch, or None if no time has passed."""
-        wall_s = self._saved["as_of"] - self._saved["first_launch"]
-        return self._saved["seconds"].get(USEFUL_PHASE, 0.0) / wall_s if wall_s > 0 else None
+        """Return useful seconds over seconds since the first launch, without pauses; None if no time has passed."""
+        seconds = self._saved["seconds"]
+        wall_s = self._saved["as_of"] - self._saved["first_launch"] - seconds.get(PAUSED, 0.0)
+        return seconds.get(USEFUL_PHASE, 0.0) / wall_s if wall_s > 0 else None
 
     def gpu_hours(self) -> float:
         """Return the GPU-hours of all processes; lost work counts, the time between launches does not."""

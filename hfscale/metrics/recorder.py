@@ -17,6 +17,7 @@ import psutil
 from hfscale.core.alarms import RESTART, Alarm, listen, raise_alarm
 from hfscale.core.best_effort import best_effort, return_counts, take_counts
 from hfscale.core.findings import Finding
+from hfscale.core.lives import lives_of
 from hfscale.core.records import (
     METRIC_PREFIXES,
     WRITING,
@@ -25,6 +26,7 @@ from hfscale.core.records import (
     begin_records,
     last_sign_of_life,
     read_events,
+    read_status,
 )
 from hfscale.core.run_files import JSONL_NAME, TIMELINE_NAME
 from hfscale.core.run_memory import RESTARTS_VARIABLE
@@ -120,7 +122,9 @@ class RunRecorder:
             **({"lost_launches": lost_launches} if lost_launches else {}),
             **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
         )
-        if is_relaunch:
+        lives = lives_of(events, last_alive)
+        follows_pause = bool(lives) and lives[-1].is_pause
+        if is_relaunch and not follows_pause:
             launches = sum(event["event"] == "launch" for event in events) + lost_launches
             raise_alarm(
                 RESTART,
@@ -132,8 +136,8 @@ class RunRecorder:
         goodput_tracker.begin(
             launched_at=launched,
             world_size=args.world_size,
-            last_alive=last_alive if is_relaunch else None,
-            first_launch=events[0]["time"] if events else None,
+            lives=lives,
+            step=state.global_step,
             save=saves[-1] if saves and state.global_step > 0 else None,
         )
         return goodput_tracker
@@ -273,8 +277,22 @@ class RunRecorder:
         self._record_failures(state)
         extra = {"advice": advice} if advice is not None else {}
         self._write(
-            "end", state, seconds={phase: round(s, 3) for phase, s in split.items()}, **extra
+            "end",
+            state,
+            seconds={phase: round(s, 3) for phase, s in split.items()},
+            **self._how_it_ended(state),
+            **extra,
         )
+
+    def _how_it_ended(self, state: "TrainerState") -> dict[str, str]:
+        """Return the status that `SpotCheckpointCallback` has written before; without it nothing stops a training."""
+        found = read_status(self._folder) if self._folder is not None else None
+        if found is None or found.get("step") != state.global_step:
+            return {"status": "completed"}
+        if found.get("status") not in ("completed", "preempted"):
+            return {}
+        known = {name: found.get(name) for name in ("status", "reason")}
+        return {name: str(value) for name, value in known.items() if value}
 
     def _write(self, event: str, state: "TrainerState", **fields: Any) -> None:
         if self._folder is None:

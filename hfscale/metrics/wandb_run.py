@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hfscale.checkpoint.store import read_status
 from hfscale.core.logging import get_logger
+from hfscale.core.records import read_status
 from hfscale.core.redaction import redact_argv
 from hfscale.core.run_reader import run_reader
 from hfscale.errors import HfScaleError

@@ -75,7 +75,7 @@ class Prediction:
         if error is not None and abs(error) > CLOSE:
             part = max(vars(self.estimate.memory).items(), key=lambda item: item[1])
             lines.append(
-                f"memory was estimated {abs(error):.0%} too {'high' if error > 0 else 'low'}; the largest part of the "
+                f"memory: {off(error)}; the largest part of the "
                 f"estimate is {part[1]:.1f} GiB of {part[0]}"
             )
         return lines
@@ -159,16 +159,32 @@ def predict(run: Run) -> Prediction | str:
     )
 
 
+def off(error: float) -> str:
+    """Return how far an estimate is off, such as `the estimate is 12% too low` or `19 times too high`.
+
+    Args:
+        error (`float`): predicted over measured, minus 1.
+    """
+    ratio = 1 + error
+    if round(abs(error), 2) == 0:
+        return "the estimate is right"
+    if ratio >= 2:
+        return f"the estimate is {ratio:.2g} times too high"
+    if 0 < ratio <= 0.5:
+        return f"the estimate is {1 / ratio:.2g} times too low"
+    return f"the estimate is {abs(error):.0%} too {'high' if error > 0 else 'low'}"
+
+
 def comparison(found: Prediction) -> list[str]:
     """Return a line for the speed and, on a GPU, one for the memory: predicted, measured, error."""
     lines = [
         f"tokens per second: predicted {found.predicted_tokens_per_s:,.0f}, measured {found.tokens_per_s:,.0f} "
-        f"({found.speed_error:+.0%}, on {found.estimate.job.gpu.name})"
+        f"on {found.estimate.job.gpu.name} ({off(found.speed_error)})"
     ]
     if found.memory_gib is not None and found.memory_error is not None:
         lines.append(
             f"peak memory that torch allocates: predicted {found.predicted_memory_gib:.1f} GiB, measured "
-            f"{found.memory_gib:.1f} GiB ({found.memory_error:+.0%})"
+            f"{found.memory_gib:.1f} GiB ({off(found.memory_error)})"
         )
     return lines
 

@@ -246,9 +246,8 @@ def _checkpoints(found: Run) -> "Table":
 
     table = Table.grid(padding=(0, 2))
     for one in found.checkpoints:
-        state = "committed" if one.is_committed else "incomplete"
         table.add_row(
-            Text(f"  {one.name}"), size(one.bytes) if one.bytes is not None else "", state
+            Text(f"  {one.name}"), size(one.bytes) if one.bytes is not None else "", one.state
         )
     return table
 

@@ -8,13 +8,14 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, starmap
+from itertools import starmap, zip_longest
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.checkpoint.store import checkpoint_step, list_checkpoints, read_status
-from hfscale.core.records import RecordTail
+from hfscale.checkpoint.store import checkpoint_step, list_checkpoints
+from hfscale.core.lives import Life, lives_of, spent_between
+from hfscale.core.records import RecordTail, read_status
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.core.redaction import redact
 from hfscale.core.run_files import JSONL_NAME, MANIFEST_NAME, RANKS_NAME, TIMELINE_NAME
@@ -25,6 +26,7 @@ from hfscale.metrics.recorder import is_of_evaluation
 from hfscale.report.record_rows import RecordRows
 
 MAX_TEXT_LENGTH = 400
+_TRAINER_STATE = "trainer_state.json"
 _LARGEST = 1e100
 """No number of a run is larger; sums, squares and products of those that are left stay finite."""
 _END_OF_TIME = 253_402_300_800.0
@@ -67,6 +69,8 @@ class Attempt:
     """Number of processes; None if it is unknown."""
     saves: tuple[float, ...]
     """Unix seconds at which checkpoints were saved."""
+    is_pause: bool = False
+    """Whether the time after it is a pause: its training was completed, or stopped by hand."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,15 @@ class Checkpoint:
     """Size in bytes according to the manifest; None without one."""
     world_size: int | None
     """Number of processes that wrote it; None without a manifest."""
+    is_plain: bool = False
+    """Whether Trainer wrote it without `SpotCheckpointCallback`, so that there is nothing to check its files with."""
+
+    @property
+    def state(self) -> str:
+        """`committed`, `incomplete`, or that it is one of Trainer."""
+        if self.is_plain:
+            return "of Trainer, not checked"
+        return "committed" if self.is_committed else "incomplete"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +185,9 @@ class Run:
 
     @property
     def restarts(self) -> int:
-        """Number of launches after the first one; 0 if no launch is recorded."""
-        return max(0, self.launches - 1)
+        """Number of launches after the first one, without those after a pause; 0 if no launch is recorded."""
+        pauses = sum(attempt.is_pause for attempt in self.attempts[:-1])
+        return max(0, self.launches - 1 - pauses)
 
     @property
     def wall_s(self) -> float | None:
@@ -250,6 +264,7 @@ class RunFiles:
         status = read_status(self._folder) or {}
         state = status.get("status")
         launches = [event for event in events if event["event"] == "launch"]
+        lives = lives_of(events, _last_record(records))
         return Run(
             name=redact(self._folder.resolve().name),
             status=state if state in ("running", "completed", "preempted", "failed") else "unknown",
@@ -258,9 +273,9 @@ class RunFiles:
             job=self._job,
             records=records,
             ranks={key: list(rows) for key, rows in self._ranks.items()},
-            attempts=_attempts(events, records),
+            attempts=_attempts(lives),
             checkpoints=[_checkpoint(path) for path in list_checkpoints(self._folder)],
-            split=_split(self._folder, events, records),
+            split=_split(self._folder, events, records, lives),
             findings=[event for event in events if event["event"] == "finding"],
             recoveries=[event for event in events if event["event"] == "recovery"],
             evaluations=_evaluations(events),
@@ -389,6 +404,7 @@ def _clean(event: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checkpoint(path: Path) -> Checkpoint:
     is_committed = (path / MANIFEST_NAME).is_file()
+    is_plain = not is_committed and (path / _TRAINER_STATE).is_file()
     size = None
     world_size = None
     if is_committed:
@@ -404,40 +420,37 @@ def _checkpoint(path: Path) -> Checkpoint:
         is_committed=is_committed,
         bytes=size,
         world_size=world_size,
+        is_plain=is_plain,
     )
 
 
-def _attempts(events: Sequence[Mapping[str, Any]], records: RecordRows) -> list[Attempt]:
-    """Return the launches of the timeline; each reaches to the next one."""
-    starts = [index for index, event in enumerate(events) if event["event"] == "launch"]
-    last_record = max((at for _, at in records.column("time")), default=0.0)
+def _attempts(lives: Sequence[Life]) -> list[Attempt]:
+    """Return the launches with what was kept of each."""
     attempts = []
-    for start, stop in pairwise([*starts, len(events)]):
-        launch = events[start]
-        own = events[start + 1 : stop]
-        saves = [event for event in own if event["event"] == "save"]
-        ended = max([launch["time"], *(event["time"] for event in own)])
-        if stop == len(events):
-            ended = max(ended, last_record)
-            kept_until = ended
-        else:
-            following = events[stop]
-            ended = max(ended, following.get("previous_alive", ended))
-            kept_saves = [save["time"] for save in saves if save["step"] <= following["step"]]
-            # Without a save that was kept, all is lost if the next launch does not start later than this one did.
-            without_save = launch["time"] if following["step"] <= launch["step"] else ended
-            kept_until = min(max(kept_saves, default=without_save), ended)
+    for life, following in zip_longest(lives, lives[1:]):
+        kept_until = life.ended if following is None else _kept_until(life, following.first_step)
         attempts.append(
             Attempt(
-                begun=launch["time"],
-                ended=ended,
-                first_step=int(launch["step"]),
+                begun=life.begun,
+                ended=life.ended,
+                first_step=life.first_step,
                 kept_until=kept_until,
-                world_size=int(launch["world_size"]) if "world_size" in launch else None,
-                saves=tuple(save["time"] for save in saves),
+                world_size=life.world_size,
+                saves=tuple(at for _, at in life.saves),
+                is_pause=life.is_pause,
             )
         )
     return attempts
+
+
+def _kept_until(life: Life, resumed_step: int) -> float:
+    """Return up to when the work of a launch was kept, if the next one resumes from a step."""
+    if life.end_step is not None and life.end_step <= resumed_step:
+        return life.ended
+    # Without a save that was kept, all is lost if the next launch does not start later than this one did
+    kept_until = life.begun if resumed_step <= life.first_step else life.ended
+    kept_saves = [at for step, at in life.saves if step <= resumed_step]
+    return min(max(kept_saves, default=kept_until), life.ended)
 
 
 def _add_ranks(
@@ -456,8 +469,16 @@ def _add_ranks(
                 )
 
 
+def _last_record(records: RecordRows) -> float | None:
+    """Return when the last measurement was made, Unix seconds; None if there is none."""
+    return max((at for _, at in records.column("time")), default=None)
+
+
 def _split(
-    output_dir: Path, events: Sequence[Mapping[str, Any]], records: RecordRows
+    output_dir: Path,
+    events: Sequence[Mapping[str, Any]],
+    records: RecordRows,
+    lives: Sequence[Life],
 ) -> dict[str, float]:
     """Return the seconds of each phase, from the end of the run or, before it has ended, from the newest checkpoint.
 
@@ -471,12 +492,7 @@ def _split(
     if ends:
         split = dict(ends[-1].get("seconds", {}))
     else:
-        saved = _saved_goodput(output_dir)
-        split = _numbers(saved.get("seconds") or {})
-        as_of = saved.get("as_of")
-        alive = max((at for _, at in records.column("time")), default=None)
-        if split and _is_number(as_of) and alive is not None and alive > as_of:
-            split["since the last checkpoint"] = alive - as_of
+        split = _split_of_checkpoint(_saved_goodput(output_dir), lives)
     split = {phase: s for phase, s in split.items() if s > 0}
     shares = {"exposed communication": "scaling/comm_fraction", "bubble": "scaling/bubble_fraction"}
     inside = split.get(USEFUL_PHASE, 0.0)
@@ -488,11 +504,26 @@ def _split(
     return split
 
 
+def _split_of_checkpoint(saved: Mapping[str, Any], lives: Sequence[Life]) -> dict[str, float]:
+    """Return the seconds of each phase that a checkpoint has, with those since then."""
+    split = _numbers(saved.get("seconds") or {})
+    as_of = saved.get("as_of")
+    if not split or not _is_number(as_of) or not lives:
+        return split
+    newest = lives[-1]
+    if newest.begun > as_of:
+        spent = spent_between(lives[:-1], as_of, newest.begun, step=newest.first_step, world_size=1)
+        for phase, added_s in spent.phases.items():
+            split[phase] = split.get(phase, 0.0) + added_s
+    split["since the last checkpoint"] = newest.ended - max(newest.begun, as_of)
+    return split
+
+
 def _saved_goodput(output_dir: Path) -> dict[str, Any]:
     """Return what the `GoodputTracker` of the run has saved in its newest checkpoint; {} if there is none."""
     for checkpoint in reversed(list_checkpoints(output_dir)):
         try:
-            state = read_json(checkpoint / "trainer_state.json")
+            state = read_json(checkpoint / _TRAINER_STATE)
             saved = state["stateful_callbacks"]["hfscale"]["goodput"]
         except (OSError, ValueError, KeyError, TypeError):
             continue

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from hfscale.core.alarms import KINDS
 from hfscale.core.findings import Finding
-from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
+from hfscale.core.lives import DOWN, LOST, PAUSED
+from hfscale.metrics.goodput import START_UP, USEFUL_PHASE
 from hfscale.report.formatting import count, duration, percent, size
 from hfscale.report.html import (
     Part,
@@ -49,6 +50,7 @@ _PHASE_COLOURS = {
     START_UP: "gray",
     LOST: "red",
     DOWN: "rust",
+    PAUSED: "gray",
     "other": "gray",
     "since the last checkpoint": "gray",
 }
@@ -409,9 +411,9 @@ def _checkpoint_row(one: Checkpoint) -> str:
     length = ""
     if one.bytes is not None:
         length = size(one.bytes)
-    state = "committed"
-    if not one.is_committed:
-        state = "<span class=bad>incomplete</span>"
+    state = escape(one.state)
+    if not one.is_committed and not one.is_plain:
+        state = f"<span class=bad>{state}</span>"
     processes = escape(str(one.world_size or ""))
     return (
         f"<tr><td>{escape(one.name)}</td><td>{one.step}</td><td>{escape(length)}</td>"

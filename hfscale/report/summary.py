@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hfscale.core.findings import Finding
+from hfscale.core.lives import DOWN, LOST, PAUSED
 from hfscale.core.recovery_times import RECOVERY_PARTS
-from hfscale.metrics.goodput import DOWN, LOST, START_UP, USEFUL_PHASE
+from hfscale.metrics.goodput import START_UP, USEFUL_PHASE
 from hfscale.metrics.triage import TriageInput, keys_of_run, triage
 from hfscale.report.formatting import count, duration, percent, usd
 from hfscale.report.run_data import Run
@@ -21,10 +22,13 @@ PHASES = {
     START_UP: "start-up",
     LOST: "lost after a checkpoint",
     DOWN: "down between launches",
+    PAUSED: "paused between launches",
     "other": "logging and other work",
     "since the last checkpoint": "since the last checkpoint",
 }
 """The name of each phase of a run's time, in the order in which reports show them."""
+NOTHING_LOGGED = "nothing is logged yet"
+"""Why the numbers of a run without a log are not known."""
 MAX_BOTTLENECKS = 3
 """Number of bottlenecks that a report shows."""
 _MIN_OVERHEAD = 0.05
@@ -143,6 +147,11 @@ def _unknown(name: str, note: str) -> Tile:
     return Tile(name=name, value="not known", note=note)
 
 
+def _hint(run: Run, fix: str) -> str:
+    """Return why a number is not known: nothing was measured yet, or else what to give."""
+    return fix if run.records else NOTHING_LOGGED
+
+
 def _tokens(run: Run) -> Tile:
     tokens = run.last("scaling/tokens_seen")
     steps = int(run.last("step") or 0)
@@ -161,7 +170,7 @@ def _cost(run: Run) -> Tile:
     cost = run.last("scaling/usd")
     per_million = run.last("scaling/usd_per_million_tokens")
     if cost is None:
-        return _unknown("Cost", "give usd_per_gpu_hour")
+        return _unknown("Cost", _hint(run, "give usd_per_gpu_hour"))
     price = run.facts.get("usd_per_gpu_hour")
     notes = [f"{usd(per_million)} per million tokens"] if per_million is not None else []
     notes += [f"at {usd(price)} per GPU-hour"] if price is not None else []
@@ -171,11 +180,12 @@ def _cost(run: Run) -> Tile:
 def _goodput(run: Run) -> Tile:
     goodput = run.last("scaling/goodput")
     if goodput is None:
-        return _unknown("Goodput", "nothing is logged yet")
+        return _unknown("Goodput", NOTHING_LOGGED)
     return Tile(
         name="Goodput",
         value=percent(goodput),
-        note="of the time since the first launch",
+        note="of the time since the first launch"
+        + (", without pauses" if PAUSED in run.split else ""),
         number=goodput,
     )
 
@@ -184,7 +194,7 @@ def _mfu(run: Run) -> Tile:
     mfu = run.median("scaling/mfu")
     hfu = run.median("scaling/hfu")
     if mfu is None:
-        return _unknown("MFU", run.facts.get("mfu_absent") or "give peak_tflops")
+        return _unknown("MFU", run.facts.get("mfu_absent") or _hint(run, "give peak_tflops"))
     peak_dtype = run.facts.get("peak_dtype")
     notes = [f"HFU {percent(hfu)}"] if hfu is not None and hfu > mfu * 1.005 else []
     notes += [f"of the dense {peak_dtype} peak" if peak_dtype else "of the dense peak"]
@@ -201,7 +211,7 @@ def _speed(run: Run) -> Tile:
         note = f"{count(samples / processes)} per GPU"
         return Tile(name="Samples per second", value=count(samples), note=note, number=samples)
     if rate is None or per_gpu is None:
-        return _unknown("Tokens per second", "nothing is logged yet")
+        return _unknown("Tokens per second", NOTHING_LOGGED)
     efficiency = run.median("scaling/efficiency")
     note = f"{count(per_gpu)} per GPU"
     if efficiency is not None:
@@ -247,7 +257,7 @@ def _inside_the_steps(run: Run) -> Sequence[Finding]:
 
 
 def _outside_the_steps(run: Run) -> Sequence[Finding]:
-    total_s = sum(run.split.values())
+    total_s = sum(run.split.values()) - run.split.get(PAUSED, 0.0)
     if total_s <= 0:
         return []
     saves = sum(len(attempt.saves) for attempt in run.attempts)
@@ -327,7 +337,7 @@ def _how_to_lose_less(run: Run) -> str:
 def _save_interval(run: Run) -> str:
     """Return Young's optimum sqrt(2 x save time x time between failures) for this run (CACM 17 (9), 1974)."""
     stall_s = run.median("checkpoint/stall_s")
-    restarts = len(run.attempts) - 1  # of which the time is known
+    restarts = run.restarts - run.lost_launches  # of which the time is known
     if stall_s is None or restarts < 1:
         return ""
     up_s = sum(attempt.ended - attempt.begun for attempt in run.attempts)

@@ -7,11 +7,13 @@ from tiny import logged, tiny_trainer
 from transformers import TrainerCallback
 
 from hfscale import ScalingMetricsCallback
+from hfscale.core.lives import Life, lives_of
 from hfscale.core.records import append_record, begin_records, last_sign_of_life, read_events, read_records
 from hfscale.core.run_memory import RESTARTS_VARIABLE
 from hfscale.errors import UsageError
 from hfscale.metrics.goodput import GoodputTracker, rate
 from hfscale.report.run_data import load_run
+from hfscale.report.summary import headline
 
 
 class Clock:
@@ -20,6 +22,18 @@ class Clock:
 
     def __call__(self):
         return self.now
+
+
+def life(begun, ended, world_size, *, end_step=None, is_pause=False):
+    return Life(
+        begun=begun,
+        ended=ended,
+        first_step=0,
+        world_size=world_size,
+        end_step=end_step,
+        is_pause=is_pause,
+        saves=(),
+    )
 
 
 def test_goodput_of_an_uninterrupted_run():
@@ -45,7 +59,7 @@ def test_steps_after_the_checkpoint_are_lost_and_the_time_until_the_relaunch_is_
     first.update({"compute": 90.0, "save": 10.0})  # 30 s more of steps, then the machine is lost
     clock.now = 1500.0
     again = GoodputTracker(checkpoint, now=clock)
-    again.begin(launched_at=1480.0, world_size=2, last_alive=1100.0, save=(1070.0, 10.0))
+    again.begin(launched_at=1480.0, world_size=2, lives=[life(1000.0, 1100.0, 4)], save=(1070.0, 10.0))
     clock.now = 1600.0
     again.fold({"compute": 100.0})
     assert checkpoint["seconds"] == {
@@ -65,12 +79,78 @@ def test_a_launch_that_saved_nothing_is_lost_completely():
     clock, saved = Clock(), {}
     clock.now = 1300.0
     goodput_tracker = GoodputTracker(saved, now=clock)
-    goodput_tracker.begin(launched_at=1290.0, world_size=2, last_alive=1200.0, first_launch=1000.0)
+    goodput_tracker.begin(launched_at=1290.0, world_size=2, lives=[life(1000.0, 1200.0, 2)])
     clock.now = 1400.0
     goodput_tracker.fold({"compute": 100.0})
     assert saved["seconds"] == {"lost": 200.0, "down": 90.0, "start_up": 10.0, "compute": 100.0}
     assert goodput_tracker.goodput() == pytest.approx(0.25)
     assert goodput_tracker.gpu_hours() == pytest.approx(2 * (200 + 110) / 3600)
+
+
+def test_every_launch_since_the_checkpoint_counts_with_its_own_processes():
+    """By hand: 100 s on 8 kept, then 40 s on 8, 100 s on 2 and 50 s on 4 lost, with 3 gaps, and 60 s on 8."""
+    clock, saved = Clock(), {}
+    tracker = GoodputTracker(saved, now=clock)
+    tracker.begin(launched_at=1000.0, world_size=8)
+    clock.now = 1100.0
+    tracker.fold({"compute": 100.0})
+    lives = [life(1000.0, 1140.0, 8), life(2040.0, 2140.0, 2), life(3040.0, 3090.0, 4)]
+    clock.now = 4100.0
+    again = GoodputTracker(saved, now=clock)
+    again.begin(launched_at=4090.0, world_size=8, lives=lives)
+    clock.now = 4150.0
+    again.fold({"compute": 50.0})
+    assert saved["seconds"] == {"compute": 150.0, "lost": 190.0, "down": 900.0 + 900.0 + 1000.0, "start_up": 10.0}
+    assert sum(saved["seconds"].values()) == 3150.0
+    assert again.gpu_hours() == pytest.approx((140 * 8 + 100 * 2 + 50 * 4 + 60 * 8) / 3600)
+    assert again.goodput() == pytest.approx(150 / 3150)
+
+
+def test_a_pause_after_a_completed_training_is_no_down_time():
+    clock, saved = Clock(), {}
+    tracker = GoodputTracker(saved, now=clock)
+    tracker.begin(launched_at=1000.0, world_size=1)
+    clock.now = 1100.0
+    tracker.fold({"compute": 100.0})
+    clock.now = 9000.0
+    again = GoodputTracker(saved, now=clock)
+    completed = life(1000.0, 1105.0, 1, end_step=8, is_pause=True)
+    again.begin(launched_at=9000.0, world_size=1, lives=[completed], step=8)
+    clock.now = 9100.0
+    again.fold({"compute": 100.0})
+    assert saved["seconds"] == {"compute": 200.0, "other": 5.0, "paused": 7895.0, "start_up": 0.0}
+    assert again.goodput() == pytest.approx(200 / 205)
+    assert again.gpu_hours() == pytest.approx(205 / 3600)
+
+
+def timeline(*launches):
+    """Events of launches: begin, step, processes, the previous record, and the events of each."""
+    events = []
+    for begun, step, world_size, previous, *own in launches:
+        events.append(
+            {"event": "launch", "time": begun, "step": step, "world_size": world_size, "max_steps": 8}
+            | ({"previous_alive": previous} if previous else {})
+        )
+        events += own
+    return events
+
+
+def test_launches_are_read_from_a_timeline():
+    save = {"event": "save", "time": 1100.0, "step": 4}
+    end = {"event": "end", "time": 3100.0, "step": 8}
+    stopped = end | {"step": 6, "status": "preempted", "reason": "SIGINT: checkpoint-6 is committed"}
+    events = timeline((1000.0, 0, 8, None, save), (2000.0, 4, 2, 1140.0), (3000.0, 4, 4, 2050.0, stopped))
+    lives = lives_of(events, 3120.0)
+    assert [(one.begun, one.ended, one.world_size) for one in lives] == [
+        (1000.0, 1140.0, 8),
+        (2000.0, 2050.0, 2),
+        (3000.0, 3120.0, 4),
+    ]
+    assert [one.is_pause for one in lives] == [False, False, True]
+    spot = stopped | {"reason": "SIGTERM: checkpoint-6 is committed"}
+    assert not lives_of(timeline((3000.0, 4, 4, None, spot)))[0].is_pause
+    assert lives_of(timeline((3000.0, 4, 4, None, end)))[0].is_pause  # of an earlier version, at its last step
+    assert not lives_of(timeline((3000.0, 4, 4, None, end | {"step": 6})))[0].is_pause
 
 
 class KilledError(Exception):
@@ -90,7 +170,8 @@ class KillAt(TrainerCallback):
 def test_launches_on_a_disk_that_was_lost_are_counted(tmp_path, monkeypatch, is_lost):
     """The third launch under `hfscale run` resumes; the files of the others are there only if their disk is."""
     arguments = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    tiny_trainer(tmp_path / "out", ScalingMetricsCallback(), **arguments | {"max_steps": 2}).train()
+    with pytest.raises(KilledError):
+        tiny_trainer(tmp_path / "out", ScalingMetricsCallback(), KillAt(3), **arguments).train()
     folder = tmp_path / "new" if is_lost else tmp_path / "out"
     monkeypatch.setenv(RESTARTS_VARIABLE, "2")
     again = tiny_trainer(folder, ScalingMetricsCallback(), **arguments)
@@ -98,6 +179,37 @@ def test_launches_on_a_disk_that_was_lost_are_counted(tmp_path, monkeypatch, is_
     run = load_run(folder)
     assert (run.lost_launches, run.restarts) == ((2, 2) if is_lost else (0, 1))
     assert any(f"launch {3 if is_lost else 2} begins at step 2" in alarm["text"] for alarm in run.alarms)
+
+
+def test_the_report_has_the_last_log_of_a_run_and_calls_no_pause_a_restart(tmp_path):
+    """10 steps logged at 7, and 3 more after it was completed: 13 steps of 4 sequences of 16 tokens."""
+    price = {"usd_per_gpu_hour": 3600.0}
+    arguments = {"save_strategy": "steps", "save_steps": 5, "logging_steps": 7}
+    tokens = 4 * 16
+    tiny_trainer(tmp_path, ScalingMetricsCallback(**price), max_steps=10, **arguments).train()
+    run = load_run(tmp_path)
+    assert [record["step"] for record in run.records] == [7, 10]
+    assert run.last("scaling/tokens_seen") == 10 * tokens
+    assert {one.state for one in run.checkpoints} == {"of Trainer, not checked"}
+    continued = tiny_trainer(tmp_path, ScalingMetricsCallback(**price), max_steps=13, **arguments)
+    continued.train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
+    run = load_run(tmp_path)
+    assert run.last("scaling/tokens_seen") == 13 * tokens
+    assert (run.launches, run.restarts) == (2, 0)
+    assert run.alarms == []
+    assert run.split["paused"] > 0
+    assert {"lost", "down"}.isdisjoint(run.split)
+    up_s = sum(attempt.ended - attempt.begun for attempt in run.attempts)
+    assert run.last("scaling/usd") == pytest.approx(up_s, rel=0.05)  # one process at 1 USD per second
+
+
+def test_a_run_without_a_log_does_not_ask_for_what_was_given(tmp_path):
+    callback = ScalingMetricsCallback(peak_tflops=1.0, usd_per_gpu_hour=1.0)
+    trainer = tiny_trainer(tmp_path, callback, KillAt(3), logging_steps=500)
+    with pytest.raises(KilledError):
+        trainer.train()
+    notes = {tile.name: tile.note for tile in headline(load_run(tmp_path))}
+    assert {notes[name] for name in ("Cost", "MFU", "Goodput")} == {"nothing is logged yet"}
 
 
 @pytest.mark.timing

@@ -4,10 +4,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, SupportsIndex
 
+from hfscale.core.lives import STOP_FILE as STOP_FILE
+
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h, "try again later": the run was preempted, and the same command resumes it."""
 
-STOP_FILE = "stop file"
 AWS, GCP, AZURE = "AWS spot notice", "GCP preemption", "Azure scheduled event"
 SOURCES = ("SIGUSR1", "SIGTERM", "SIGINT", STOP_FILE, AWS, GCP, AZURE)
 """Every source of notices; ranks send each other the index of a source in this tuple."""

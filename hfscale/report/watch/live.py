@@ -190,7 +190,7 @@ def _summary(view: View) -> dict[str, Any]:
                 one.name,
                 size(one.bytes) if one.bytes is not None else "",
                 str(one.world_size or ""),
-                "committed" if one.is_committed else "incomplete",
+                one.state,
             ]
             for one in run.checkpoints[-MAX_ROWS:]
         ],
