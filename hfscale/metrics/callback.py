@@ -107,7 +107,8 @@ class ScalingMetricsCallback(AdapterCallback):
         """Make transformers' WandbCallback continue one W&B run, if the Trainer reports to W&B."""
         self._wandb_run = None
         if "wandb" in (adapter.trainer.args.report_to or ()):
-            self._wandb_run = WandbRun()
+            over_tokens = self.options.wandb_x_axis == "tokens"
+            self._wandb_run = WandbRun(over_tokens=over_tokens)
             adapter.prepend_callback(self._wandb_run)
             adapter.at_training_end(self._wandb_run.restore_environment)
 

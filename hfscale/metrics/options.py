@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hfscale.core.options import Options, as_option, from_0, option, positive
 from hfscale.errors import ParameterError
@@ -39,6 +39,11 @@ class MetricsOptions(Options):
         False,
         help="The gradient noise scale is measured at steps that are logged, at most one in fifty",
         details="It puts hooks on the parameters or, under FSDP2, on the communication.",
+    )
+    wandb_x_axis: Literal["steps", "tokens"] = option(
+        "steps",
+        help="What W&B draws all metrics of the run over",
+        details="Over tokens, runs with other batch sizes can be compared.",
     )
 
 

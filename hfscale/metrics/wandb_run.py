@@ -56,12 +56,18 @@ class WandbRun(TrainerCallback):
     continues the run that wrote the checkpoint, and a fresh one starts another run. A WANDB_RUN_ID that the user has
     set, and a run that the user has started, are left alone. W&B stores the command line, and gets it without secrets.
 
-    Every metric is drawn over tokens, if the batches have tokens. The history of a W&B run only grows: after a resume
+    The charts stay as the user has them, unless `over_tokens` asks for another x-axis.
+
+    The history of a W&B run only grows: after a resume
     from an earlier step than was logged, the steps between are in it twice, which the config of the run records under
     `hfscale_rewound`.
+
+    Args:
+        over_tokens (`bool`): whether every metric is drawn over tokens, if the batches have tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, over_tokens: bool = False) -> None:
+        self._over_tokens = over_tokens
         self._set_variables: list[str] = []
         self._argv: list[str] | None = None
         self._drawn: set[str] = set()
@@ -96,7 +102,7 @@ class WandbRun(TrainerCallback):
     def settle(self, state: TrainerState, *, last_logged_step: int = 0) -> None:
         """Restore the environment once W&B has started, and prepare the run.
 
-        The id of the run is stored, its x-axis is set to tokens, and a resume from an earlier step is recorded.
+        The id of the run is stored, and a resume from an earlier step is recorded.
 
         Args:
             state (`TrainerState`): the state of the Trainer at the beginning of the training.
@@ -114,7 +120,8 @@ class WandbRun(TrainerCallback):
             return
         self._run = wandb.run
         saved_state(state, "wandb")["run_id"] = wandb.run.id
-        wandb.define_metric(TOKENS_AXIS)
+        if self._over_tokens:
+            wandb.define_metric(TOKENS_AXIS)
         config: Any = wandb.config  # its methods have no annotations
         if last_logged_step > state.global_step > 0:
             rewind = {"from_step": last_logged_step, "to_step": state.global_step}
@@ -134,10 +141,9 @@ class WandbRun(TrainerCallback):
         logs: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Draw each metric over tokens from its first log on; transformers would draw it over steps.
-
-        Without tokens, the metrics are drawn over steps.
-        """
+        """With `over_tokens`, draw each metric over tokens from its first log on; transformers draws it over steps."""
+        if not self._over_tokens:
+            return
         if logs is not None and "scaling/tokens_seen" in logs:
             self._has_tokens = True
         if self._run is None or not self._has_tokens:

@@ -409,7 +409,7 @@ class TestWandb:
 
     @pytest.mark.long
     def test_every_key_is_logged_with_the_loss_of_its_step_and_over_tokens(self, train, tmp_path):
-        file = train()
+        file = train("--over_tokens")
         rows = [row for row in history(file) if "train/loss" in row]
         assert [row["train/global_step"] for row in rows] == [1, 2, 3, 4]
         rates = [record["scaling/tokens_per_s"] for record in jsonl(tmp_path / "out")]
@@ -430,6 +430,7 @@ class TestWandb:
         first = train(*argv, **planted)
         again = train("out/checkpoint-2", *argv, **planted)
         assert run_id(first) == run_id(again)
+        assert {"train/loss", "train/scaling/tokens_per_s"}.isdisjoint(step_metrics(first)), "the x-axis has changed"
         assert artifact_types(first) == artifact_types(again) == ["report"]
         assert "<title>" in (tmp_path / "out" / "hfscale_report.html").read_text()
         assert summary(again)["run/scaling/tokens_seen"] == 4 * TOKENS_PER_STEP

@@ -13,6 +13,9 @@ from tiny import tiny_trainer
 
 from hfscale import ScalingMetricsCallback
 
-trainer = tiny_trainer("out", ScalingMetricsCallback(), report_to="wandb", save_strategy="steps", save_steps=2)
+x_axis = "tokens" if "--over_tokens" in sys.argv else "steps"
+trainer = tiny_trainer(
+    "out", ScalingMetricsCallback(wandb_x_axis=x_axis), report_to="wandb", save_strategy="steps", save_steps=2
+)
 trainer.train(resume_from_checkpoint=sys.argv[1] if len(sys.argv) > 1 and not sys.argv[1].startswith("--") else None)
 wandb.finish()
