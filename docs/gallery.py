@@ -16,6 +16,7 @@ from pathlib import Path
 from transformers import Qwen3MoeConfig
 
 from hfscale.core.records import read_events
+from hfscale.recipe.corpus import read_sources
 from hfscale.report.page import write_comparison, write_page
 from hfscale.report.run_data import load_run
 from hfscale.report.two_runs import compare_two
@@ -107,10 +108,14 @@ def _experts(folder: Path) -> Path:
     config = Qwen3MoeConfig(vocab_size=4096, num_experts=8, num_experts_per_tok=2, **sizes, **heads)
     config.save_pretrained(folder / "config")
     output_dir = folder / "experts"
+    text = folder / "text.jsonl"
+    text.write_text("".join(f"{json.dumps(record)}\n" for record in read_sources("train")), encoding="utf-8")
     flags = (
         *COMMON,
         "--config_name",
         str(folder / "config"),
+        "--train_file",
+        str(text),
         "--ep_size",
         "2",
         "--fsdp_size",

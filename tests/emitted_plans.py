@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shlex
-import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import REPOSITORY, Finished, run_forked
+from launch_words import launched_words
 from parallel_families import small_config
 from plan_requests import Request, random_request
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
@@ -170,11 +171,9 @@ def random_choice(random: Random, choices: Sequence[Mapping[str, Any]]) -> int:
 
 
 def launch_words(plan: EmittedPlan) -> list[str]:
-    """Return the words of the command in launch.sh, whose variables stand for the first machine."""
-    script = plan.folder / "launch.sh"
-    subprocess.run(["sh", "-n", str(script)], check=True)
-    last = script.read_text(encoding="utf-8").splitlines()[-1]
-    return shlex.split(last.replace('"$MACHINE_RANK"', "0").replace('"$MAIN_IP"', "127.0.0.1"))
+    """Return the words of the command that launch.sh starts on the first machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        return launched_words(plan.folder / "launch.sh", Path(folder))
 
 
 def check_files(plan: EmittedPlan, folder: Path) -> None:

@@ -17,6 +17,7 @@ MODELS_BY_FILE = 0.25
 """Part of the requests whose model is a folder with a config.json, of any family that the planner knows."""
 NOT_SAMPLED = {
     "emit": "the harness gives it",
+    "force": "nothing is replaced",
     "choice": "the harness chooses a strategy first, so that all of them are started",
     "as_json": "always given",
     "calibrate": "measures this machine and plans nothing",

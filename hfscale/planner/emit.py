@@ -2,17 +2,24 @@
 
 import json
 import math
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
-from hfscale.core.disk_errors import writing
+from hfscale.core.launch_file import (
+    Beside,
+    Expanded,
+    Word,
+    comment,
+    launch_script,
+    quoted,
+    yaml_text,
+)
 from hfscale.core.shipped import shipped_root
 from hfscale.core.spelling import spelled
+from hfscale.core.written_files import LAUNCH_FILE, write_files
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
-from hfscale.planner.job import Job, strategy_of
+from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.launchable import (
     TRAINER_OPTIMIZERS,
     compiles_by_default,
@@ -20,6 +27,7 @@ from hfscale.planner.launchable import (
     uses_deepspeed,
     why_not,
 )
+from hfscale.planner.memory import trained_parameters
 from hfscale.planner.plan import Choice, Plan
 
 LEARNING_RATE = 1e-5
@@ -31,6 +39,12 @@ TASK_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
 LORA_FACTOR = 10.0
 """Factor on them for adapters: "about 10x" (TRL's documentation, page PEFT integration; Schulman et al., LoRA Without
 Regret, 2025)."""
+WARM_UP = 0.03
+"""Part of the steps in which the learning rate rises, as in Tulu 3 (allenai/open-instruct, docs/tulu3.md)."""
+MAX_EVAL_SAMPLES = 512
+"""Sequences of an evaluation, as in the shipped recipes."""
+LARGE_CHECKPOINT_BYTES = 100e9
+"""Size from which a checkpoint is saved once an hour, and not every 15 minutes, the default of the recipes."""
 PRECISION_FLAGS: dict[str, dict[str, Any]] = {"fp16": {"fp16": True}, "fp32": {"bf16": False}}
 """Recipe flags of the precisions that are neither the recipe's default (bf16) nor set by the launcher (fp8)."""
 SYNC_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
@@ -40,19 +54,21 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.js
 """Files that a folder with a trained model contains in addition to its config.json."""
 
 
-def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
-    """Write the files of a choice into a folder.
+def emit(plan: Plan, folder: Path, *, number: int = 1, force: bool = False) -> list[Path]:
+    """Write the files of a choice into a folder, or none of them if the user has changed one that is there.
 
     Args:
         plan (`Plan`): the plan.
         folder (`Path`): the folder; it is created if it does not exist.
         number (`int`): number of the choice, counted from 1.
+        force (`bool`): whether files of the folder are replaced that hfscale did not write, or that were changed.
 
     Returns:
         `list[Path]`: the files written.
 
     Raises:
-        UsageError: the plan has no such choice, or no recipe runs it; the message names the next that can be run.
+        UsageError: the plan has no such choice, or no recipe runs it; the message names the next that can be run. Or a
+            file would be replaced that was changed.
         StorageError: the folder cannot be written.
     """
     choice = _chosen(plan, number)
@@ -62,14 +78,11 @@ def emit(plan: Plan, folder: Path, *, number: int = 1) -> list[Path]:
         "train.py": (shipped_root() / str(recipe_of(choice.estimate.job))).read_text(
             encoding="utf-8"
         ),
-        "launch.sh": launch_sh(choice, folder),
+        LAUNCH_FILE: launch_sh(choice, folder),
     }
     if uses_deepspeed(choice.estimate.job):
         files["deepspeed.json"] = json.dumps(deepspeed_config(choice.estimate.job), indent=2) + "\n"
-    with writing(spelled("emit", str(folder)), "give another folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+    write_files(folder, files, asked=spelled("emit", str(folder)), force=force)
     return [folder / name for name in files]
 
 
@@ -104,32 +117,47 @@ def _chosen(plan: Plan, number: int) -> Choice:
     raise UsageError(f"{emit_name}: {refused} ({reason}); {fix}")
 
 
-def launch_command(job: Job, folder: Path) -> list[str]:
+def launch_command(job: Job, folder: Path | None) -> list[Word]:
     """Build the launch command as a list of words.
 
     For several machines it contains shell variables that differ between machines.
 
     Args:
         job (`Job`): a run that a recipe can run (`launchable.why_not`).
-        folder (`Path`): the folder with `accelerate.yaml`, `train.py` and `recipe.yaml`.
+        folder (`Path`, *optional*): the folder with `accelerate.yaml`, `train.py` and `recipe.yaml`; None in a script
+            beside them, wherever they are moved.
     """
-    nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
-    command = ["accelerate", "launch", "--config_file", str(folder / "accelerate.yaml")]
-    if nodes > 1:
-        command += [
-            "--machine_rank",
-            "$MACHINE_RANK",
-            "--main_process_ip",
-            "$MAIN_IP",
-            "--main_process_port",
-            "29500",
-        ]
-    return [*command, str(folder / "train.py"), "--config", str(folder / "recipe.yaml")]
+
+    def path(name: str) -> Word:
+        return Beside(name) if folder is None else str(folder / name)
+
+    command: list[Word] = ["accelerate", "launch", "--config_file", path("accelerate.yaml")]
+    if node_count(job) > 1:
+        command += ["--machine_rank", Expanded("MACHINE_RANK")]
+        command += ["--main_process_ip", Expanded("MAIN_IP"), "--main_process_port", "29500"]
+    if folder is None and uses_deepspeed(job):
+        command += ["--deepspeed_config_file", path("deepspeed.json")]
+    return [*command, path("train.py"), "--config", path("recipe.yaml")]
 
 
-def _shell(command: list[str]) -> str:
-    """A command as a line for the shell, with its variables left to the shell."""
-    return " ".join(f'"{word}"' if word.startswith("$") else shlex.quote(word) for word in command)
+def node_count(job: Job) -> int:
+    """Count the machines of a run.
+
+    Args:
+        job (`Job`): the run.
+    """
+    return math.ceil(job.layout.world_size / job.gpus_per_node)
+
+
+def offload_ranks(job: Job) -> int:
+    """Count the ranks of a machine that share its cores for an optimizer on the CPU; 0 without offload.
+
+    Args:
+        job (`Job`): the run.
+    """
+    if job.offload == "none":
+        return 0
+    return min(job.gpus_per_node, job.layout.world_size)
 
 
 def launch_sh(choice: Choice, folder: Path) -> str:
@@ -140,14 +168,15 @@ def launch_sh(choice: Choice, folder: Path) -> str:
         folder (`Path`): the folder with `accelerate.yaml` and `recipe.yaml`.
     """
     job = choice.estimate.job
-    nodes = math.ceil(job.layout.world_size / job.gpus_per_node)
-    lines = ["#!/bin/sh"]
+    nodes = node_count(job)
+    about = [quoted(launch_command(job, folder))]
     if nodes > 1:
-        lines.append(
-            f"# Run on each of the {nodes} machines, with MACHINE_RANK from 0 to {nodes - 1} and MAIN_IP that of rank "
-            "0."
+        about.append(
+            f"Run on each of the {nodes} machines, with MACHINE_RANK from 0 to {nodes - 1} and MAIN_IP that of rank 0."
         )
-    return "\n".join([*lines, "set -eu", _shell(launch_command(job, folder))]) + "\n"
+    return launch_script(
+        launch_command(job, None), about=about, nodes=nodes, offload_ranks=offload_ranks(job)
+    )
 
 
 def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
@@ -160,10 +189,12 @@ def accelerate_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     """
     job = choice.estimate.job
     layout = job.layout
-    nodes = math.ceil(layout.world_size / job.gpus_per_node)
+    nodes = node_count(job)
     lines = [
-        f"# {_shell(launch_command(job, folder))}",
-        f"# {plan.model} on {layout.world_size} {job.gpu.name}: {strategy_of(job)}, {job.layout_summary}.",
+        comment(quoted(launch_command(job, folder))),
+        comment(
+            f"{plan.model} on {layout.world_size} {job.gpu.name}: {strategy_of(job)}, {job.layout_summary}."
+        ),
         f"# Estimated: {choice.estimate.memory.total:.0f} GiB per GPU, {choice.estimate.time.total:.2f} s per step.",
         "compute_environment: LOCAL_MACHINE",
         *_strategy_lines(job, folder, nodes),
@@ -293,13 +324,17 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         values["load_in_4bit"] = True
     values["optim"] = TRAINER_OPTIMIZERS[job.optimizer]
     values["learning_rate"] = learning_rate(job)
+    values |= {"lr_scheduler_type": "cosine", "warmup_steps": WARM_UP}
     if plan.tokens is not None:
         values["max_steps"] = math.ceil(plan.tokens / job.tokens_per_step)
+    values |= evaluation_flags(choice) | save_flags(choice)
     values["output_dir"] = f"runs/{_name(plan.model)}"
     gpus = f"{job.layout.world_size} {job.gpu.name}"
     lines = [
-        f"# {_shell(launch_command(job, folder))}",
-        f"# {plan.model}, {job.global_batch * job.sequences_per_example} x {job.seq_len} tokens per step on {gpus}.",
+        comment(quoted(launch_command(job, folder))),
+        comment(
+            f"{plan.model}, {job.global_batch * job.sequences_per_example} x {job.seq_len} tokens per step on {gpus}."
+        ),
         "#",
         "# Set your data (dataset_name or train_file) and your learning rate; the one below is a low one to start "
         "with.",
@@ -308,6 +343,53 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         lines.append("# Name your reward_functions: rewards.py:is_correct.")
     lines += ["", *(f"{name}: {_scalar(value)}" for name, value in values.items())]
     return "\n".join(lines) + "\n"
+
+
+def evaluation_flags(choice: Choice) -> dict[str, Any]:
+    """Build the recipe flags of the evaluations, one for each save.
+
+    There are none where sequences are cut over GPUs, which evaluations are not, and none of generated completions.
+
+    Args:
+        choice (`Choice`): a choice that a recipe can run.
+    """
+    job = choice.estimate.job
+    is_cut = job.layout.cp > 1 and not job.runs_parallel_trainer
+    if is_cut or job.task == "grpo":
+        return {"validation_split_percentage": 0}
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": _steps_between_saves(choice),
+        "max_eval_samples": MAX_EVAL_SAMPLES,
+        "per_device_eval_batch_size": job.micro_batch,
+    }
+
+
+def save_flags(choice: Choice) -> dict[str, Any]:
+    """Build the recipe flags of the checkpoints, of which large ones are saved once an hour.
+
+    Args:
+        choice (`Choice`): a choice that a recipe can run.
+    """
+    return {
+        "save_steps": _steps_between_saves(choice),
+        "save_minutes": _minutes_between_saves(choice.estimate.job),
+        "save_total_limit": 2,
+    }
+
+
+def _minutes_between_saves(job: Job) -> int:
+    size = (4.0 + OPTIMIZERS[job.optimizer]["state_bytes"]) * trained_parameters(job)
+    return 60 if size >= LARGE_CHECKPOINT_BYTES else 15
+
+
+def _steps_between_saves(choice: Choice) -> int:
+    """Steps that are predicted to take the time between two saves, rounded to 1, 2 or 5 times a power of ten."""
+    estimate = choice.estimate
+    steps = 60 * _minutes_between_saves(estimate.job) / estimate.time.total
+    power = 10 ** math.floor(math.log10(max(1.0, steps)))
+    factor = max(one for one in (1, 2, 5) if one == 1 or one * power <= steps)
+    return int(power * factor)
 
 
 def layout_flags(job: Job) -> dict[str, Any]:
@@ -417,7 +499,7 @@ def _scalar(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, dict):
         return json.dumps(value)  # JSON is YAML
-    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z/][\w./-]*", value):
-        return json.dumps(value)  # a JSON string is a YAML string
+    if isinstance(value, str):
+        return yaml_text(value)
     # YAML 1.1 reads 1e-05 as text, because a float needs a decimal point.
     return f"{value:.1e}" if isinstance(value, float) else str(value)

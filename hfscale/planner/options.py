@@ -485,6 +485,9 @@ class PlanOutput(JsonOption):
         None, group=OUTPUT, help="Write configs, script and launch command to this folder"
     )
     choice: int = option(1, group=OUTPUT, help="Number of the choice that --emit writes")
+    force: bool = option(
+        False, group=OUTPUT, help="--emit also replaces files that you have changed or written"
+    )
     details: bool = option(
         False,
         group=OUTPUT,

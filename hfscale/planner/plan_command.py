@@ -83,7 +83,7 @@ def run(
     if output.emit is not None and result.choices:
         from hfscale.planner.emit import emit
 
-        written += emit(result, output.emit, number=output.choice)
+        written += emit(result, output.emit, number=output.choice, force=output.force)
     if output.plot is not None and result.choices:
         from hfscale.planner.plot import draw
 

@@ -95,7 +95,9 @@ class SourceArguments:
     data_mix: str | None = flag("YAML list of several datasets and files, with the weight of each.")
     validation_file: str | None = flag("Evaluation text, in one of the same formats.")
     validation_split_percentage: int = flag(
-        "Share of the training text used for evaluation if there is no evaluation text.", default=5
+        "Share of the training text used for evaluation if there is no evaluation text; 0 on the command line also "
+        "leaves out the evaluations of the YAML file.",
+        default=5,
     )
     streaming: bool = flag(
         "Read the dataset during training instead of preparing it first.", default=False

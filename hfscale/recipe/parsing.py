@@ -9,6 +9,7 @@ from dataclasses import MISSING, Field, fields
 from enum import Enum
 from functools import wraps
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from transformers import HfArgumentParser, TrainingArguments
@@ -191,13 +192,28 @@ def _given(tokens: Sequence[str]) -> set[str]:
 
 
 def _kept(from_file: Mapping[str, Any], rest: Sequence[str]) -> Mapping[str, Any]:
-    """Return the flags of a YAML file without its training text, if the command line names another one."""
+    """Return the flags of a YAML file without its training text, if the command line names another one, and without
+    its evaluations, if the command line leaves no text for them."""
+    from_file = _without_evaluations(from_file, rest)
     given = _given(rest) & _NAMES_TEXT
     if not given or given & set(from_file):
         return from_file
     return {
         name: value for name, value in from_file.items() if name not in _NAMES_TEXT | _OF_A_DATASET
     }
+
+
+def _without_evaluations(from_file: Mapping[str, Any], rest: Sequence[str]) -> Mapping[str, Any]:
+    """Return the flags of a YAML file without those of evaluations, if `--validation_split_percentage 0` is given."""
+    words = re.split("[ =]", " ".join(rest).replace("-", "_"))
+    if ("__validation_split_percentage", "0") not in pairwise(words):
+        return from_file
+    if "validation_file" in from_file or "validation_file" in _given(rest):
+        return from_file
+    left = dict(from_file)
+    for name in ("eval_strategy", "eval_steps"):
+        left.pop(name, None)
+    return left
 
 
 def _embedded_defaults(tokens: Sequence[str], task: str) -> list[str]:

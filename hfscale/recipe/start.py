@@ -7,7 +7,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.core.options import from_flags, names_of
-from hfscale.core.spelling import speaking
+from hfscale.core.spelling import speaking, spelled
+from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import check_support
 from hfscale.islands.flags import island_callbacks
@@ -91,6 +92,7 @@ def start_run(
         MissingDependencyError: a flag needs a package that is not installed.
     """
     check_launch(training_args)
+    _check_data(model_args, data_args)
     if parallel_trainer:
         layout, _ = plan_stages(parallel_args or ParallelArguments(), training_args)
         check_compatibility(model_args, training_args, islands=scaling_args.islands)
@@ -114,6 +116,18 @@ def start_run(
         )
     set_seed(training_args.seed)
     return RunStart(layout=layout, checkpoint=checkpoint, callbacks=callbacks)
+
+
+def _check_data(model_args: ModelArguments, data_args: SourceArguments) -> None:
+    """Check that a named model has a training text: the embedded one is for the embedded model."""
+    if data_args.dataset_name or data_args.train_file or data_args.data_mix:
+        return
+    for name in ("model_name_or_path", "config_name"):
+        model = vars(model_args)[name]
+        if model is not None:
+            texts = f"{spelled('dataset_name')} or {spelled('train_file')}"
+            given = spelled(name, model)
+            raise UsageError(f"{given} is given without a training text: give {texts}")
 
 
 def _layout_of_accelerate(

@@ -1,7 +1,6 @@
 """`hfscale tune`: measures the best layouts of a plan on this machine, and writes the fastest and what was learnt."""
 
 import json
-import shlex
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
 from hfscale.planner.command_line import make_command
 from hfscale.planner.option_fields import HARDWARE, OUTPUT, SEARCH, option, same_option
-from hfscale.planner.options import JsonOption, PlanOptions, a_count
+from hfscale.planner.options import JsonOption, PlanOptions, PlanOutput, a_count
 from hfscale.planner.plan import Plan, plan
 from hfscale.tune.decisions import (
     Candidate,
@@ -36,12 +35,17 @@ from hfscale.tune.decisions import (
 )
 
 if TYPE_CHECKING:
+    from hfscale.core.launch_file import Word
     from hfscale.planner.job import Job
     from hfscale.tune.launch_command import RecipeCommand
     from hfscale.tune.trial import Trial
 
 ALL_CHOICES = 10_000
 """More than a plan has: micro-batches of the choices are compared before some are left out."""
+BEST = "best"
+"""The folder of the fastest configuration."""
+EDITABLE_FILES = ("accelerate.yaml", "recipe.yaml", "launch.sh", "deepspeed.json")
+"""Files of a configuration that a user may have changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,13 @@ class TuneOptions(JsonOption):
         flag_of=("tune",),
         help="Where measurements and configs are kept",
     )
+    force: bool = same_option(
+        PlanOutput,
+        "force",
+        False,
+        function="tune",
+        help="Also replace configs of --output-dir that you have changed or written",
+    )
 
 
 def run(command: list[str] | None, flags: dict[str, Any]) -> int:
@@ -124,7 +135,9 @@ def run(command: list[str] | None, flags: dict[str, Any]) -> int:
         _measure_machine(asked.processes) if options.gpu is None else find_accelerator(options.gpu)
     )
     found = plan_command(asked, row)
-    tuning = Tuning(command=asked, plan=found, output_dir=options.output_dir, ends=ends)
+    tuning = Tuning(
+        command=asked, plan=found, output_dir=options.output_dir, ends=ends, force=options.force
+    )
     tuning.choose(options.top)
     tuning.run(options.steps)
     chosen = tuning.chosen
@@ -232,6 +245,8 @@ class Tuning:
     """Where measurements and configs are kept."""
     ends: float
     """Time of the monotonic clock from which no run may begin or go on."""
+    force: bool = False
+    """Whether files are replaced that the user has changed."""
     configurations: dict[str, Candidate] = field(default_factory=dict)
     """The configurations by their names, in the order of their predicted times."""
     results: "dict[str, tuple[Trial, int]]" = field(default_factory=dict)
@@ -245,6 +260,7 @@ class Tuning:
 
         Raises:
             HfScaleError: the script can run none.
+            UsageError: a file of an earlier run, which would be replaced, was changed.
         """
         found = candidates(self.plan, number, can_run=self._can_run)
         if not found:
@@ -252,6 +268,9 @@ class Tuning:
                 f"{self.command.script} can run none of the {len(self.plan.choices)} layouts that fit"
             )
         self.configurations = {candidate.name: candidate for candidate in found}
+        # Before hours of measuring, not after them
+        for name in (*self.configurations, BEST):
+            self._check_unchanged(self.output_dir / name)
 
     def run(self, steps: int) -> None:
         """Run the configurations.
@@ -296,7 +315,7 @@ class Tuning:
         Returns:
             `list[Path]`: the files.
         """
-        return self._write(self.configurations[name], self.output_dir / "best")
+        return self._write(self.configurations[name], self.output_dir / BEST)
 
     def _can_run(self, job: "Job") -> bool:
         """Whether the script can run a job, or another recipe of its task can; a user's copy is not replaced."""
@@ -356,7 +375,15 @@ class Tuning:
 
     def _write(self, candidate: Candidate, folder: Path) -> list[Path]:
         """Write what the launcher and the recipe read."""
-        from hfscale.planner.emit import accelerate_yaml, deepspeed_config, layout_flags, task_flags
+        from hfscale.core.launch_file import comment, launch_script, quoted
+        from hfscale.core.written_files import LAUNCH_FILE, write_files
+        from hfscale.planner.emit import (
+            accelerate_yaml,
+            deepspeed_config,
+            layout_flags,
+            offload_ranks,
+            task_flags,
+        )
         from hfscale.planner.launchable import uses_deepspeed
 
         choice = candidate.choice
@@ -367,24 +394,37 @@ class Tuning:
         elif self.command.is_recipe:
             flags["block_size"] = job.seq_len
         values = self.command.kept_values | flags
-        launch = shlex.join(["accelerate", "launch", *self._launch(folder, job)[3:]])
-        about = f"# {launch}\n# {candidate.name} of hfscale tune.\n"
+        launch = ["accelerate", "launch", *self._launch(folder, job)[3:]]
+        about = [quoted(launch), f"{candidate.name} of hfscale tune."]
+        above = "".join(f"{comment(line)}\n" for line in about)
         files = {
-            "accelerate.yaml": about
+            "accelerate.yaml": above
             + accelerate_yaml(self.plan, choice, folder).partition("\n")[2],
-            "recipe.yaml": about
-            + "".join(f"{name}: {json.dumps(value)}\n" for name, value in values.items()),
-            "launch.sh": f"#!/bin/sh\nset -eu\n{launch}\n",
+            "recipe.yaml": above
+            + "".join(f"{name}: {_yaml(value)}\n" for name, value in values.items()),
+            LAUNCH_FILE: launch_script(
+                [_beside(folder, word) for word in launch],
+                about=about,
+                offload_ranks=offload_ranks(job),
+            ),
         }
         if uses_deepspeed(job):
             files["deepspeed.json"] = json.dumps(deepspeed_config(job), indent=2) + "\n"
         if not self.command.is_recipe:
             del files["recipe.yaml"]  # the flags are words of the command
-        with writing(f"--output-dir {self.output_dir}", "give another folder"):
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, text in files.items():
-                (folder / name).write_text(text, encoding="utf-8")
+        write_files(folder, files, asked=self._asked, force=self.force)
         return [folder / name for name in files]
+
+    def _check_unchanged(self, folder: Path) -> None:
+        """Check that no file of a configuration's folder was changed, unless they are to be replaced."""
+        from hfscale.core.written_files import check_unchanged
+
+        if not self.force:
+            check_unchanged(folder, dict.fromkeys(EDITABLE_FILES), asked=self._asked)
+
+    @property
+    def _asked(self) -> str:
+        return spelled("output_dir", str(self.output_dir))
 
     def _launch(self, folder: Path, job: "Job") -> list[str]:
         """The launch command of a folder that `_write` has filled."""
@@ -397,7 +437,7 @@ class Tuning:
             "--config_file",
             str(folder / "accelerate.yaml"),
         ]
-        script = str(self._script(job))
+        script = str(self._script(job).absolute())
         if self.command.is_recipe:
             return [
                 *launcher,
@@ -445,7 +485,8 @@ class Tuning:
 
         folder = self.output_dir / name
         candidate = self.configurations[name]
-        with writing(f"--output-dir {self.output_dir}", "give another folder"):
+        self._check_unchanged(folder)
+        with writing(self._asked, "give another folder"):
             shutil.rmtree(folder, ignore_errors=True)
             self._write(candidate, folder)
         flags = {
@@ -614,6 +655,21 @@ def _show(answer: dict[str, Any]) -> None:
 
 def _launch_file(answer: dict[str, Any]) -> str:
     return next(str(file) for file in answer["files"] if str(file).endswith("launch.sh"))
+
+
+def _beside(folder: Path, word: str) -> "Word":
+    """A word of the launch command, without the folder of the script that contains it."""
+    from hfscale.core.launch_file import Beside
+
+    path = Path(word)
+    return Beside(path.name) if path.parent == folder and path.name in EDITABLE_FILES else word
+
+
+def _yaml(value: Any) -> str:
+    """A value as YAML: JSON, with the escapes that YAML has."""
+    from hfscale.core.launch_file import yaml_text
+
+    return yaml_text(value) if isinstance(value, str) else json.dumps(value)
 
 
 COMMAND = make_command(

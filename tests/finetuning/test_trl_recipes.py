@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 import time
+from itertools import islice
 
 import pytest
 import recipe_runs
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from hfscale.checkpoint.store import verify
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.facts.layout import split_batch
+from hfscale.recipe import corpus
 from hfscale.recipe.entrypoint import refused_by_trl
 
 pytestmark = pytest.mark.finetuning
@@ -51,6 +53,7 @@ FLAGS = {
         "beta": "0",
     },
 }
+RECORDS = {"sft": corpus.chat_records, "dpo": corpus.preference_records, "grpo": corpus.prompt_records}
 KEYS = {"sft": ("loss", "grad_norm"), "dpo": ("loss", "rewards/margins"), "grpo": ("reward", "grad_norm")}
 """What is compared; GRPO's loss itself is nearly 0 in every step."""
 REWARDS = """
@@ -65,6 +68,9 @@ def workplace(workplace):
 
     LlamaConfig.from_pretrained(workplace / "deep", max_position_embeddings=256).save_pretrained(workplace / "model")
     (workplace / "rewards.py").write_text(REWARDS)
+    for recipe, records in RECORDS.items():
+        rows = islice(records("train"), 200)
+        (workplace / f"{recipe}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (workplace / "prompts.txt").write_text("What does os.getcwd do?\nline 7 is\n")
     return workplace
 
@@ -80,7 +86,10 @@ def run(folder, recipe, strategy, *, ranks=2, stop=None, **flags):
         stop (`tuple`, *optional*): a signal and a step; rank 1 gets the signal once the step's checkpoint is there.
         flags: further flags.
     """
-    given = [f"--{name}={value}" for name, value in (COMMON | FLAGS[recipe] | flags).items() if value is not None]
+    text = {"train_file": f"{recipe}.jsonl"}
+    given = [
+        f"--{name}={value}" for name, value in (COMMON | FLAGS[recipe] | text | flags).items() if value is not None
+    ]
     script = REPOSITORY / "recipes" / recipe / "train.py"
     env = recipe_runs.environment_of(strategy)
     ends_all = stop is None or stop[0] == signal.SIGKILL  # preempted ranks end by themselves

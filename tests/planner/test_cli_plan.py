@@ -12,6 +12,7 @@ import psutil
 import pytest
 import yaml
 from conftest import REPOSITORY
+from launch_words import launched_words
 
 from hfscale.cli import main
 from hfscale.planner.estimate import fits_word
@@ -297,9 +298,17 @@ class TestEmit:
         assert recipe.get("use_peft", False) == ("lora" in argv)
         if (out / "deepspeed.json").exists():
             assert json.loads((out / "deepspeed.json").read_text())["zero_optimization"]["stage"] == best["zero_stage"]
-        command = (out / "launch.sh").read_text().splitlines()[-1]
-        assert command.startswith(f"accelerate launch --config_file {out / 'accelerate.yaml'}")
-        assert (out / "recipe.yaml").read_text().startswith(f"# {command}")
+        words = launched_words(out / "launch.sh", tmp_path)
+        assert words[:4] == ["accelerate", "launch", "--config_file", str(out / "accelerate.yaml")]
+        command = f"# accelerate launch --config_file {out / 'accelerate.yaml'}"
+        assert (out / "recipe.yaml").read_text().startswith(command)
+        (out / "recipe.yaml").write_text("mine: true\n")
+        asked = ["plan", *argv, "--tokens", "1B", "--emit", str(out)]
+        assert run(capsys, *asked, code=2).err.startswith(
+            f"hfscale: error: --emit {out}: {out}/recipe.yaml was changed"
+        )
+        run(capsys, *asked, "--force")
+        assert yaml.safe_load((out / "recipe.yaml").read_text()) == recipe
 
     def test_hsdp_and_tensor_parallel_sizes_are_read_by_accelerate(self):
         from hfscale import estimate

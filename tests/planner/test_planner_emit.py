@@ -2,7 +2,11 @@
 launched."""
 
 import json
-import shlex
+import os
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import REPOSITORY, accelerate_launch
+from launch_words import launched_words
 from recipe_runs import save_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
@@ -96,7 +101,8 @@ def test_the_files_equal_the_shipped_ones(model, tmp_path, name):
     recipe = found.choices[0].to_dict()["recipe"]
     assert (REPOSITORY / recipe).is_file()
     assert (tmp_path / "train.py").read_bytes() == (REPOSITORY / recipe).read_bytes()
-    assert f" {tmp_path / 'train.py'} --config " in (tmp_path / "launch.sh").read_text()
+    words = launched_words(tmp_path / "launch.sh", tmp_path.parent)
+    assert words[-3:] == [str(tmp_path / "train.py"), "--config", str(tmp_path / "recipe.yaml")]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -209,6 +215,104 @@ def test_sequence_parallelism_is_written_as_a_flag(model, tmp_path):
     parallel = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], also=[ParallelArguments])[4]
     assert found.choices[0].estimate.job.sequence_parallel
     assert parallel.sequence_parallel
+
+
+ODD_NAMES = (
+    "b c'd",
+    "$(touch RAN)",
+    "$HOME",
+    "-x",
+    "n\nuse_cpu: true",
+    "end\n",
+    "#m",
+    "- m",
+    "null",
+    "1e3",
+    "u\u2028v",
+)
+"""Names that a shell or YAML would read as something else, of the emitted folder and of the model's."""
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names_are_names(model, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    named = tmp_path / "m" / name
+    named.mkdir(parents=True)
+    (named / "config.json").write_bytes((model / "config.json").read_bytes())
+    written = emit(planned(named, **FAMILIES["zero3_offload"]), Path("plans", name))
+    (tmp_path / "elsewhere").mkdir()
+    words = launched_words(Path("..", "plans", name, "launch.sh"), tmp_path, cwd=tmp_path / "elsewhere")
+    found = {flag: words[words.index(flag) + 1] for flag in ("--config_file", "--deepspeed_config_file", "--config")}
+    assert {Path("elsewhere", path).resolve() for path in found.values()} < {path.resolve() for path in written}
+    recipe = yaml.safe_load((tmp_path / "plans" / name / "recipe.yaml").read_text())
+    assert (recipe["config_name"], recipe["output_dir"]) == (str(named), f"runs/{name}")
+    launcher = yaml.safe_load((tmp_path / "plans" / name / "accelerate.yaml").read_text())
+    assert (launcher["use_cpu"], launcher["num_machines"]) == (False, 1)
+    assert not list(tmp_path.rglob("RAN"))
+
+
+def test_files_that_were_changed_are_kept(model, tmp_path):
+    one, other = planned(model, **FAMILIES["ddp"]), planned(model, **FAMILIES["zero1"])
+    written = emit(one, tmp_path)
+    emit(other, tmp_path)
+    texts = {path: path.read_text() for path in written}
+    for path in written:
+        path.write_text(texts[path] + "# mine\n")
+        with pytest.raises(UsageError, match=rf"emit=.*{path.name} was changed.*force=True"):
+            emit(one, tmp_path)
+        changed = {each.name: each.read_text() for each in written if each.read_text() != texts[each]}
+        assert changed == {path.name: texts[path] + "# mine\n"}  # none of the others was written
+        path.write_text(texts[path])
+    mine = tmp_path / "project"
+    mine.mkdir()
+    (mine / "train.py").write_text("# mine\n")
+    with pytest.raises(UsageError, match=r"train\.py was changed, or hfscale did not write it"):
+        emit(one, mine)
+    assert [path.name for path in mine.iterdir()] == ["train.py"]
+    assert len(emit(one, mine, force=True)) == 4
+
+
+def test_the_cores_are_shared_by_the_ranks_of_an_offloading_machine(model, tmp_path):
+    emit(planned(model, **FAMILIES["zero3_offload"]), tmp_path)
+    script = (tmp_path / "launch.sh").read_text()
+    assert "_NPROCESSORS_ONLN) / 2))" in script
+    assert "export OMP_NUM_THREADS" in script
+    emit(planned(model, **FAMILIES["ddp"]), tmp_path / "ddp")
+    assert "OMP_NUM_THREADS" not in (tmp_path / "ddp" / "launch.sh").read_text()
+
+
+def test_the_launcher_gets_the_signal_and_its_code_is_that_of_the_script(model, tmp_path):
+    """Without `hfscale run`, which tests/recovery covers, and with it."""
+    emit(planned(model, **FAMILIES["ddp"]), tmp_path / "plan")
+    program = tmp_path / "accelerate"
+    program.write_text("#!/bin/sh\ntrap 'exit 75' TERM\ntouch started\nwhile :; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    run = tmp_path / "supervised" / "hfscale"
+    run.parent.mkdir()
+    run.write_text(f'#!/bin/sh\nexec {sys.executable} -m hfscale "$@"\n')
+    run.chmod(0o755)
+    for path in (f"{tmp_path}:/usr/bin:/bin", f"{run.parent}:{tmp_path}:/usr/bin:/bin"):
+        (tmp_path / "started").unlink(missing_ok=True)
+        env = {**os.environ, "PATH": path, "PYTHONPATH": str(REPOSITORY)}
+        started = subprocess.Popen(["sh", "plan/launch.sh"], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+        while not (tmp_path / "started").exists():
+            assert started.poll() is None
+            time.sleep(0.02)
+        started.send_signal(signal.SIGTERM)
+        assert started.wait(30) == 75
+
+
+def test_evaluation_warm_up_and_saves_are_written(tmp_path):
+    """Large checkpoints are saved about once an hour."""
+    found = plan("llama-3.1-70b", gpu="H100-80GB", gpus=64, tokens=1e9)
+    emit(found, tmp_path)
+    recipe = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    seconds = recipe["save_steps"] * found.choices[0].estimate.time.total
+    assert 1200 < seconds <= 3600
+    assert (recipe["save_minutes"], recipe["warmup_steps"]) == (60, 0.03)
+    assert (recipe["eval_strategy"], recipe["eval_steps"]) == ("steps", recipe["save_steps"])
+    without = ["--config", str(tmp_path / "recipe.yaml"), "--validation_split_percentage", "0"]
+    assert parse_arguments(without, also=[ParallelArguments])[3].eval_strategy == "no"
 
 
 PIPELINE = {"layout": {"tp": 2, "pp": 2, "dp_replicate": 2}, "zero": 1}
@@ -339,7 +443,7 @@ def test_the_command_trains(model, tmp_path, name):
     assert found.choices[0].to_dict()["strategy"] == strategy
     emit(found, tmp_path / "plan")
     (tmp_path / "text.txt").write_text(LINE * 200)
-    command = shlex.split((tmp_path / "plan" / "launch.sh").read_text().splitlines()[-1])
+    command = launched_words(tmp_path / "plan" / "launch.sh", tmp_path)
     assert command[:3] == ["accelerate", "launch", "--config_file"]
     recipe, *flags = command[4:]
     done = accelerate_launch(

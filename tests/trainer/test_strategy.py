@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from hfscale import CommHealthCallback, ParallelTrainer
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.errors import StrategyMismatchError
+from hfscale.errors import StrategyMismatchError, UsageError
 from hfscale.recipe.arguments import DataArguments, RecipeTrainingArguments, ScalingArguments
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.start import start_run
@@ -133,6 +133,14 @@ def test_one_process_with_eight_gpus_is_refused_by_recipes_before_they_write(tmp
     args = eight_gpus(RecipeTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True))
     with pytest.raises(StrategyMismatchError, match="8 GPUs are visible"):
         start_run(ModelArguments(), DataArguments(), ScalingArguments(), args)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["model_name_or_path", "config_name"])
+def test_a_model_without_a_text_does_not_train_on_the_embedded_one(tmp_path, name):
+    args = RecipeTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    with pytest.raises(UsageError, match=f"^--{name} mine is given without a training text: give --dataset_name or"):
+        start_run(ModelArguments(**{name: "mine"}), DataArguments(), ScalingArguments(), args)
     assert not (tmp_path / "out").exists()
 
 

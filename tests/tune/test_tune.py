@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ import psutil
 import pytest
 import torch
 from conftest import RECIPE, REPOSITORY
+from launch_words import launched_words
 from tiny import tiny_model
 
 from hfscale.cli import main
@@ -269,6 +269,24 @@ def test_error_in_the_json_is_the_relative_error_of_the_prediction(tmp_path):
     assert "not run" in third["reason"]
 
 
+def test_a_configuration_that_was_changed_is_kept(tmp_path):
+    found = plan("llama-3.1-8b", gpu=H100, gpus=8, seq_len=4096)
+    asked = read_command(launch("--config_name", "x"))
+    tuning = Tuning(command=asked, plan=found, output_dir=tmp_path, ends=0.0)
+    tuning.choose(2)
+    written = tuning.write_best(next(iter(tuning.configurations)))
+    tuning.write_best(list(tuning.configurations)[-1])  # nothing was changed
+    words = launched_words(tmp_path / "best" / "launch.sh", tmp_path, cwd=tmp_path.parent)
+    assert {str(path) for path in written} > {words[words.index(flag) + 1] for flag in ("--config_file", "--config")}
+    recipe = tmp_path / "best" / "recipe.yaml"
+    recipe.write_text("mine: true\n")
+    again = replace(tuning, configurations={})
+    with pytest.raises(UsageError, match=r"best/recipe.yaml was changed.*force"):
+        again.choose(2)  # before anything is measured
+    assert recipe.read_text() == "mine: true\n"
+    replace(again, force=True).choose(2)
+
+
 @pytest.fixture
 def slow_cpu(tmp_path, monkeypatch):
     """A hardware file that describes this machine, so that it need not be measured."""
@@ -307,7 +325,7 @@ def test_a_script_of_the_user_is_measured_and_its_best_command_runs(tmp_path, sl
     best = (tmp_path / "tuned" / "best" / "launch.sh").read_text()
     assert "--rows 256 --use_cpu true" in best
     assert "--config " not in best
-    command = shlex.split(best.splitlines()[-1])
+    command = launched_words(tmp_path / "tuned" / "best" / "launch.sh", tmp_path)
     assert command[:2] == ["accelerate", "launch"]
     more = ["--max_steps", "2", "--output_dir", "out", "--report_to", "none"]
     again = run([sys.executable, "-m", "accelerate.commands.launch", *command[2:], *more])
