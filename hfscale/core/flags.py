@@ -220,6 +220,35 @@ def _reason(error: Exception) -> str:
 _BITS = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
+def parse_network(text: str, gpus_per_node: int) -> float:
+    """Parse the bandwidth between nodes per GPU: GB/s such as `12.5`, or bits per second such as `100Gbps`.
+
+    Args:
+        text (`str`): the bandwidth; with `/node` behind a unit it is that of a node, which its GPUs share.
+        gpus_per_node (`int`): GPUs of a node.
+
+    Returns:
+        `float`: GB/s per GPU.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    link, of_node, _ = text.strip().partition("/node")
+    try:
+        gigabytes = parse_bandwidth(link, "network_gb_s") / 1e9
+    except UsageError:
+        given = spelled("network_gb_s")
+        raise UsageError(
+            f"{given} is {text!r}: give the GB/s of each GPU, such as 12.5, or bits per second, such as 100Gbps for a "
+            "card per GPU or 100Gbps/node for a card per node"
+        ) from None
+    return gigabytes / gpus_per_node if of_node else gigabytes
+
+
 def parse_bandwidth(text: str, option: str = "island_bandwidth") -> float:
     """Parse a bandwidth in bits per second such as `1Gbps`, `100Mbit/s` or `2.5 Gbit`.
 

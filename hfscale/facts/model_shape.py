@@ -270,6 +270,34 @@ class ModelShape:
         """Parameters that one token uses: all but those of the experts that it does not pass."""
         return self.total_parameters - sum(linear.idle_parameters for linear in self._layer_linears)
 
+    @cached_property
+    def quantized_parameters(self) -> int:
+        """Parameters that bitsandbytes stores in 4 bits: the weights of linear layers outside the head.
+
+        It replaces `nn.Linear` and `Conv1D` alone (transformers 5.23, integrations/bitsandbytes.py); the experts of a
+        layer are one parameter each for all of them, and so are most routers.
+        """
+        return sum(
+            one.inputs * one.outputs for one in self._layer_linears if self.is_quantized(one)
+        )
+
+    @cached_property
+    def largest_quantized(self) -> int:
+        """Weights of the largest matrix that bitsandbytes stores in 4 bits."""
+        sizes = (one.inputs * one.outputs for one in self._layer_linears if self.is_quantized(one))
+        return max(sizes, default=0)
+
+    def is_quantized(self, linear: Linear) -> bool:
+        """Return whether bitsandbytes stores a matrix in 4 bits.
+
+        Args:
+            linear (`Linear`): a matrix of a layer.
+        """
+        if linear.copies > 1:
+            return False
+        moe = self.moe
+        return moe is None or linear.path != moe.router[0].path or moe.router_adapted
+
     @property
     def head_parameters(self) -> int:
         """Parameters after the last layer; those that a tied head shares with the embedding are not counted."""
@@ -511,6 +539,26 @@ class ModelShape:
         return sum(
             r * (linear.inputs + linear.outputs) for linear in inside if linear.path in chosen
         )
+
+    def adapted_widths(
+        self, target_modules: Iterable[str] | Literal["all-linear"] = "all-linear"
+    ) -> tuple[float, float, float, int]:
+        """Return the inputs, outputs and weights of an average layer's matrices with adapters, without the routed
+        experts, and the weights of the largest of them.
+
+        Args:
+            target_modules (`Iterable[str]`): as in `lora_parameters`.
+        """
+        if target_modules == "all-linear":
+            left_out = self._paths_without_adapter
+            chosen = {linear.path for linear in self._layer_linears} - left_out
+        else:
+            chosen = {path for name in target_modules for path in self._paths_named(name)}
+        adapted = [one for one in self._layer_linears if one.path in chosen and one.copies == 1]
+        inputs = sum(one.inputs for one in adapted) / self.layers
+        outputs = sum(one.outputs for one in adapted) / self.layers
+        weights = [one.inputs * one.outputs for one in adapted]
+        return inputs, outputs, sum(weights) / self.layers, max(weights, default=0)
 
     @property
     def _paths_without_adapter(self) -> set[str]:

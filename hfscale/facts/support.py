@@ -76,6 +76,8 @@ class Combination:
     """How rotary angles are computed."""
     quantized: bool | None = None
     """Whether the checkpoint has quantised weights."""
+    checkpoint_format: str | None = None
+    """How the weights of the checkpoint are quantised, transformers' `quant_method`; `none` where they are not."""
     check_parity: bool | None = None
     """Whether the run compares a small model under its layout with one process before it trains."""
     attention: str | None = None

@@ -63,6 +63,7 @@ def describe_config(config: "PreTrainedConfig") -> Combination:
         ep_plan=spreads_experts(text),
         rope_type=_rope_type(text),
         quantized=quantization_of(config) is not None,
+        checkpoint_format=quantization_of(config) or "none",
         # A bare config, from which no model has been made, names none
         attention=attention_implementation(config),
     )

@@ -17,6 +17,7 @@ from hfscale.facts.activations import (
 )
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SPLIT_BACKWARD, held_at_peak, in_flight
+from hfscale.planner.adapters import formed_bytes
 from hfscale.planner.experts import imbalance_of, unit_parameters
 from hfscale.planner.frameworks import Framework, shared_constants
 from hfscale.planner.job import Job
@@ -298,6 +299,17 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
         `tuple[float, float]`: bytes kept until the backward pass, and further bytes that exist only while the layer's
             backward pass runs.
     """
+    kept, working = _kept_and_working(job, framework)
+    formed = formed_bytes(job, regime_of(job))
+    if job.activation_checkpointing == "none":
+        return kept + formed.kept, working + formed.working
+    if job.activation_checkpointing == "selective":
+        kept += formed.kept_by_selective
+    return kept, working + formed.kept + formed.working
+
+
+def _kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
+    """The same without what is formed from weights."""
     shape = job.shape
     all_activations = layer_bytes(job, framework) + _gathered_inputs(job, framework)
     scores = _score_bytes(job, framework)

@@ -14,14 +14,17 @@ from hfscale.planner.cost import (
 from hfscale.planner.estimate import Estimate
 from hfscale.planner.experts import gathered_share, imbalance_of, kept_share
 from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.frozen import mean_bytes
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import DEFAULT_ACHIEVED
-from hfscale.planner.memory import GIB, host_gib
+from hfscale.planner.memory import GIB
 from hfscale.planner.network import datasheet_network_gb_s
 from hfscale.planner.request import PlanRequest
 from hfscale.planner.search import USABLE_MEMORY_FRACTION
 from hfscale.planner.tasks import generated_at_once, kv_cache_bytes
 
+LARGE_PART = 0.1
+"""Part of a step from which a loss of time is named."""
 SMALL = 7e9
 LARGE = 70e9
 """Numbers of parameters that separate the tiers: data parallel, sharded, tensor x pipeline x data parallel."""
@@ -57,12 +60,11 @@ def advice(best: Estimate, choices: list[Estimate]) -> list[Advice]:
 
 def _offload(best: Estimate) -> Advice | None:
     """The CPU memory that offload needs."""
-    job = best.job
-    if job.offload == "none":
+    if best.job.offload == "none":
         return None
-    gigabytes = host_gib(job) * min(job.gpus_per_node, job.layout.world_size)
     return Advice(
-        text=f"Offload needs {gigabytes:,.0f} GiB of CPU memory in every machine.",
+        text=f"Offload, loading and saving need {best.host_gib_per_node:,.0f} GiB of CPU memory in every machine, of "
+        f"which {best.host_gib_assumed:,.0f} are assumed.",
         source="18 to 22 bytes per parameter, DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py",
     )
 
@@ -98,10 +100,10 @@ def _largest_loss(best: Estimate) -> Advice | None:
     }
     name, seconds = max(lost.items(), key=lambda item: item[1])
     share = seconds / time.total
-    if share < 0.1:
+    if share < LARGE_PART:
         return None
     fix = {
-        "exposed communication": "use more tokens per GPU and step, or a layout that sends less across nodes",
+        "exposed communication": "use more tokens per GPU and micro-batch, or a layout that sends less across nodes",
         "the pipeline bubble": "use a larger global batch, fewer stages or more virtual stages",
         "the optimizer": "use a larger global batch, or shard optimizer states",
     }[name]
@@ -111,27 +113,45 @@ def _largest_loss(best: Estimate) -> Advice | None:
 
 
 def _data_parallel_link(best: Estimate) -> Advice | None:
-    """Whether the network is fast enough to hide data-parallel gradients.
+    """Whether the network is fast enough to hide the exchange of data-parallel ranks.
 
-    DDP's gradients of 2 bytes are hidden by the backward pass if the bandwidth is at least F / T, with F the achieved
-    FLOP/s and T the tokens per GPU and step: a ring moves 4 bytes per parameter, and the backward pass takes 4 FLOPs
-    per parameter and token.
+    It is hidden by the computation of a step if the bandwidth is at least bytes / seconds. DDP and sharded optimizer
+    states exchange twice the bytes of the gradients once per step, in a ring. Sharded parameters are gathered for both
+    passes of each micro-batch, and their gradients are reduced.
     """
     job = best.job
-    if job.data_parallel == 1 or job.layout.world_size <= job.gpus_per_node:
+    if (
+        job.data_parallel == 1
+        or job.layout.world_size <= job.gpus_per_node
+        or not best.time.compute
+    ):
         return None
-    peak = peak_tflops(job.gpu, "bf16") or job.gpu.fp16_tflops or 0.0
-    achieved = (best.mfu or 0.0) * peak
     tokens = job.tokens_per_step / job.layout.world_size
-    if not achieved:
+    parameters = job.shape.total_parameters / (job.layout.tp * job.layout.pp)
+    trained = 0.0 if job.method != "full" else parameters
+    gradient = find_framework(job.stack).gradient_bytes
+    if job.zero == 3:
+        gathered = (2 if job.reshard else 1) * mean_bytes(job) * parameters
+        times = 1 if job.runs_parallel_trainer else job.micro_batches
+        moved = times * (gathered + gradient * trained)
+        what = f"the weights and gradients that ranks exchange {times} times a step"
+    else:
+        moved = 2 * gradient * trained
+        what = "the gradients that ranks exchange once a step"
+    if not moved:
         return None
-    gigabits = achieved * 1e12 / tokens * 8 / 1e9
+    gigabits = moved / best.time.compute * 8 / 1e9
     available = (job.network_gb_s or datasheet_network_gb_s(job.gpu, job.gpus_per_node)) * 8
+    is_exposed = best.time.communication >= LARGE_PART * best.time.total
+    if available >= gigabits and is_exposed:
+        return None  # what is exposed is another exchange, or one that waits for nothing but itself
     verdict = "enough" if available >= gigabits else "too little: raise the tokens per GPU and step"
+    if available < gigabits and job.zero == 3 and job.micro_batches > 1:
+        verdict = "too little: raise the tokens per micro-batch, or use fewer of them"
     return Advice(
-        text=f"The backward pass hides data-parallel gradients if the network has at least {gigabits:.0f} Gbit/s per "
-        f"GPU (at {tokens:,.0f} tokens per GPU and step); it is assumed to have {available:.0f}, which is {verdict}.",
-        source="bandwidth >= FLOP/s / tokens per GPU; ring all-reduce",
+        text=f"The computation hides {what} if the network has at least {gigabits:.0f} Gbit/s per GPU (at "
+        f"{tokens:,.0f} tokens per GPU and step); it is assumed to have {available:.0f}, which is {verdict}.",
+        source="bandwidth >= bytes / seconds of computation; ring collectives",
     )
 
 
@@ -278,7 +298,7 @@ def assumptions(request: PlanRequest, job: Job | None, tokens: float | None) -> 
     found = [
         f"framework {request.stack}: {find_framework(request.stack).about}",
         f"nodes of {request.gpus_per_node} GPUs: {link} inside a node, {network:g} GB/s per GPU and direction between "
-        f"nodes ({origin})",
+        f"nodes, {network * 8 * request.gpus_per_node:,.0f} Gbit/s per node ({origin})",
         f"{request.precision} matrix products, {request.optimizer} states, {_rows(request)}",
         f"a plan uses at most {USABLE_MEMORY_FRACTION:.0%} of {gpu.memory_gib:g} GiB",
     ]

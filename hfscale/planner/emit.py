@@ -301,7 +301,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         folder (`Path`): the folder that the file is for; the launch command in its first line contains it.
     """
     job = choice.estimate.job
-    values = _model_flags(plan.model)
+    values = _model_flags(plan.model, has_adapters=job.method != "full")
     if job.task == "text":
         values["block_size"] = job.seq_len
     else:
@@ -470,8 +470,11 @@ def stage_flags(job: Job) -> dict[str, Any]:
     return flags
 
 
-def _model_flags(model: str) -> dict[str, Any]:
-    """The recipe flag of the model: a checkpoint, or a folder with only a config, which is trained from scratch."""
+def _model_flags(model: str, *, has_adapters: bool) -> dict[str, Any]:
+    """The recipe flag of the model: a checkpoint, or a folder with only a config, which is trained from scratch.
+
+    Adapters are trained for the weights of a checkpoint, which the folder must have by then.
+    """
     path = Path(model)
     folder = path.parent if path.is_file() else path
     if not folder.is_dir() or (model.casefold() in catalogue() and not path.exists()):
@@ -480,7 +483,7 @@ def _model_flags(model: str) -> dict[str, Any]:
             return {"model_name_or_path": built_in["hub"][0]}
         return {"model_name_or_path": model}
     has_weights = any(True for kind in WEIGHTS for _ in folder.glob(kind))
-    if has_weights:
+    if has_weights or has_adapters:
         return {"model_name_or_path": str(folder)}
     return {"config_name": str(folder)}
 

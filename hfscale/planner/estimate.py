@@ -19,6 +19,7 @@ from hfscale.planner.memory import (
     Memory,
     Peak,
     adapter_parameters,
+    assumed_host_gib,
     memory_of,
     node_host_gib,
     peak_of,
@@ -61,12 +62,26 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory."""
-        return self.memory.total <= self.job.gpu.memory_gib
+        """Whether the peak is within the device's memory, and a node has enough CPU memory."""
+        return self.memory.total <= self.job.gpu.memory_gib and self.fits_host
+
+    @property
+    def host_gib_assumed(self) -> float:
+        """CPU memory that a node is assumed to have, GiB."""
+        ranks = min(self.job.gpus_per_node, self.job.layout.world_size)
+        return assumed_host_gib(self.job.gpu) * ranks
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is offloaded, loaded and saved is within a node's CPU memory; not known of other stacks."""
+        return self.job.stack != "hf" or self.host_gib_per_node <= self.host_gib_assumed
 
     @property
     def fits_probability(self) -> float:
-        """Probability that the peak is within the device's memory, from the errors of published peaks."""
+        """Probability that the peak is within the device's memory, from the errors of published peaks; 0 where a node
+        has too little CPU memory."""
+        if not self.fits_host:
+            return 0.0
         spread = find_framework(self.job.stack).memory_range / SIGMAS_OF_80_PERCENT
         return NormalDist(0.0, spread).cdf(math.log(self.job.gpu.memory_gib / self.memory.total))
 
@@ -121,6 +136,7 @@ class Estimate:
             "memory_range_gib": list(self.memory_range),
             "peak": asdict(self.peak),
             "host_memory_gib_per_node": self.host_gib_per_node,
+            "host_memory_assumed_gib_per_node": self.host_gib_assumed,
             "fits": self.fits,
             "fits_probability": self.fits_probability,
             "step_time_s": self.time.total,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hfscale.core.flags import parse_network
 from hfscale.core.options import check_options
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import HfScaleError, UsageError
@@ -56,6 +57,9 @@ def run(
             raise UsageError(f"give a MODEL ({model}) or --table ({source.table}), not both")
         _run_table(source.table)
         return 0
+    if given["network_gb_s"] is not None:
+        network = parse_network(given["network_gb_s"], given["gpus_per_node"])
+        given = given | {"network_gb_s": network}
     gpu = given["gpu"]
     gpus = gpu_flags["gpus"]
     axes = AxisOptions(**axis_flags)
@@ -89,6 +93,13 @@ def run(
     else:
         _print_estimate(result)
     return 0
+
+
+def _size(counts: Mapping[str, Any]) -> str:
+    """The size of a traced micro-batch: its tokens, or where it has none its samples."""
+    if counts.get("tokens") is None:
+        return f"{counts['samples']:,} samples"
+    return f"{counts['tokens']:,} tokens"
 
 
 def _run_script(
@@ -130,7 +141,7 @@ def _run_script(
         f"{argv[0]}: {counts['model']}, {counts['parameters'] / 1e9:.2f}B parameters, {gpus} {row.name}"
     )
     print(
-        f"  ZeRO stage {zero}, micro-batch of {counts['tokens']:,} tokens x {counts['grad_accum']} per step and GPU"
+        f"  ZeRO stage {zero}, micro-batch of {_size(counts)} x {counts['grad_accum']} per step and GPU"
     )
     print(
         f"traced: {flops / 1e12:.2f} TFLOP, {counts['saved_bytes'] / GIB:.2f} GiB saved for the backward pass, "
@@ -144,7 +155,10 @@ def _run_script(
     print(f"step {found.time.total:.3f} s")
     for name, seconds in vars(found.time).items():
         print(f"  {name:14}{seconds:8.3f} s  {seconds / found.time.total:4.0%}")
-    print(f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
+    if found.tokens_per_s_per_gpu is None:
+        print(f"{found.samples_per_s_per_gpu:,.2f} samples/s/GPU")
+    else:
+        print(f"{found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
 
 
 def _fill_layout(gpus: int, axes: AxisOptions, zero: int | None) -> ParallelLayout:

@@ -108,7 +108,9 @@ def _faster(best: Estimate) -> list[Improvement]:
         if why_not(trial) is not None and why_not(job) is None and not trial.pure_bf16:
             continue
         estimate, _ = best_of_layout(trial, fused=False)
-        if estimate is not None and estimate.tokens_per_s_per_gpu > least:
+        if estimate is None or not estimate.fits_host:
+            continue
+        if estimate.tokens_per_s_per_gpu > least:
             found.append(_described(change, estimate, best, changes_results=changes_results))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))
 
@@ -169,6 +171,8 @@ def _smaller(best: Estimate) -> list[Improvement]:
         if why_not(trial) is not None and why_not(job) is None:
             continue
         estimate = estimate_job(trial)
+        if not estimate.fits_host:
+            continue
         if estimate.memory.total < best.memory.total * (1 - MIN_GAIN):
             found.append(_described(change, estimate, best))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))

@@ -262,6 +262,9 @@ class Job(LayoutOptions):
         cp = self.layout.cp
         shape = self.shape
         check_memory_is_known(shape, self.stack)
+        if self.method == "qlora":
+            asked = Combination(planned=True, method=self.method, family=shape.model_type)
+            check_support(asked, "family")
         # Each would otherwise be a fraction of a head, a layer or an expert in the formulas, without an error.
         heads = shape.attention.heads
         kv_heads = shape.attention.kv_heads

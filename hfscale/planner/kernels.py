@@ -4,15 +4,17 @@ Every part is the time of its FLOPs at the sustained rate plus the time of its m
 bandwidth. All durations are in seconds. `tokens` are those of a micro-batch on one rank.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
-from hfscale.facts.layer_shape import AttentionShape
+from hfscale.facts.layer_shape import AttentionShape, Linear
 from hfscale.facts.model_shape import LayerKind
-from hfscale.planner.experts import imbalance_of
+from hfscale.planner.adapters import has_merged_experts
+from hfscale.planner.experts import imbalance_of, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.options import Precision
@@ -50,6 +52,10 @@ twice, once transposed (Transformer Engine). Cast weights are reused by all micr
 NF4_BYTES = 0.5 + 1 / 16 + 2.0
 """Bytes of memory traffic per parameter in NF4 and pass, in addition to the product's own 2 bytes: 4 bits and their
 scales are read and 2 bytes are written, because the product runs on a copy in bf16 (bitsandbytes, `matmul_4bit`)."""
+MERGE_BYTES = 8.0
+"""Bytes of memory traffic per expert parameter and pass where experts have adapters: the product of an adapter's two
+matrices is written and read, the weight is read and their sum is written (peft 0.21.2, `_LoraParameterProxy`); in the
+backward pass the gradient of the sum is written, and read for each of the two matrices."""
 NORM_PART = 0.5
 """Fraction of the reads and writes of hidden-wide activations that norms, residuals and dropout make: they keep 10 of
 a layer's 24 h (Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
@@ -69,11 +75,15 @@ class LayerTime:
     """Norms, activation functions, residuals, rotary positions."""
     routing: float = 0.0
     """Sorting tokens by expert and back."""
+    merging: float = 0.0
+    """Forming the merged copy of experts with adapters."""
+    merged_matmul: float = 0.0
+    """The part of `matmul` that multiplies with merged copies, whose gradients are formed too."""
 
     @property
     def total(self) -> float:
         """Sum of all parts."""
-        return self.matmul + self.attention + self.elementwise + self.routing
+        return self.matmul + self.attention + self.elementwise + self.routing + self.merging
 
 
 class Work(Protocol):
@@ -173,25 +183,33 @@ def layer_forward(
         shared (`SharedConstants`): constants of hardware and networks.
         rates (`Rates`): sustained rates of the device.
     """
-    matmul = attention = 0.0
+    matmul = attention = merged = 0.0
+    merges = has_merged_experts(job)
     for kind in job.shape.layer_kinds:
-        matmul += kind.share * _matrices_s(kind, job, shared, rates)
+        matmul += kind.share * _matrices_s(kind.linears, job, shared, rates)
+        if merges:
+            experts = [linear for linear in kind.linears if linear.copies > 1]
+            merged += kind.share * _matrices_s(experts, job, shared, rates)
         attention += kind.share * _attention_s(kind, job, shared, rates)
     return LayerTime(
         matmul=matmul,
         attention=attention,
         elementwise=_elementwise_s(job, framework, rates),
         routing=_routing_s(job, framework, rates),
+        merging=MERGE_BYTES * layer_parameters(job)[1] / rates.memory if merges else 0.0,
+        merged_matmul=merged,
     )
 
 
-def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates) -> float:
-    """Duration of the matrix products of a layer's forward pass."""
+def _matrices_s(
+    linears: Iterable[Linear], job: Job, shared: SharedConstants, rates: Rates
+) -> float:
+    """Duration of matrix products of a layer's forward pass."""
     tokens = job.tokens
     tp = job.layout.tp
     seconds = 0.0
     is_fp8 = job.precision == "fp8"
-    for linear in kind.linears:
+    for linear in linears:
         k = linear.inputs
         n = linear.outputs
         rows = float(tokens)
@@ -214,7 +232,7 @@ def _matrices_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rates
         moved = 2 * (rows * k + k * n + rows * n)
         if is_fp8:
             moved += FP8_CAST_BYTES * rows * k
-        if job.method == "qlora":
+        if job.method == "qlora" and job.shape.is_quantized(linear):
             moved += NF4_BYTES * k * n
         seconds += copies * (2 * rows * k * n / rate + moved / rates.memory)
     return seconds

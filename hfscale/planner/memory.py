@@ -11,27 +11,21 @@ needs 2 bytes more for gradients that are accumulated in fp32, as the shipped co
 All byte counts are per rank unless a docstring states otherwise.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
+from hfscale.facts.hardware import Accelerator
 from hfscale.facts.model_shape import ModelShape
+from hfscale.planner.adapters import Modules, target_modules
 from hfscale.planner.experts import kept_share, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
+from hfscale.planner.frozen import QLORA_BYTES as QLORA_BYTES
+from hfscale.planner.frozen import frozen_bytes
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.peak import highest_moment
 from hfscale.planner.tasks import reference_bytes
 
 # -- states: what a rank keeps between steps --------------------------------------------------------------------------
-
-
-QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8
-"""Bytes per frozen parameter in NF4 with double quantisation: 4 bits and 0.127 bits for the scales (Dettmers et al.,
-arXiv 2305.14314, section 3)."""
-
-FROZEN_BYTES = {"full": 0.0, "lora": 2.0, "qlora": QLORA_BYTES}
-"""Bytes per frozen parameter of each method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +55,7 @@ def trained_parameters(job: Job) -> float:
 
 
 def adapter_parameters(job: Job, *, active: bool = False) -> int:
-    """Count the parameters of the LoRA adapters that a recipe adds without `--lora_target_modules`.
-
-    Where transformers spreads experts over ranks, they are those of the attention alone.
+    """Count the parameters of the LoRA adapters (`hfscale.planner.adapters.target_modules`).
 
     Args:
         job (`Job`): the run.
@@ -72,14 +64,14 @@ def adapter_parameters(job: Job, *, active: bool = False) -> int:
     Raises:
         UsageError: the LoRA rank is below 1.
     """
-    return _adapter_parameters(job.shape, job.lora_rank, job.is_native, active)
+    modules = target_modules(job)
+    if not isinstance(modules, str):
+        modules = tuple(modules)
+    return _adapter_parameters(job.shape, job.lora_rank, modules, active)
 
 
 @lru_cache(maxsize=512)
-def _adapter_parameters(shape: ModelShape, rank: int, attention_only: bool, active: bool) -> int:
-    modules: Iterable[str] | Literal["all-linear"] = (
-        shape.attention_modules if attention_only else "all-linear"
-    )
+def _adapter_parameters(shape: ModelShape, rank: int, modules: Modules, active: bool) -> int:
     return shape.lora_parameters(rank, modules, active=active)
 
 
@@ -144,12 +136,9 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (
         2 if job.pure_bf16 and job.optimizer == "adamw" else 1
     )
-    frozen = FROZEN_BYTES[job.method]
+    frozen = frozen_bytes(job) * local / shape.total_parameters
     trained = share * local
-    parameters = (frozen * local + weight * trained) * parameter_share
-    if job.method == "qlora":
-        ends = shape.embedding_parameters + shape.head_parameters
-        parameters += (2.0 - QLORA_BYTES) * ends / layout.tp / layout.pp * parameter_share
+    parameters = (frozen + weight * trained) * parameter_share
     gradients = gradient * trained * gradient_share
     optimizer = (master + moments) * trained * optimizer_share
     if job.offload != "none":
@@ -329,7 +318,7 @@ def host_gib(job: Job) -> float:
     Master weights, moments and the gradients that the optimizer on the CPU reads are in fp32: 16 bytes per trained
     parameter. ZeRO-1 and 2 need 2 more for updated weights on their way to the GPU (DeepSpeed 0.19.8,
     runtime/zero/stage_1_and_2.py); ZeRO-3 4 more to accumulate gradients in fp32, and 2 for offloaded parameters
-    (runtime/zero/stage3.py). Frozen parameters take the bytes of their format. All ranks share them.
+    (runtime/zero/stage3.py). Frozen parameters take the bytes of their format (`frozen_bytes`). All ranks share them.
 
     Args:
         job (`Job`): the run.
@@ -339,10 +328,23 @@ def host_gib(job: Job) -> float:
     trained = (16.0 + (4.0 if job.zero == 3 else 2.0)) * trained_parameters(job)
     if job.offload == "optimizer":
         return trained / job.layout.world_size / GIB
-    parameters = (
-        2.0 * trained_parameters(job) + FROZEN_BYTES[job.method] * job.shape.total_parameters
-    )
+    parameters = 2.0 * trained_parameters(job) + frozen_bytes(job)
     return (trained + parameters) / job.layout.world_size / GIB
+
+
+HOST_GIB_PER_GPU = 256.0
+"""CPU memory per GPU of a server with NVLink: 2 TB for eight GPUs (DGX H100 datasheet)."""
+HOST_GIB_PER_CARD = 64.0
+"""CPU memory per GPU of a machine with PCIe cards, assumed."""
+
+
+def assumed_host_gib(gpu: Accelerator) -> float:
+    """Return the CPU memory per GPU that a machine is assumed to have, in GiB.
+
+    Args:
+        gpu (`Accelerator`): the device.
+    """
+    return HOST_GIB_PER_GPU if gpu.link_gb_s else HOST_GIB_PER_CARD
 
 
 def node_host_gib(job: Job) -> float:
@@ -362,11 +364,7 @@ def node_host_gib(job: Job) -> float:
     share = local / job.layout.world_size
     parameters = float(job.shape.total_parameters)
     trained = trained_parameters(job)
-    weights = (
-        4.0 * parameters
-        if job.method == "full"
-        else FROZEN_BYTES[job.method] * parameters + 4.0 * trained
-    )
+    weights = 4.0 * parameters if job.method == "full" else frozen_bytes(job) + 4.0 * trained
     saved = (4.0 + OPTIMIZERS[job.optimizer]["state_bytes"]) * trained
     is_split = job.layout.tp * job.layout.pp > 1 or job.spreads_experts
     readers = 1 if job.zero == 3 and job.precision != "fp8" else local

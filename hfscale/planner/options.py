@@ -114,6 +114,12 @@ def a_factor(name: str, value: Any) -> None:
         raise ParameterError(name, value, "it must be a finite number of at least 1, such as 1.2")
 
 
+def a_fraction(name: str, value: Any) -> None:
+    """Check that a value is at least 0 and below 1."""
+    if not 0 <= value < 1:
+        raise ParameterError(name, value, "it must be at least 0 and below 1")
+
+
 def a_count(name: str, value: Any) -> None:
     """Check that there is at least one of something."""
     if value < 1:
@@ -232,7 +238,9 @@ class RunOptions:
         None,
         group=HARDWARE,
         unit="GB/s",
-        help="Bandwidth between nodes per GPU, one direction",
+        text=True,
+        help="Bandwidth between nodes per GPU, one direction; on the command line also 100Gbps, or 100Gbps/node for a "
+        "card that the GPUs of a node share",
         unset="that of the vendor's reference node",
     )
 
@@ -262,6 +270,20 @@ class LayoutOptions(RunOptions):
         help="Activation recomputation",
     )
     offload: Offload = option("none", group=METHOD, help="States kept in the CPU's memory")
+    lora_target_modules: str | None = option(
+        None,
+        group=METHOD,
+        help="Modules with adapters, separated by commas, such as q_proj,v_proj",
+        unset="every linear layer but the head, and the experts where PEFT adapts them",
+    )
+    lora_dropout: float = option(
+        0.0, group=METHOD, check=a_fraction, help="Dropout on the input of the adapters"
+    )
+    use_dora: bool = option(
+        False,
+        group=METHOD,
+        help="Adapters are those of DoRA, which scales the columns of each matrix",
+    )
     virtual_stages: int = option(1, group=LAYOUT, check=a_size, help="Pipeline stages per rank")
     schedule: Schedule = option("1f1b", group=LAYOUT, help="Pipeline schedule")
     expert_parallel: int = option(

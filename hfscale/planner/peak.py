@@ -31,6 +31,7 @@ from hfscale.planner.experts import (
     unit_parameters,
 )
 from hfscale.planner.frameworks import Framework
+from hfscale.planner.frozen import dense_bytes, expanded_bytes
 from hfscale.planner.job import Job
 from hfscale.planner.tasks import (
     LOGIT_COPIES_BYTES,
@@ -364,6 +365,7 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
         per_layer = dense + experts * copied_share(job)
         trained = 1.0 if job.method == "full" else 0.0
         width = job.value_bytes
+        of_layer = dense_bytes(job) * dense + width * experts * copied_share(job)
         scattered = trained * (width + framework.gradient_bytes) * per_layer
         if layout.pp > 1:
             # With a pipeline, layers stay gathered and gradients stay unreduced until the last micro-batch.
@@ -373,11 +375,10 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
         # FSDP2 holds the gathered root group (embedding and head), the layer that is prefetched, the current layer,
         # and the current layer's gradients.
         if not job.reshard:
-            model = gathered + width * (ends + job.layer_split[0] * per_layer)
-            return model, model + scattered
-        return gathered + width * (ends + per_layer), gathered + width * (
-            ends + 2 * per_layer
-        ) + scattered
+            model = gathered + width * ends + job.layer_split[0] * of_layer
+            return model, model + expanded_bytes(job) + scattered
+        root = gathered + width * ends
+        return root + of_layer, root + 2 * of_layer + expanded_bytes(job) + scattered
     if job.zero in (1, 2) and job.precision == "fp16":
         gathered += DEEPSPEED_BUCKET_BYTES
     elif (
@@ -395,4 +396,4 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
             else shape.head_parameters / layout.tp
         )
         gathered += 2.0 * (job.layer_split[0] * per_layer + head)
-    return gathered, gathered
+    return gathered, gathered + expanded_bytes(job)

@@ -322,7 +322,8 @@ def _check_request(request: PlanRequest) -> None:
     if request.stack == "hf" and positions is not None and request.seq_len > positions:
         raise LayoutError(
             f"{spelled('seq_len')} is {request.seq_len}, and the model's config has {positions} positions, which the "
-            "recipes keep to: lower it"
+            "recipes keep to: lower it, or plan with a config.json that has more (max_position_embeddings, and rope "
+            "parameters such as those of YaRN)"
         )
     batch = request.global_batch
     if batch is None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hfscale.core.flags import parse_bandwidth
+from hfscale.core.flags import parse_bandwidth, parse_network
 from hfscale.core.options import names_of, options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import ParameterError, UsageError
@@ -61,6 +61,9 @@ def run(
     typed = given
     if given["tokens"] is not None:
         given = given | {"tokens": _parse_tokens(given["tokens"])}
+    if given["network_gb_s"] is not None:
+        network = parse_network(given["network_gb_s"], given["gpus_per_node"])
+        given = given | {"network_gb_s": network}
     options = make_options(PlanOptions, "plan", given)
     places = _islands(IslandOptions(**island_flags))
     if "," in gpu:

@@ -331,7 +331,8 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
     warnings = [line for plan in plans for line in plan.warnings]
     _list(console, "No plan", [f"{name}: {reason}" for name, reason in failed.items()])
     _list(console, "Warnings", warnings)
-    console.print("\nThe whole plan for one of them: the same command with this --gpu alone.")
+    console.print("\nEach type is planned alone: one job on two types of GPU is not planned.")
+    console.print("The whole plan for one of them: the same command with this --gpu alone.")
 
 
 def _list(console: Console, title: str, lines: Sequence[str]) -> None:

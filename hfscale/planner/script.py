@@ -57,21 +57,28 @@ class ScriptEstimate:
         return self.memory.total <= self.gpu.memory_gib
 
     @property
-    def tokens_per_s_per_gpu(self) -> float:
-        """Elements of `input_ids` (or of the first input) per second and device."""
+    def tokens_per_s_per_gpu(self) -> float | None:
+        """Tokens per second and device, those of a decoder included; None where the inputs are no tokens."""
+        if self.counts["tokens"] is None:
+            return None
         return float(self.counts["tokens"] * self.counts["grad_accum"] / self.time.total)
+
+    @property
+    def samples_per_s_per_gpu(self) -> float:
+        """Samples per second and device."""
+        return float(self.counts["samples"] * self.counts["grad_accum"] / self.time.total)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content that `hfscale estimate --script … --json` prints, as a dictionary."""
+        speed = {"samples_per_s_per_gpu": self.samples_per_s_per_gpu}
+        if self.tokens_per_s_per_gpu is not None:
+            speed["tokens_per_s_per_gpu"] = self.tokens_per_s_per_gpu
         return {
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
             "fits": self.fits,
             "step_time_s": self.time.total,
             "time_s": asdict(self.time),
-            "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
-            "samples_per_s_per_gpu": self.counts["samples"]
-            * self.counts["grad_accum"]
-            / self.time.total,
+            **speed,
             "collective_gib": self.collective_bytes / GIB,
             "traced": dict(self.counts),
         }

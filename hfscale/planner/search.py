@@ -28,7 +28,7 @@ from hfscale.planner.job import (
 )
 from hfscale.planner.launchable import can_fuse_loss, engine_of, why_not
 from hfscale.planner.layouts import Candidate, layouts, layouts_with_experts
-from hfscale.planner.memory import GIB, host_gib, memory_of, state_bytes
+from hfscale.planner.memory import GIB, assumed_host_gib, host_gib, memory_of, state_bytes
 from hfscale.planner.options import ActivationCheckpointing, Schedule
 from hfscale.planner.request import PlanRequest
 from hfscale.planner.tasks import GENERATION_ROUNDS
@@ -40,10 +40,6 @@ TIE_TOLERANCE = 0.03
 nearly the same; those of two layouts are not, and differ by `Framework.time_error`."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 """Micro-batch sizes that are tried, in sequences."""
-HOST_GIB_PER_GPU = 256.0
-"""CPU memory per GPU of a server with NVLink: 2 TB for eight GPUs (DGX H100 datasheet)."""
-HOST_GIB_PER_CARD = 64.0
-"""CPU memory per GPU of a machine with PCIe cards, assumed."""
 MAX_VIRTUAL_STAGES = 8
 """Largest number of stages per pipeline rank that is tried: NVIDIA's recipes for Llama 3.1 405B use 7 and 8."""
 GRPO_BATCH = 1024
@@ -173,14 +169,9 @@ def can_hold_states(request: PlanRequest, gpus: int) -> bool:
         job = changed.job(layout, global_batch=gpus, zero=zero, offload=offload)
         states = state_bytes(job, framework)
         on_device = (states.parameters + states.gradients + states.optimizer) / GIB
-        if on_device <= limit and host_gib(job) <= _host_memory(request):
+        if on_device <= limit and host_gib(job) <= assumed_host_gib(request.gpu):
             return True
     return False
-
-
-def _host_memory(request: PlanRequest) -> float:
-    """CPU memory per GPU that is assumed, in GiB."""
-    return HOST_GIB_PER_GPU if request.gpu.link_gb_s else HOST_GIB_PER_CARD
 
 
 def lower_precision(request: PlanRequest) -> list[PlanRequest]:
@@ -320,12 +311,17 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
             f"global batch {job.global_batch} is not a multiple of its {job.data_parallel} data-parallel ranks: give "
             f"--global-batch {max(1, round(job.global_batch / job.data_parallel)) * job.data_parallel}"
         )
-    host_memory = _host_memory(request)
+    host_memory = assumed_host_gib(job.gpu)
     if (needed := host_gib(job)) > host_memory:
         return because(
             f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed"
         )
     best, least_gib = best_of_layout(job, fused=request.liger is None and can_fuse_loss(job))
+    if best is not None and not best.fits_host:
+        return because(
+            f"what is offloaded, loaded and saved needs {best.host_gib_per_node:,.0f} GiB of CPU memory per node, and "
+            f"{best.host_gib_assumed:,.0f} are assumed"
+        )
     if best is not None:
         return best
     if least_gib is None:

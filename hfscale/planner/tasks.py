@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from hfscale.facts.layer_shape import LinearAttentionShape, MambaShape
 from hfscale.planner.frameworks import Framework, SharedConstants
+from hfscale.planner.frozen import mean_bytes, read_bytes
 from hfscale.planner.job import Job
 from hfscale.planner.kernels import Rates, layer_forward
 from hfscale.planner.network import Group, Network, exposed_s
@@ -108,8 +109,7 @@ def _gather_s(job: Job, network: Network, parameters: float) -> float:
     """Seconds to gather parameters that ZeRO-3 or FSDP2 shards; 0 for other strategies."""
     if job.zero < 3:
         return 0.0
-    width = {"full": job.value_bytes, "lora": 2.0, "qlora": 0.56}[job.method]
-    return network.gather_s(width * parameters, Group(size=job.layout.dp_shard))
+    return network.gather_s(mean_bytes(job) * parameters, Group(size=job.layout.dp_shard))
 
 
 def forward_bytes(job: Job) -> float:
@@ -241,7 +241,7 @@ def generation_s(
 def _decoded_width(job: Job) -> float:
     """Bytes of memory traffic per weight and generated token."""
     if job.method == "qlora":
-        return 0.56 + 4.0  # read in 4 bits, written and read in 16
+        return read_bytes(job)
     if job.precision == "fp32":
         return 4.0
     is_cast = job.method == "full" and (

@@ -21,6 +21,7 @@ from hfscale.planner.experts import (
     owners,
 )
 from hfscale.planner.frameworks import Framework, SharedConstants
+from hfscale.planner.frozen import dense_bytes
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import trained_parameters
@@ -150,6 +151,8 @@ def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[fl
         products * layer.matmul
         + attention * layer.attention
         + 2 * (layer.elementwise + layer.routing)
+        + layer.merging
+        + layer.merged_matmul
         + again
     )
     launch = framework.launch_s
@@ -251,11 +254,11 @@ def _sharded_traffic(
     # Parameters are sharded over context-parallel ranks too (torchtitan's dp_shard_cp axis).
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
-    weight = _weight_bytes(job)
     gradient = _gradient_bytes(job, framework) * trained_parameters(job) / shape.total_parameters
     dense, experts = layer_parameters(job)
-    gather = _layer_gather_s(job, network, shard, weight)
-    scatter = _layer_gather_s(job, network, shard, gradient)
+    expert_weight = job.value_bytes
+    gather = _layer_gather_s(job, network, shard, dense_bytes(job), expert_weight)
+    scatter = _layer_gather_s(job, network, shard, gradient, gradient)
     share = dense / shard.size + experts * kept_share(job, shard.size)
     across = network.reduce_s(gradient * share, replicas)
     if job.spreads_experts and job.expert_parallel > layout.dp_shard * layout.cp * layout.tp:
@@ -264,7 +267,9 @@ def _sharded_traffic(
         across += network.reduce_s(gradient * experts, _expert_replicas(job))
     again = gather if job.reshard else 0.0
     ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
-    of_ends = network.gather_s(weight * ends, shard) + network.gather_s(gradient * ends, shard)
+    of_ends = network.gather_s(job.value_bytes * ends, shard) + network.gather_s(
+        gradient * ends, shard
+    )
     of_ends += network.reduce_s(gradient * ends / shard.size, replicas)
     root = exposed_s(of_ends, head, framework.overlap_dp)
     ahead = exposed_s(gather, forward, framework.overlap_dp)
@@ -293,26 +298,22 @@ def _expert_replicas(job: Job) -> Group:
     return Group(size=max(1, ranks // job.expert_parallel), stride=job.expert_parallel)
 
 
-def _layer_gather_s(job: Job, network: Network, shard: Group, bytes_per_parameter: float) -> float:
-    """Time to gather the parameters of an average layer, or to scatter their gradients."""
+def _layer_gather_s(
+    job: Job, network: Network, shard: Group, of_dense: float, of_experts: float
+) -> float:
+    """Time to gather the parameters of an average layer, or to scatter their gradients.
+
+    `of_dense` and `of_experts` are bytes per parameter, of the routed experts and of everything else.
+    """
     dense, experts = layer_parameters(job)
     experts *= gathered_share(job)
     if job.expert_parallel == 1:
-        return network.gather_s(bytes_per_parameter * (dense + experts), shard)
+        return network.gather_s(of_dense * dense + of_experts * experts, shard)
     stride = job.expert_parallel
     if not job.spreads_experts:
         stride *= shard.stride
     same = Group(size=int(owners(job, shard.size)), stride=stride)
-    of_dense = network.gather_s(bytes_per_parameter * dense, shard)
-    of_experts = network.gather_s(bytes_per_parameter * experts, same)
-    return of_dense + of_experts
-
-
-def _weight_bytes(job: Job) -> float:
-    """Bytes per gathered parameter."""
-    if job.method == "qlora":
-        return 0.56
-    return job.value_bytes
+    return network.gather_s(of_dense * dense, shard) + network.gather_s(of_experts * experts, same)
 
 
 def _gradient_bytes(job: Job, framework: Framework) -> float:

@@ -13,6 +13,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
@@ -123,6 +124,26 @@ def make_fake(model: torch.nn.Module, fake: FakeTensorMode) -> None:
             setattr(module, name, made[tensor])
 
 
+def count_tokens(inputs: Mapping[str, torch.Tensor], *, is_seq2seq: bool) -> int | None:
+    """Count the tokens of a micro-batch, those of the decoder included; None for images, speech and other inputs.
+
+    Args:
+        inputs (`Mapping[str, torch.Tensor]`): the micro-batch.
+        is_seq2seq (`bool`): whether the model has an encoder and a decoder, whose labels are tokens.
+    """
+    embeddings = inputs.get("inputs_embeds")
+    if "input_ids" in inputs:
+        tokens = inputs["input_ids"].numel()
+    elif embeddings is not None:
+        tokens = embeddings.shape[0] * embeddings.shape[1]
+    else:
+        return None
+    if is_seq2seq:
+        of_decoder = inputs.get("decoder_input_ids", inputs.get("labels"))
+        tokens += 0 if of_decoder is None else of_decoder.numel()
+    return tokens
+
+
 def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[str, Any]:
     """Trace forward and backward of one micro-batch.
 
@@ -134,7 +155,8 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
     Returns:
         `dict[str, Any]`: the counts of `StepCounter`; `saved_bytes` for the backward pass, of which `cast_bytes` are
             converted parameters; the number of `parameters`, `trainable_parameters`, and their `parameter_bytes` and
-            `gradient_bytes`; `tokens` and `samples` of the micro-batch; `grad_accum`, `optimizer` and `model`.
+            `gradient_bytes`; `tokens` of the micro-batch, None where its inputs are no tokens, and `samples`;
+            `grad_accum`, `optimizer` and `model`.
     """
     args = trainer.args
     model = trainer.model
@@ -170,6 +192,9 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
         saved.clear()
         loss.backward()
     first = inputs.get("input_ids", next(iter(inputs.values())))
+    tokens = count_tokens(
+        inputs, is_seq2seq=bool(getattr(model.config, "is_encoder_decoder", False))
+    )
     return {
         "matmul_flops": counter.matmul_flops,
         "attention_flops": counter.attention_flops,
@@ -182,7 +207,7 @@ def trace_step(trainer: Any, fake: FakeTensorMode, *, precision: str) -> dict[st
         "trainable_parameters": sum(one.numel() for one in trained),
         "parameter_bytes": sum(map(nbytes, parameters)),
         "gradient_bytes": sum(map(nbytes, trained)),
-        "tokens": first.numel(),
+        "tokens": tokens,
         "samples": first.shape[0],
         "grad_accum": args.gradient_accumulation_steps,
         "optimizer": str(getattr(args.optim, "value", args.optim)),

@@ -29,7 +29,7 @@ from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.experts import number_of_experts, set_expert_rules, unset_expert_rules
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import check_support
-from hfscale.parallel.descriptions import describe_arguments, quantization_of
+from hfscale.parallel.descriptions import describe_arguments, describe_config, quantization_of
 from hfscale.parallel.weights import build_model
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import (
@@ -213,6 +213,8 @@ def load_model(
         check_has_bias(config, training_args.router_bias_update_rate)
     else:
         name_experts(config)
+    if model_args.load_in_4bit:
+        check_support(replace(describe_config(config), method="qlora"), "checkpoint_format")
     if layout is not None:
         check_model(layout, config, training_args, block_size=length)
     if model_args.use_peft and is_native(layout):

@@ -36,7 +36,7 @@ from hfscale.recipe.compatibility import check_compatibility
 from hfscale.recipe.compression import compress_gradients
 from hfscale.recipe.layout import NativeParallelLayout, check_model, set_up_parallelism
 from hfscale.recipe.model_arguments import ModelArguments
-from hfscale.recipe.models import cut_document_attention
+from hfscale.recipe.models import cut_document_attention, load_model
 from hfscale.recipe.start import sample_generation
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import check_launch
@@ -46,6 +46,7 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 REGIONAL = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
+DATA = DataArguments(document_attention=False, block_size=16)
 QLORA = {"use_peft": True, "load_in_4bit": True, "model_name_or_path": "some/model"}
 
 
@@ -144,6 +145,13 @@ def consumers(monkeypatch, tmp_path):
         monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", precision)
         monkeypatch.setattr(type(trainer.args), "device", torch.device("cpu"))
         return message_of(compress_gradients, trainer, method, powersgd_rank=1, topk_fraction=0.1, start_step=2)
+
+    def checkpoint(quant_method):
+        config = tiny_model().config
+        config.quantization_config = {"quant_method": quant_method}
+        config.save_pretrained(tmp_path / quant_method)
+        model_args = ModelArguments(**QLORA | {"model_name_or_path": str(tmp_path / quant_method)})
+        return message_of(load_model, model_args, RecipeTrainingArguments(output_dir="out", use_cpu=True), None, DATA)
 
     def native(quantized=False, **sizes):
         alone()
@@ -247,6 +255,8 @@ CASES = {
     "plans of expert parallelism for the tasks of TRL": lambda c: [planned(expert_parallel=8, zero=3, task="sft")],
     "a fused loss with expert parallelism": lambda c: [planned(expert_parallel=8, zero=3, liger=True)],
     "AutoTP of DeepSpeed": lambda c: [c.recipe(ZERO, ds={"tensor_parallel": {"autotp_size": 2}})],
+    "QLoRA of weights that are quantised already": lambda c: [c.checkpoint("mxfp4"), c.checkpoint("fp8")],
+    "plans of QLoRA for gpt-oss": lambda c: [planned(family="gpt_oss", method="qlora")],
     "QLoRA without a CUDA GPU": lambda c: [c.recipe(model=QLORA)],
     "merging the adapters of QLoRA": lambda c: [message_of(ModelArguments, **QLORA, merge_adapters=True)],
     "adapters with torch.compile of the full model under FSDP2": lambda c: [

@@ -35,6 +35,7 @@ ELSEWHERE = {
     "expert parallelism with 4-bit weights": "quantised weights with distributed_config are refused before",
     "QLoRA with transformers' own sharding": "the same",
     "QLoRA with tensor parallelism": "the same",
+    "QLoRA of weights that are quantised already": "transformers refuses to load them",
     "merging the adapters of QLoRA": ONLY_FLAGS,
     "adapters of experts that tensor parallelism splits": BY_PARALLEL_TRAINER,
     "compressed gradients without DDP": "a hook of DDP has no effect elsewhere, and is no request",

@@ -137,7 +137,7 @@ class TestHostMemory:
         lora = job(shape=find_model("llama-3.1-405b"), method="lora", offload="full", dp_shard=1)
         assert host_gib(lora) > 756
         quantized = job(shape=find_model("llama-3.1-405b"), method="qlora", offload="full", dp_shard=1)
-        assert 190 < host_gib(quantized) < 210
+        assert 190 < host_gib(quantized) < 220  # embedding and head are in 16 bits
 
     @pytest.mark.parametrize(
         ("zero", "offload", "per_parameter"), [(2, "optimizer", 18), (3, "optimizer", 20), (3, "full", 22)]

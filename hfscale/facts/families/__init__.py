@@ -54,9 +54,11 @@ def family_of(model_type: str) -> Family:
     family = FAMILIES.get(model_type)
     if family is None:
         known = sorted({*FAMILIES, *TEXT_MODELS})
-        nearest = difflib.get_close_matches(model_type, known, n=3, cutoff=0.5) or known
+        nearest = difflib.get_close_matches(model_type, known, n=3, cutoff=0.8)
+        meant = f" (did you mean {', '.join(nearest)}?)" if nearest else ""
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is unknown: use one of {', '.join(nearest)}, or "
-            "add a table for it to hfscale/facts/families/families.toml"
+            f"model_type {model_type!r} is unknown{meant}: only decoders are planned; estimate a script that trains "
+            "it, also encoders, speech and images, with hfscale estimate --script train.py, or add a table for it to "
+            "hfscale/facts/families/families.toml"
         )
     return family

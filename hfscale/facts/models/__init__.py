@@ -1,6 +1,7 @@
 """Finds a model by name: a file, a name in the built-in catalogue, or a hub id."""
 
 import difflib
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,5 +87,16 @@ def _from_hub(name: str) -> str:
 def _nearest(name: str) -> str:
     """Advice with the built-in names that resemble `name`."""
     plain = name.rpartition("/")[2].casefold()
-    close = difflib.get_close_matches(plain, catalogue_names(), n=3, cutoff=0.5)
-    return f"use {', '.join(close or ['llama-3.1-8b', 'qwen3-8b'])}, or a folder with a config.json"
+    first = re.match("[a-z]*", plain)
+    # A name that only shares its size, such as whisper-large, is none of these
+    resembling = [
+        known
+        for known in catalogue_names()
+        if first and difflib.SequenceMatcher(a=first[0], b=known[: len(first[0])]).ratio() > 0.7
+    ]
+    close = difflib.get_close_matches(plain, resembling, n=3, cutoff=0.5)
+    built_in = f"use {', '.join(close)}, or" if close else "use"
+    return (
+        f"{built_in} a folder with a config.json; for encoders, speech and images estimate a script that trains them "
+        "(hfscale estimate --script train.py)"
+    )
