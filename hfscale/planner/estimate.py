@@ -19,6 +19,7 @@ from hfscale.planner.memory import (
     Memory,
     Peak,
     adapter_parameters,
+    allocated_gib,
     assumed_host_gib,
     memory_of,
     node_host_gib,
@@ -134,6 +135,7 @@ class Estimate:
         return {
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
             "memory_range_gib": list(self.memory_range),
+            "memory_allocated_gib": allocated_gib(self.memory),
             "peak": asdict(self.peak),
             "host_memory_gib_per_node": self.host_gib_per_node,
             "host_memory_assumed_gib_per_node": self.host_gib_assumed,

@@ -4,21 +4,25 @@ Every part is the time of its FLOPs at the sustained rate plus the time of its m
 bandwidth. All durations are in seconds. `tokens` are those of a micro-batch on one rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from hfscale.core.spelling import spelled
+from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
+from hfscale.facts.activations import layer_widths
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.facts.layer_shape import AttentionShape, Linear
 from hfscale.facts.model_shape import LayerKind
-from hfscale.planner.adapters import has_merged_experts
+from hfscale.planner.activations import regime_of
+from hfscale.planner.adapters import has_merged_experts, target_modules
 from hfscale.planner.experts import imbalance_of, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import Job
 from hfscale.planner.options import Precision
 
+_EAGER: dict[str, dict[str, Any]] = read_table("facts/eager_traffic.toml")
 DEFAULT_ACHIEVED = 0.8
 """Rate of the best matrix product relative to the peak, where none was measured: 80% on H100, 87% on A100 (Bekman, ML
 Engineering, 2025)."""
@@ -73,6 +77,8 @@ class LayerTime:
     """Attention scores and the weighted sum of the values."""
     elementwise: float
     """Norms, activation functions, residuals, rotary positions."""
+    elementwise_backward: float
+    """The same in the backward pass."""
     routing: float = 0.0
     """Sorting tokens by expert and back."""
     merging: float = 0.0
@@ -191,10 +197,12 @@ def layer_forward(
             experts = [linear for linear in kind.linears if linear.copies > 1]
             merged += kind.share * _matrices_s(experts, job, shared, rates)
         attention += kind.share * _attention_s(kind, job, shared, rates)
+    forward, backward = _elementwise_s(job, framework, rates)
     return LayerTime(
         matmul=matmul,
         attention=attention,
-        elementwise=_elementwise_s(job, framework, rates),
+        elementwise=forward,
+        elementwise_backward=backward,
         routing=_routing_s(job, framework, rates),
         merging=MERGE_BYTES * layer_parameters(job)[1] / rates.memory if merges else 0.0,
         merged_matmul=merged,
@@ -272,7 +280,18 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     return 2 * widths * seq_len * tokens / rate + moved * scores / rates.memory
 
 
-def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> float:
+def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> tuple[float, float]:
+    """Duration of the operators outside matrix products and attention, forward and backward.
+
+    Where transformers' layers run uncompiled under autocast, their operators were counted. Otherwise it is a number of
+    passes over the widths, which published runs were fitted to.
+    """
+    counted = _EAGER.get(regime_of(job))
+    if job.stack == "hf" and not job.compile and counted is not None:
+        return tuple(
+            _counted_bytes(job, counted, direction) / rates.memory
+            for direction in ("forward", "backward")
+        )
     shape = job.shape
     tp = job.layout.tp
     left = framework.compiled_passes if job.compile else 1.0
@@ -281,7 +300,30 @@ def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> float:
     hidden = framework.passes_h * shape.hidden * (outside + (1 - NORM_PART) / tp)
     gate = 1.0 if shape.gated else 0.5
     widths = hidden + framework.passes_f * gate * shape.mlp_width / tp
-    return 2 * job.tokens * widths * left / rates.memory
+    seconds = 2 * job.tokens * widths * left / rates.memory
+    return seconds, 2 * seconds
+
+
+def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> float:
+    """Bytes that the operators of an uncompiled layer read and write, with those of its adapters' small products."""
+    shape = job.shape
+    attention = shape.attention
+    norms = shape.norms_per_layer / 2
+    gate = 1.0 if shape.gated else 0.5
+    widths = {
+        "hidden": norms * shape.hidden,
+        "mlp": gate * shape.mlp_width,
+        "query": attention.query_width,
+        "kv": attention.kv_width,
+        "normed": layer_widths(shape, job.seq_len)["normed"],
+    }
+    of_token = sum(size * widths[name] for name, size in counted[direction].items())
+    if job.method != "full":
+        inputs, outputs, _, _ = shape.adapted_widths(target_modules(job))
+        products = 1 if direction == "forward" else 2
+        of_token += products * 2.0 * (inputs + outputs)
+    of_weights = counted["weights"][direction] * sum(layer_parameters(job))
+    return job.tokens * of_token + of_weights
 
 
 def _routing_s(job: Job, framework: Framework, rates: Rates) -> float:
