@@ -130,9 +130,12 @@ def _data_parallel_link(best: Estimate) -> Advice | None:
     parameters = job.shape.total_parameters / (job.layout.tp * job.layout.pp)
     trained = 0.0 if job.method != "full" else parameters
     gradient = find_framework(job.stack).gradient_bytes
+    # Sharded parameters are exchanged per micro-batch, everything else once per step
     if job.zero == 3:
         gathered = (2 if job.reshard else 1) * mean_bytes(job) * parameters
-        times = 1 if job.runs_parallel_trainer else job.micro_batches
+        times = job.micro_batches
+        if job.runs_parallel_trainer:
+            times = 1
         moved = times * (gathered + gradient * trained)
         what = f"the weights and gradients that ranks exchange {times} times a step"
     else:

@@ -4,6 +4,7 @@ Every part is the time of its FLOPs at the sustained rate plus the time of its m
 bandwidth. All durations are in seconds. `tokens` are those of a micro-batch on one rank.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -56,6 +57,13 @@ twice, once transposed (Transformer Engine). Cast weights are reused by all micr
 NF4_BYTES = 0.5 + 1 / 16 + 2.0
 """Bytes of memory traffic per parameter in NF4 and pass, in addition to the product's own 2 bytes: 4 bits and their
 scales are read and 2 bytes are written, because the product runs on a copy in bf16 (bitsandbytes, `matmul_4bit`)."""
+LONG_CONTEXT = 32_768
+"""Tokens per sequence above which attention kernels come nearer to the peak of Hopper and later devices: the constants
+were fitted to shorter sequences."""
+LONG_CONTEXT_GAIN = 0.25
+"""Relative gain per doubling of the sequence above `LONG_CONTEXT`, for at most five doublings. Set by hand so that a
+million tokens run at about 60% of the peak, between what flash attention 2 and 3 reach (arXiv 2407.08608) and what TRL
+published for a million tokens on eight H100."""
 MERGE_BYTES = 8.0
 """Bytes of memory traffic per expert parameter and pass where experts have adapters: the product of an adapter's two
 matrices is written and read, the weight is read and their sum is written (peft 0.21.2, `_LoraParameterProxy`); in the
@@ -112,7 +120,7 @@ class Rates:
     """Computes the sustained rates of a device with a training framework.
 
     The attributes are `matmul`, `bf16_matmul` (the rate of products that are not in fp8) and `attention` in FLOP/s,
-    and `memory` in bytes of memory traffic per second.
+    and `memory` in bytes of memory traffic per second; `is_hopper` is whether the device is one of Hopper or later.
 
     Args:
         job (`Work`): the run, which gives the device and the format of the matrix products.
@@ -130,8 +138,8 @@ class Rates:
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
             self.matmul *= framework.fp8_rowwise_gain if job.rowwise_fp8 else framework.fp8_gain
-        is_hopper = peak >= HOPPER_TFLOPS
-        share = framework.attention_hopper if is_hopper else framework.attention_ampere
+        self.is_hopper = peak >= HOPPER_TFLOPS
+        share = framework.attention_hopper if self.is_hopper else framework.attention_ampere
         self.attention = peak * 1e12 * share * _power_factor(gpu, shared)
         self.memory = 1e12 * (gpu.achieved_memory_tb_s or gpu.memory_tb_s * shared.memory_rate)
 
@@ -190,7 +198,10 @@ def layer_forward(
         rates (`Rates`): sustained rates of the device.
     """
     matmul = attention = merged = 0.0
+    merging = 0.0
     merges = has_merged_experts(job)
+    if merges:
+        merging = MERGE_BYTES * layer_parameters(job)[1] / rates.memory
     for kind in job.shape.layer_kinds:
         matmul += kind.share * _matrices_s(kind.linears, job, shared, rates)
         if merges:
@@ -204,7 +215,7 @@ def layer_forward(
         elementwise=forward,
         elementwise_backward=backward,
         routing=_routing_s(job, framework, rates),
-        merging=MERGE_BYTES * layer_parameters(job)[1] / rates.memory if merges else 0.0,
+        merging=merging,
         merged_matmul=merged,
     )
 
@@ -266,6 +277,9 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     if not job.writes_scores:
         keys = reach * (1 - reach / (2 * seq_len))
         rate = rates.attention
+        # The constants were fitted to shorter sequences
+        if rates.is_hopper and job.stack == "hf" and seq_len > LONG_CONTEXT:
+            rate *= 1 + LONG_CONTEXT_GAIN * min(5.0, math.log2(seq_len / LONG_CONTEXT))
         if job.layout.cp > 1:
             rate *= shared.ring_attention
         return 2 * widths * keys * tokens / rate
@@ -288,10 +302,9 @@ def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> tuple[float,
     """
     counted = _EAGER.get(regime_of(job))
     if job.stack == "hf" and not job.compile and counted is not None:
-        return tuple(
-            _counted_bytes(job, counted, direction) / rates.memory
-            for direction in ("forward", "backward")
-        )
+        of_forward = _counted_bytes(job, counted, "forward")
+        of_backward = _counted_bytes(job, counted, "backward")
+        return of_forward / rates.memory, of_backward / rates.memory
     shape = job.shape
     tp = job.layout.tp
     left = framework.compiled_passes if job.compile else 1.0
@@ -322,7 +335,7 @@ def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> floa
         inputs, outputs, _, _ = shape.adapted_widths(target_modules(job))
         products = 1 if direction == "forward" else 2
         of_token += products * 2.0 * (inputs + outputs)
-    of_weights = counted["weights"][direction] * sum(layer_parameters(job))
+    of_weights: float = counted["weights"][direction] * sum(layer_parameters(job))
     return job.tokens * of_token + of_weights
 
 
