@@ -62,9 +62,13 @@ def _offload(best: Estimate) -> Advice | None:
     """The CPU memory that offload needs."""
     if best.job.offload == "none":
         return None
+    saving = best.saving_host_gib_per_node
+    copied = f"{saving:,.0f} with the copy of a background save"
+    if saving > best.host_gib_assumed:
+        copied += ", without which training waits for each save"
     return Advice(
-        text=f"Offload, loading and saving need {best.host_gib_per_node:,.0f} GiB of CPU memory in every machine, of "
-        f"which {best.host_gib_assumed:,.0f} are assumed.",
+        text=f"Offload and loading need {best.host_gib_per_node:,.0f} GiB of CPU memory in every machine, {copied}; "
+        f"{best.host_gib_assumed:,.0f} are assumed.",
         source="18 to 22 bytes per parameter, DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py",
     )
 

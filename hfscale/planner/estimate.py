@@ -74,7 +74,7 @@ class Estimate:
 
     @property
     def fits_host(self) -> bool:
-        """Whether what is offloaded, loaded and saved is within a node's CPU memory; not known of other stacks."""
+        """Whether what is offloaded and loaded is within a node's CPU memory; not known of other stacks."""
         return self.job.stack != "hf" or self.host_gib_per_node <= self.host_gib_assumed
 
     @property
@@ -98,7 +98,12 @@ class Estimate:
 
     @property
     def host_gib_per_node(self) -> float:
-        """CPU memory of the fullest node for what is offloaded, loaded and saved, GiB (`memory.node_host_gib`)."""
+        """CPU memory of the fullest node for what is offloaded and loaded, GiB (`memory.node_host_gib`)."""
+        return node_host_gib(self.job, saves=False)
+
+    @property
+    def saving_host_gib_per_node(self) -> float:
+        """The same with the copy of a background save; with less, training waits for each save."""
         return node_host_gib(self.job)
 
     @property
@@ -138,6 +143,7 @@ class Estimate:
             "memory_allocated_gib": allocated_gib(self.memory),
             "peak": asdict(self.peak),
             "host_memory_gib_per_node": self.host_gib_per_node,
+            "host_memory_saving_gib_per_node": self.saving_host_gib_per_node,
             "host_memory_assumed_gib_per_node": self.host_gib_assumed,
             "fits": self.fits,
             "fits_probability": self.fits_probability,

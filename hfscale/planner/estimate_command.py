@@ -199,7 +199,11 @@ def _print_estimate(result: Estimate) -> None:
     for name, gib in vars(memory).items():
         print(f"  {name:14}{gib:8.2f} GiB")
     print(f"peak: {result.peak.description}")
-    print(f"CPU memory of a node, to load, offload and save: {result.host_gib_per_node:,.0f} GiB")
+    needed = f"{result.host_gib_per_node:,.0f} GiB of {result.host_gib_assumed:,.0f} assumed"
+    saving = f"{result.saving_host_gib_per_node:,.0f} GiB"
+    print(
+        f"CPU memory of a node, to load and offload: {needed}; to save in the background: {saving}"
+    )
     slowest, fastest = result.time_range[::-1]
     print(f"step {time.total:.3f} s ({fastest:.3f} to {slowest:.3f})")
     for name, seconds in vars(time).items():

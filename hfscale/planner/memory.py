@@ -347,7 +347,7 @@ def assumed_host_gib(gpu: Accelerator) -> float:
     return HOST_GIB_PER_GPU if gpu.link_gb_s else HOST_GIB_PER_CARD
 
 
-def node_host_gib(job: Job) -> float:
+def node_host_gib(job: Job, *, saves: bool = True) -> float:
     """Compute the CPU memory that the ranks of the fullest node need, in GiB, without that of their processes.
 
     It is what offload keeps there, and in addition the larger of the weights while they are loaded and the copy of the
@@ -359,6 +359,8 @@ def node_host_gib(job: Job) -> float:
 
     Args:
         job (`Job`): the run.
+        saves (`bool`): whether a background save is to have its copy. Where it does not fit, training waits for each
+            save instead.
     """
     local = min(job.gpus_per_node, job.layout.world_size)
     share = local / job.layout.world_size
@@ -370,4 +372,6 @@ def node_host_gib(job: Job) -> float:
     readers = 1 if job.zero == 3 and job.precision != "fp8" else local
     loading = weights * (share if job.offload != "none" or is_split else readers)
     saving = saved if job.zero == 0 and not is_split else saved * share
+    if not saves:
+        saving = 0.0
     return host_gib(job) * local + float(max(loading, saving)) / GIB

@@ -319,7 +319,7 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
     best, least_gib = best_of_layout(job, fused=request.liger is None and can_fuse_loss(job))
     if best is not None and not best.fits_host:
         return because(
-            f"what is offloaded, loaded and saved needs {best.host_gib_per_node:,.0f} GiB of CPU memory per node, and "
+            f"what is offloaded and loaded needs {best.host_gib_per_node:,.0f} GiB of CPU memory per node, and "
             f"{best.host_gib_assumed:,.0f} are assumed"
         )
     if best is not None:
