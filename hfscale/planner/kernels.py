@@ -330,7 +330,7 @@ def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> floa
         "kv": attention.kv_width,
         "normed": layer_widths(shape, job.seq_len)["normed"],
     }
-    of_token = sum(size * widths[name] for name, size in counted[direction].items())
+    of_token: float = sum(size * widths[name] for name, size in counted[direction].items())
     if job.method != "full":
         inputs, outputs, _, _ = shape.adapted_widths(target_modules(job))
         products = 1 if direction == "forward" else 2
