@@ -60,4 +60,5 @@ def checkpoint_of(output_dir: str | Path | None, section: object = None) -> str 
     if output_dir is None:
         return None
     remote = section.get("remote") if isinstance(section, Mapping) else None
-    return latest_checkpoint(str(output_dir), remote=remote)
+    found: str | None = latest_checkpoint(str(output_dir), remote=remote)
+    return found
