@@ -530,6 +530,8 @@ class SpotCheckpointCallback(AdapterCallback):
             requested_by_others = requested_by_others or (due and self.cadence.is_steps_of_user)
             control.should_save = due or control.should_save
         self.preemption.at_step_end(agreed.get(_STOP), state, control)
+        if self.preemption.asked_step == state.global_step:
+            requested_by_others = True
         self._own_step = (
             state.global_step if control.should_save and not requested_by_others else None
         )

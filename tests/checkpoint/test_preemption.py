@@ -586,6 +586,14 @@ class TestStopFile:
         again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "out"))
         assert again.state.global_step == 40
 
+    def test_the_save_file_gives_one_checkpoint_more_and_is_removed(self, tmp_path):
+        path = tmp_path / "hfscale_save"
+        arguments = SAVING | {"max_steps": 20, "save_total_limit": 5}
+        tiny_trainer(tmp_path, At("on_step_begin", 3, path.touch), returning(), **arguments).train()
+        first, last = sorted(int(folder.name.removeprefix("checkpoint-")) for folder in tmp_path.glob("checkpoint-*"))
+        assert 3 <= first < last == 20
+        assert not path.exists()
+
     def test_the_stop_file_can_be_turned_off(self, tmp_path):
         (tmp_path / "hfscale_stop").touch()
         trainer = tiny_trainer(tmp_path, returning(stop_file=None), **SAVING)

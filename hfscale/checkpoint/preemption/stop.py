@@ -58,6 +58,8 @@ from hfscale.trainer.state import output_folder
 logger = get_logger(__name__)
 
 STOP_FILE_NAME = "hfscale_stop"
+SAVE_FILE_NAME = "hfscale_save"
+"""A file in the output directory: who makes it gets a checkpoint of the next step, and the file is removed."""
 SAFETY = 1.5
 """A save is started if 1.5 times its expected time is left: the time of the last write, plus the wait for a save in
 flight and the copy to a remote store. A disk to which all machines write at once is slower than usual, and the process
@@ -70,6 +72,7 @@ _WITHOUT_DEADLINE = (signal.SIGINT.name, STOP_FILE)
 _STOP_VOTE = "stop"
 _CONTINUE = 0.0
 _SAVE = 1.0
+_SAVE_ASKED = 1.5
 _STOP = 2.0
 """Votes; the ranks agree on the greatest."""
 
@@ -196,6 +199,10 @@ class PreemptionStop(ResetOnCopy):
         self._listening = ExitStack()  # is closed by `end`, or when an exception ends the training
         self._adapter: TrainerAdapter | None = None
         self._stop_path: Path | None = None
+        self._save_path: Path | None = None
+        self._is_save_asked = False
+        self.asked_step: int | None = None
+        """The step that was saved last because a user has asked for it."""
         self._metric_for_best_model: str | None = None
         self._is_in_training = False  # whether the training evaluates, and not a callback
         self._evaluation_begun: float | None = None
@@ -222,6 +229,7 @@ class PreemptionStop(ResetOnCopy):
         self.stop = None
         self.last_write_s = None
         self._stop_path = output_folder(trainer.args) / self.stop_file if self.stop_file else None
+        self._save_path = output_folder(trainer.args) / SAVE_FILE_NAME
         self._metric_for_best_model = trainer.args.metric_for_best_model
         watch = watch_signals()
         processes = self._gather_processes()
@@ -406,7 +414,7 @@ class PreemptionStop(ResetOnCopy):
         return {_STOP_VOTE: self.vote()}
 
     def vote(self) -> float:
-        """Return this rank's vote; rank 0 also looks for the stop file."""
+        """Return this rank's vote; rank 0 also looks for the files of a user."""
         if self._stop_path is not None and distributed.rank() == 0:
             # It does not exist; or the file system fails, which is no reason to stop
             with suppress(OSError):
@@ -414,17 +422,40 @@ class PreemptionStop(ResetOnCopy):
                 self.notices.add(Notice(source=STOP_FILE))
         if self.notices.pending():
             return _STOP
+        if self._look_for_save_file():
+            return _SAVE_ASKED
         return _SAVE if self.notices.take_hint() else _CONTINUE
+
+    def _look_for_save_file(self) -> bool:
+        """Return whether a user has asked for a checkpoint on rank 0, until one is saved; the file is removed."""
+        if self._save_path is not None and distributed.rank() == 0:
+            # It does not exist; or it cannot be removed, and would be found again after each step
+            with suppress(OSError):
+                self._save_path.unlink()
+                self._is_save_asked = True
+        return self._is_save_asked
 
     def _follow(self, agreed: float | None, state: TrainerState, control: TrainerControl) -> None:
         """Act on the vote that the ranks agreed on; do nothing for None, which means that no exchange was read."""
-        if agreed == _SAVE:
-            logger.info("an interruption is likely (%s): step %d is saved", AWS, state.global_step)
+        if agreed in (_SAVE, _SAVE_ASKED):
+            self._log_save(agreed, state)
             control.should_save = control.should_save or self._may_save(state)
         elif agreed == _STOP:
             self.stop = self._agree_on_stop(state)
             if self.stop is not None:
                 _log_stop(self.stop)
+
+    def _log_save(self, agreed: float, state: TrainerState) -> None:
+        """Log why a step is saved that the cadence does not save."""
+        if agreed == _SAVE:
+            logger.info("an interruption is likely (%s): step %d is saved", AWS, state.global_step)
+            return
+        self._is_save_asked = False
+        if not self._saves:
+            logger.warning("%s: save_strategy is 'no', nothing is saved", SAVE_FILE_NAME)
+            return
+        self.asked_step = state.global_step
+        logger.info("%s: step %d is saved", SAVE_FILE_NAME, state.global_step)
 
     def _agree_on_stop(self, state: TrainerState) -> Stop | None:
         """Exchange what the ranks know and decide; return None if all notices have been withdrawn meanwhile."""
