@@ -11,6 +11,8 @@
 # make test-mutations   breaks the package line by line: do the tests notice? ARGS=recovery limits it to one package
 # make test-differential  programs as users write them: hfscale against plain Trainer; PROGRAMS=5000, SEED=1
 # make test-gpu         what needs a CUDA GPU; with GPU_PYTHON=python3, which installs nothing, that interpreter runs it
+# make gpu-day          measures hfscale on the GPUs of this machine, and prints a table; ARGS=--list names the parts
+# make gpu-wheels       collects the packages for it that an image without network lacks -> gpu-wheels/
 # make bench            paired measurements -> benchmarks/
 # make clean            remove .venv and everything that was built
 
@@ -27,7 +29,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c co
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: train test check docs test-long test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-differential test-gpu bench clean
+.PHONY: train test check docs test-long test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-differential test-gpu gpu-day gpu-wheels bench clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/installed
@@ -79,11 +81,18 @@ test-differential: $(VENV)/installed-dev
 test-gpu: $(if $(GPU_PYTHON),,$(VENV)/installed-dev)
 	$(OFFLINE) $(or $(GPU_PYTHON),$(BIN)/python) -m pytest -q --durations=15 -m gpu $(ARGS)
 
+# It installs nothing but the wheels of gpu-wheels/, into a folder of its own, if there are any.
+gpu-day:
+	$(OFFLINE) $(or $(GPU_PYTHON),python3) -m benchmarks.gpu $(ARGS)
+
+gpu-wheels: $(VENV)/installed-dev
+	$(BIN)/python -m benchmarks.gpu.wheels $(ARGS)
+
 bench: $(VENV)/installed-dev
 	$(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-versions runs dist build site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-versions gpu-wheels runs dist build site .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # DeepSpeed, which the tests need, is built from source and looks for torch: torch is there before it.
