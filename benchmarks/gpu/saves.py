@@ -35,7 +35,7 @@ def fp8_save() -> None:
     for path in files:
         with safe_open(path, framework="pt") as weights:
             tensors += len(list(weights.keys()))
-    report(shape="llama-1b", method="full, fp8", run="recipe, fp8.yaml, 1 GPUs", tensors=tensors, **done.summary())
+    report(shape="llama-1b", method="full, fp8", run="recipe, fp8.yaml", tensors=tensors, **done.summary())
 
 
 def stall(strategy: str, asynchronous: str) -> None:

@@ -1,5 +1,6 @@
 """Parts: 8 GPUs of one node, and two nodes. On a CPU the same commands start two processes in tiny shapes."""
 
+import json
 import os
 import socket
 import subprocess
@@ -43,7 +44,7 @@ def tensor_and_pipeline() -> None:
     report(
         shape="llama-1b",
         method="full",
-        run=f"recipe, tp_pp.yaml, {PROCESSES} GPUs",
+        run=f"recipe, tp_pp.yaml, {PROCESSES} processes",
         sizes=sizes,
         **done.summary(),
         seconds=round(done.seconds, 1),
@@ -56,10 +57,8 @@ def interleaved_evaluation() -> None:
     flags += ["--eval_strategy", "steps", "--eval_steps", "2", "--max_steps", "4", "--logging_steps", "1"]
     launch = Launch(config="tp_pp", tier="tp_pp", processes=PROCESSES)
     done = run_recipe("llama-1b", flags, limit_s=LIMIT_S, launch=launch)
-    losses = [row["eval_loss"] for row in done.records if "eval_loss" in row]
-    if not losses:
-        raise RuntimeError(f"no evaluation in {done.folder}/scaling.jsonl")
-    report(interleaved_pipeline=PROCESSES, eval_losses=losses)
+    results = json.loads((done.folder / "all_results.json").read_text())
+    report(interleaved_pipeline=PROCESSES, eval_loss=results["eval_loss"], **done.summary())
 
 
 def check() -> None:

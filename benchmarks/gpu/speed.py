@@ -80,12 +80,15 @@ def strategy(shape: str, config: str, processes: int = 1) -> None:
         tier = "ddp"
     launch = Launch(config=config, tier=tier, processes=processes)
     predicted = predict(shape, fused_loss=True, processes=processes, zero=ZERO_OF[config])
-    _measure(shape, f"recipe, {config}.yaml, {processes} GPUs", [], launch=launch, predicted=predicted)
+    run = f"recipe, {config}.yaml"
+    if processes > 1:
+        run += f", {processes} processes"
+    _measure(shape, run, [], launch=launch, predicted=predicted)
 
 
 def experts() -> None:
     """Two layers with 128 experts each, as recipes run them under FSDP2 on one GPU."""
-    _measure("qwen3-30b-2-layers", "recipe, fsdp2.yaml, 1 GPUs", [], launch=Launch(config="fsdp2"))
+    _measure("qwen3-30b-2-layers", "recipe, fsdp2.yaml", [], launch=Launch(config="fsdp2"))
 
 
 def qlora() -> None:
