@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.gpu.part import report, reported
+from benchmarks.gpu.part import CannotRunError, report, reported
 from benchmarks.gpu.peers import wait_for_gpu
 from benchmarks.gpu.settings import ON_GPU, TINY, work_folder
 from hfscale import CommHealthCallback, ScalingCallback
@@ -79,7 +79,12 @@ def make_trainer(load: Load, *callbacks: TrainerCallback) -> Trainer:
     Args:
         load (`Load`): The model and its training.
         callbacks (`TrainerCallback`): Callbacks.
+
+    Raises:
+        CannotRunError: The attention cannot train on a CPU.
     """
+    if not ON_GPU and load.attention == "flex_attention":
+        raise CannotRunError("needs a CUDA GPU: flex attention has no backward pass on CPUs")
     hidden, layers, length, steps = load.hidden, load.layers, load.length, load.steps
     if TINY:
         hidden, layers, length, steps = 64, 2, 64, min(steps, 6)
