@@ -256,6 +256,8 @@ def waits() -> None:
     for accumulation in (1, 4):
         found = Waits()
         make_trainer(Load(steps=40, accumulation=accumulation), ScalingCallback(), found).train()
+        if not ON_GPU:
+            raise CannotRunError("needs a CUDA GPU: the steps ran, and nothing waits on a CPU")
         per_step = {site: round(count / found.steps, 2) for site, count in found.sites.most_common(8)}
         report(waits="ScalingCallback", micro_batches=accumulation, steps=found.steps, per_step=per_step)
 
