@@ -165,7 +165,7 @@ def test_an_error_of_a_recipe_names_the_flag(flag, value):
     [
         (["--checkpoint_remote", "runs/out"], "--checkpoint_remote is runs/out: give a URL"),
         (["--profile_steps", "3", "0"], "--profile_steps is [3, 0]: 0 is below 1"),
-        (["--alert_webhook", "ftp://x/y"], "--alert_webhook is ftp:…"),
+        (["--alert_webhook", "ftp://x/y"], "--alert_webhook is …: it"),
         (["--trace_steps", "3,0"], "--trace_steps is [3, 0]: 0 is below 1"),
         (["--replay_every_steps", "0"], "--replay_every_steps is 0: it must be greater than 0"),
     ],

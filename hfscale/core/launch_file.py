@@ -132,7 +132,7 @@ def _supervised(nodes: int) -> list[str]:
         ]
     )
     return [
-        'elif [ -n "${HFSCALE_RUN_TOKEN:-}" ]; then # a secret, the same on all machines',
+        'elif [ -n "${HFSCALE_RUN_TOKEN+x}" ]; then # a secret, the same on all machines',
         f'  set -- {meeting} "$@"',
         "else # a failure ends the run on all machines",
         '  set -- hfscale run --max-restarts 0 --no-standby -- "$@"',

@@ -595,12 +595,27 @@ class ModelShape:
             sorted({one.path.rpartition(".")[2] for mixer in attentions for one in mixer.linears})
         )
 
+    def modules_here(self, modules: Iterable[str]) -> tuple[str, ...]:
+        """Return those of the names that a matrix of these layers has: of a hybrid, some layers have others.
+
+        Args:
+            modules (`Iterable[str]`): names as PEFT's `LoraConfig` takes them.
+        """
+        paths = self._linear_paths
+        return tuple(
+            name
+            for name in modules
+            if any(path == name or path.endswith(f".{name}") for path in paths)
+        )
+
+    @property
+    def _linear_paths(self) -> set[str]:
+        linears = (*self._layer_linears, *self._embedding_linears, *self._head_linears)
+        return {linear.path for linear in linears}
+
     def _paths_named(self, name: str) -> set[str]:
         """Paths that PEFT matches with a name: a path that is equal to it, or ends with it after a dot."""
-        known = {
-            linear.path
-            for linear in (*self._layer_linears, *self._embedding_linears, *self._head_linears)
-        }
+        known = self._linear_paths
         matched = {path for path in known if path == name or path.endswith(f".{name}")}
         if not matched:
             raise UsageError(

@@ -75,6 +75,9 @@ def formed_bytes(job: Job, regime: Regime) -> FormedBytes:
         return FormedBytes()
     shape = job.shape
     modules = target_modules(job)
+    if not isinstance(modules, str):
+        # The layers of a moment may be those of one kind; the names were checked for all layers together
+        modules = shape.modules_here(modules)
     in_layers = shape.lora_parameters(job.lora_rank, modules) / shape.layers
     kept = _TABLE["lora"]["kept_per_adapter"][regime] * in_layers
     working = by_selective = 0.0

@@ -159,6 +159,8 @@ def _numbers(path: Path) -> dict[int, dict[str, float]]:
         if not _is_number(step) or not (own or "loss" in record):
             continue
         values = {key: float(record[key]) for key in CURVES if _is_number(record.get(key))}
+        if not values:  # the record that ends a training has none of them
+            continue
         if own:
             values.setdefault("loss", math.nan)  # `append_record` leaves out what is not finite
         found[int(record["step"])] = values

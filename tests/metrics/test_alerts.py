@@ -112,6 +112,10 @@ def test_a_restart_is_one_message_and_an_alarm_of_the_run(tmp_path):
     with receiving() as receiver:
         train(tmp_path, receiver.url, save_strategy="steps", save_steps=2, max_steps=2)
         receiver.wait_for("end")
+        # As if the first launch had been killed: a training that continues a complete one is no restart
+        timeline = tmp_path / "hfscale_timeline.jsonl"
+        events = [line for line in timeline.read_text().splitlines(keepends=True) if '"event": "end"' not in line]
+        timeline.write_text("".join(events))
         train(tmp_path, receiver.url, max_steps=3, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         message = receiver.wait_for("restart")
     assert message["step"] == 2

@@ -55,6 +55,8 @@ def predicted_gb(recipe, **changes):
     replicas = ranks if config == "ddp" else flags.get("dp_replicate_size", 1)
     method = "qlora" if flags.get("load_in_4bit") else "lora" if flags.get("use_peft") else "full"
     lora = {} if method == "full" else {"lora_rank": flags.get("lora_r", 16)}
+    if lora and "lora_target_modules" in flags:
+        lora["lora_target_modules"] = ",".join(flags["lora_target_modules"])
     micro_batch = flags["per_device_train_batch_size"]
     found = estimate(
         re.sub(r"-(full|lora|qlora|long|pretrain|sft)$", "", recipe.stem),
