@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, run_process
+from launch_words import launched_words
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from recipe_runs import FLAGS, make_workplace
@@ -182,7 +182,7 @@ def test_what_an_installed_package_emits_trains(use, tmp_path):
         "--emit",
         "planned",
     )
-    words = shlex.split((tmp_path / "planned" / "launch.sh").read_text().splitlines()[-1])
+    words = launched_words(tmp_path / "planned" / "launch.sh", tmp_path)
     assert words[:2] == ["accelerate", "launch"]
     assert (tmp_path / "train.py").read_bytes() == (tmp_path / "planned" / "train.py").read_bytes()
     small = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"]
