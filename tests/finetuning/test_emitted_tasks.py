@@ -1,13 +1,13 @@
 """The files that `hfscale plan --task ... --emit` writes train."""
 
 import json
-import shlex
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from conftest import REPOSITORY, accelerate_launch
+from launch_words import launched_words
 from recipe_runs import save_model
 
 from hfscale import estimate, plan
@@ -48,7 +48,7 @@ def test_the_emitted_command_trains(tmp_path, task):
     emit(replace(found, choices=(chosen,)), tmp_path / "plan")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in islice(ROWS[task]("train"), 32)), encoding="utf-8")
-    command = shlex.split((tmp_path / "plan" / "launch.sh").read_text(encoding="utf-8").splitlines()[-1])
+    command = launched_words(tmp_path / "plan" / "launch.sh", tmp_path)
     flags = [
         "--train_file",
         str(rows),
