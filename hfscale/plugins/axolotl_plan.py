@@ -11,7 +11,8 @@ import yaml
 from hfscale.core.text_files import read_plain_yaml
 from hfscale.errors import UsageError
 
-_QLORA = "qlora"
+_ADAPTERS = ("lora", "qlora")
+"""The adapters that `hfscale plan` knows."""
 
 
 @click.command(
@@ -37,10 +38,11 @@ def words_of(config: Path) -> list[str]:
         config (`Path`): the file.
 
     Returns:
-        `list[str]`: the model, and flags for what the file says of the length, the adapters and the optimizer.
+        `list[str]`: the model, and flags for what the file says of the length and the adapters, which are planned on
+            all linear layers whatever `lora_target_modules` says: `hfscale estimate` has a flag for fewer.
 
     Raises:
-        UsageError: the file cannot be read or names no model.
+        UsageError: the file cannot be read, names no model or asks for other adapters than LoRA.
     """
     try:
         found = read_plain_yaml(config)
@@ -65,7 +67,11 @@ def _flags(found: dict[str, Any]) -> list[str]:
     if found.get("sequence_len"):
         flags += ["--seq-len", str(found["sequence_len"])]
     adapter = found.get("adapter")
-    if adapter:
-        method = _QLORA if adapter == _QLORA or found.get("load_in_4bit") else "lora"
-        flags += ["--method", method, "--lora-rank", str(found.get("lora_r") or 8)]
-    return flags
+    if not adapter:
+        return flags
+    if adapter not in _ADAPTERS:
+        raise UsageError(
+            f"adapter: {adapter} is not planned: plan with lora or qlora, or leave it out"
+        )
+    method = "qlora" if found.get("load_in_4bit") else str(adapter)
+    return [*flags, "--method", method, "--lora-rank", str(found.get("lora_r") or 8)]

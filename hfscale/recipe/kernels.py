@@ -234,7 +234,7 @@ def _choose_layers(trainer: Trainer, args: RecipeTrainingArguments, kernels: Ker
     if number_of_experts(model.config) and "swiglu" not in asked:
         chosen |= _NOT_EXPERTS
         logger.info(
-            "experts: those of transformers (%s), not Liger's, which are tuned for minutes at each start "
+            "experts: those of transformers (%s), not Liger's, whose kernels are tuned again at each start "
             "(--liger_kernel_config '{\"swiglu\": true}' takes them)",
             _experts_implementation(model),
         )

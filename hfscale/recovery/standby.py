@@ -30,9 +30,9 @@ _RANK = Path(__file__).parent / "standby_rank.py"
 _WRAPPER = "exit_code.py"
 # Whether there are GPUs is asked without initializing CUDA
 _WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# Modules that open a CUDA context, separated by commas
+# Modules that open a CUDA context, separated by commas; those of each attempt end with a semicolon
 _LEFT_OUT = "HFSCALE_STANDBY_LEFT_OUT"
-_MAX_LEFT_OUT = 50
+_MAX_ATTEMPTS = 8
 _MODULES = {
     "accelerate.commands.launch": ["accelerate", "launch"],
     "torch.distributed.run": ["torchrun"],
@@ -152,10 +152,11 @@ def main(descriptor: int, launcher: list[str]) -> int:
     """
     memory = RunMemory.of_environment()
     imports = memory.read_imports() if memory is not None else None
-    left_out = os.environ.pop(_LEFT_OUT, "").split(",")
-    opened = _import_silently(imports["modules"] if imports is not None else [], left_out)
+    left_out = os.environ.pop(_LEFT_OUT, "")
+    names = left_out.replace(";", ",").split(",")
+    opened = _import_silently(imports["modules"] if imports is not None else [], names)
     if opened:
-        _begin_again([*left_out, *opened], [str(descriptor), *launcher])
+        _begin_again(left_out, opened, [str(descriptor), *launcher])
     gc.collect()
     gc.freeze()  # the ranks share the memory of what was imported
     with os.fdopen(descriptor) as file:
@@ -172,18 +173,21 @@ def main(descriptor: int, launcher: list[str]) -> int:
     return 0
 
 
-def _begin_again(left_out: Sequence[str], words: Sequence[str]) -> None:
+def _begin_again(left_out: str, opened: Sequence[str], words: Sequence[str]) -> None:
     """Replace this process by one that does not import some modules: a CUDA context cannot be closed.
 
     Args:
-        left_out (`Sequence[str]`): names of modules.
+        left_out (`str`): the modules of earlier attempts, as in the environment variable.
+        opened (`Sequence[str]`): the module that has opened a context, and the packages that came with it.
         words (`Sequence[str]`): the arguments of this program.
     """
-    names = [name for name in left_out if name]
-    if len(names) > _MAX_LEFT_OUT:
-        print_line("no standby launcher: too many modules open a CUDA context when imported")
+    if left_out.count(";") >= _MAX_ATTEMPTS:
+        print_line(f"hfscale run: no standby launcher: {opened[0]} opens a CUDA context too")
         sys.exit(1)
-    environ = os.environ | {_LEFT_OUT: ",".join(names)}
+    print_line(
+        f"hfscale run: importing {opened[0]} opens a CUDA context: the ranks of a restart import it themselves"
+    )
+    environ = os.environ | {_LEFT_OUT: f"{left_out}{','.join(opened)};"}
     os.execve(sys.executable, [sys.executable, "-m", "hfscale.recovery.standby", *words], environ)  # noqa: S606
 
 

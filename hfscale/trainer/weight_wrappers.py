@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from hfscale.trainer.strategies.tensors import stored_tensor
@@ -28,5 +29,5 @@ def keep_stored_weights(model: nn.Module | None) -> None:
 
 def _replace_wrappers(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name, value in state.items():
-        if name.startswith(prefix) and hasattr(value, "dtype"):
+        if name.startswith(prefix) and isinstance(value, torch.Tensor):
             state[name] = stored_tensor(value)

@@ -115,6 +115,11 @@ def test_a_file_of_axolotl_is_what_plan_is_asked(tmp_path):
     path.write_text("base_model: NousResearch/Llama-3.1-8B\nsequence_len: 4096\nadapter: qlora\nlora_r: 32\n")
     words = ["llama-3.1-8b", "--seq-len", "4096", "--method", "qlora", "--lora-rank", "32"]
     assert words_of(path) == words
+    path.write_text("base_model: a/b\nadapter: lora\nload_in_4bit: true\n")
+    assert words_of(path) == ["b", "--method", "qlora", "--lora-rank", "8"]
+    path.write_text("base_model: a/b\nadapter: llama-adapter\n")
+    with pytest.raises(UsageError, match="llama-adapter is not planned"):
+        words_of(path)
     path.write_text("sequence_len: 4096\n")
     with pytest.raises(UsageError, match="names no base_model"):
         words_of(path)
