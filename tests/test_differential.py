@@ -23,7 +23,7 @@ def launch(first=1, last=4, *, order=(0, 1, 2, 3), lines=(), ends=True, code=0, 
         events.append({"event": "rates", "step": step, "rates": [0.1]})
         events.append({"event": "log", "step": step, "numbers": {"loss": 1.0 / step, "grad_norm": 1.0}})
     if ends:
-        final = {"step": last, "best": None, "checkpoints": ["checkpoint-3"], "digest": "a", "total": 1.0}
+        final = {"step": last, "tokens": 0, "best": None, "checkpoints": ["checkpoint-3"], "digest": "a", "total": 1.0}
         events.append({"event": "end", **(final | end)})
     else:
         events.append({"event": "raised", "type": "PlannedCrashError", "mro": [], "message": "", "step": last})

@@ -48,6 +48,7 @@ from hfscale.checkpoint.store import (
     update_manifest,
     write_status,
 )
+from hfscale.checkpoint.stream_position import track_stream
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.core import distributed
 from hfscale.core.activity import activity
@@ -192,11 +193,7 @@ class SpotCheckpointCallback(AdapterCallback):
                 adapter.announce_saves()
         if adapter.resumes_from is not None:
             adapter.load_states_in(lambda: torch.serialization.safe_globals(safe_globals()))
-        # Trainer works without it; a stream of it exists only where it is imported
-        if "datasets" in sys.modules:
-            from hfscale.checkpoint.stream_position import track_stream
-
-            track_stream(adapter)
+        track_stream(adapter)
 
     def check_identity(self, trainer: Trainer, checkpoint: str | None) -> None:
         """Check that a checkpoint is a state of what the Trainer trains, once per resume. Every rank must call it.

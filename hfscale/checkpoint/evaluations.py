@@ -67,7 +67,7 @@ def note_made(state: TrainerState) -> None:
 
 
 class ResumedEvaluations(TrainerCallback):
-    """Makes up a missing evaluation at the beginning of a resumed training, and ends one that has stopped early.
+    """Makes up a missing evaluation at the beginning of a resumed training; ends one that has stopped or is complete.
 
     `resume_evaluations` adds it to the Trainer.
 
@@ -81,7 +81,7 @@ class ResumedEvaluations(TrainerCallback):
         self._checkpoint = checkpoint
         self._is_first_epoch = True
         state = adapter.trainer.state
-        if state.global_step >= state.max_steps:  # there is no further epoch
+        if state.global_step >= state.max_steps:  # there may be no further epoch
             adapter.before_finalizing(self._make_up)
 
     def on_epoch_begin(
@@ -91,11 +91,12 @@ class ResumedEvaluations(TrainerCallback):
             return
         self._is_first_epoch = False
         self._make_up()
-        if any(map(_has_stopped, self._adapter.trainer.callback_handler.callbacks)):
-            logger.info(
-                "the run has stopped early at step %d: it takes no further step", state.global_step
-            )
+        is_complete = state.global_step >= state.max_steps
+        if is_complete or any(map(_has_stopped, self._adapter.trainer.callback_handler.callbacks)):
+            how = "is complete" if is_complete else "has stopped early"
+            logger.info("the run %s at step %d: it takes no further step", how, state.global_step)
             control.should_training_stop = True
+            # Trainer looks at the number of steps after a step: of a stream, and inside an epoch, it would take one
             self._adapter.skip_epoch()
 
     def _make_up(self) -> None:

@@ -49,9 +49,9 @@ class TrainerAdapter:
     adapter wraps the two methods of Trainer in which the rest of that training takes place.
 
     Some changes last longer, because they must be there before or after a training: the wrappers of `train`,
-    `get_eval_dataloader`, `push_to_hub` and `_push_from_checkpoint`, and a scaled optimizer. They are undone at the
-    beginning of the first training that finds no `AdapterCallback` in the Trainer any more. Adapters of experts that
-    ranks share stay as `spread_expert_adapters` has made them.
+    `save_model`, `get_eval_dataloader`, `push_to_hub` and `_push_from_checkpoint`, and a scaled optimizer. They are
+    undone at the beginning of the first training that finds no `AdapterCallback` in the Trainer any more. Adapters of
+    experts that ranks share stay as `spread_expert_adapters` has made them.
 
     Calling a method again during one training replaces what the earlier call did. This happens when
     `auto_find_batch_size` restarts the training loop.

@@ -1,16 +1,21 @@
-"""Tells listeners when the batch sampler of a training takes the indices of a batch.
+"""Tells listeners when the batch sampler of a training takes the indices of a batch, or when a stream is read.
 
 A loader without worker processes fetches a batch right after its indices have been taken, so `before_batch` is also
-the last moment before the samples of a batch are read.
+the last moment before the samples of a batch are read. A stream has no indices: there the samples are counted.
 """
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-from accelerate.data_loader import DataLoaderDispatcher
-from torch.utils.data import IterableDataset
+import xxhash
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard
+from torch.utils.data import IterableDataset, get_worker_info
 
 from hfscale.trainer.adapter import TrainerAdapter
+
+_COMPARED = 64
+"""Entries of each column by which a sample is recognised."""
 
 
 class BatchListener:
@@ -34,8 +39,15 @@ class BatchListener:
             batch (`Any`): what the batch sampler yields: usually a list of the dataset's indices.
         """
 
+    def sample_read(self, sample: Any) -> None:
+        """Hear that a sample of a stream has been read; it belongs to the batch that was taken last.
+
+        Args:
+            sample (`Any`): what the stream yields.
+        """
+
     def end_pass(self, number: int) -> None:
-        """Hear that the batch sampler has no more batches.
+        """Hear that the batch sampler, or the stream, has no more batches.
 
         Args:
             number (`int`): how many there were.
@@ -56,6 +68,98 @@ def batch_sampler_of(train_dataloader: Any) -> Any:
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
         return None  # whose batch sampler yields no indices
     return getattr(loader, "batch_sampler", None)
+
+
+def own_stream_of(train_dataloader: Any) -> Any:
+    """Return the stream that a loader reads, if it is a user's own class; else None.
+
+    Args:
+        train_dataloader (`DataLoader`): the training data. Streams of `datasets` have positions of their own.
+    """
+    loader: Any = getattr(train_dataloader, "base_dataloader", train_dataloader)
+    dataset = getattr(loader, "dataset", None)
+    if isinstance(dataset, IterableDatasetShard):  # Accelerate's part: each rank reads all
+        dataset = dataset.dataset
+    return dataset if is_own_stream(dataset) else None
+
+
+def is_own_stream(dataset: Any) -> bool:
+    """Whether training data is a stream of a user's own class.
+
+    Args:
+        dataset (`Any`): training data, or None.
+    """
+    # Trainer works without `datasets`; a stream of it exists only where it is imported
+    hub = sys.modules.get("datasets")
+    return isinstance(dataset, IterableDataset) and not (
+        hub and isinstance(dataset, hub.IterableDataset)
+    )
+
+
+def listen_to_stream(
+    adapter: TrainerAdapter, stream: Any, samples_per_batch: int, listener: BatchListener
+) -> bool:
+    """Tell a listener of the samples that this process reads from a stream, until the end of the training.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+        stream (`IterableDataset`): what `own_stream_of` returned; a process that does not read it hears nothing.
+        samples_per_batch (`int`): how many samples are one batch of the listener.
+        listener (`BatchListener`): is told of the batches; `batch_taken` is called when the first sample of a batch is
+            about to be read, with None.
+
+    Returns:
+        `bool`: whether it will be told: the class of the stream can be derived from.
+    """
+    kind = type(stream)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        samples: Iterator[Any]
+        if get_worker_info() is not None:
+            samples = kind.__iter__(self)
+            return samples
+        listener.begin_pass()
+        samples = kind.__iter__(self)
+        return _heard(samples, samples_per_batch, listener)
+
+    try:
+        # A wrapper would hide the attributes and methods that the user's program calls on the stream.
+        stream.__class__ = type(kind.__name__, (kind,), {"__iter__": iterate})
+    except TypeError:
+        return False
+    adapter.at_training_end(lambda: setattr(stream, "__class__", kind))
+    return True
+
+
+def digest_of(sample: Any) -> str:
+    """Return a hash by which a sample of a stream is recognised: of the beginning of each of its columns.
+
+    Args:
+        sample (`Any`): a dictionary of columns, or anything else.
+    """
+    columns = sample.items() if isinstance(sample, dict) else enumerate([sample])
+    heads = [
+        (name, value[:_COMPARED] if hasattr(value, "__getitem__") else value)
+        for name, value in columns
+    ]
+    return xxhash.xxh3_64_hexdigest(repr(heads).encode())
+
+
+def _heard(samples: Iterator[Any], per_batch: int, listener: BatchListener) -> Iterator[Any]:
+    count = 0
+    while True:
+        if count % per_batch == 0:
+            listener.before_batch(count // per_batch)
+        try:
+            sample = next(samples)
+        except StopIteration:
+            listener.end_pass(-(-count // per_batch))
+            return
+        if count % per_batch == 0:
+            listener.batch_taken(count // per_batch, None)
+        listener.sample_read(sample)
+        count += 1
+        yield sample
 
 
 def listen_to_batches(

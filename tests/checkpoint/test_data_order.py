@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import LENGTH, VOCAB, RandomTokens, StopAt, tiny_arguments, tiny_model
-from torch.utils.data import Dataset, Sampler, WeightedRandomSampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -100,6 +100,57 @@ class Augmented(Dataset):
         return row
 
 
+class RandomStream(IterableDataset):
+    """Reads each pass in an order that it draws from torch's global generator; the last batch is not full."""
+
+    rows = RandomTokens(ROWS + 2)
+
+    def __iter__(self):
+        return (self.rows[index] for index in torch.randperm(ROWS + 2).tolist())
+
+
+class EpochStream(IterableDataset):
+    """Reads each pass in the order of its number, as sharded readers of files do, and counts its samples."""
+
+    rows = RandomTokens(ROWS)
+
+    def __init__(self):
+        self.epoch = 0
+        self.samples = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for index in torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch)).tolist():
+            self.samples += 1
+            yield self.rows[(index + self.samples) % ROWS]
+
+
+class OwnStream(IterableDataset):
+    """Has a length, and draws from a generator of its own."""
+
+    rows = RandomTokens(ROWS)
+
+    def __init__(self):
+        self.generator = random.Random(9)
+
+    def __len__(self):
+        return ROWS
+
+    def __iter__(self):
+        return (self.rows[self.generator.randrange(ROWS)] for _ in range(ROWS))
+
+
+class SystemStream(IterableDataset):
+    """Has another order in each launch."""
+
+    rows = RandomTokens(ROWS)
+
+    def __iter__(self):
+        return (self.rows[index] for index in random.SystemRandom().sample(range(ROWS), ROWS))
+
+
 class Masks:
     """A collator that masks at random, from a global generator or one of its own."""
 
@@ -148,14 +199,14 @@ class Rows(TrainerCallback):
         self.of_step[state.global_step], self._now = self._now, []
 
 
-def train(folder, *callbacks, sampler=None, collator=None, data=None, accumulation=1, resume=None):
+def train(folder, *callbacks, sampler=None, collator=None, data=None, accumulation=1, steps=STEPS, resume=None):
     """Train with dropout, so that the training itself draws from torch's global generator between two batches."""
     OWN.bit_generator.state = np.random.default_rng(5).bit_generator.state
     random.seed(0)
     np.random.seed(0)
     args = tiny_arguments(
         folder,
-        max_steps=STEPS // accumulation,
+        max_steps=steps // accumulation,
         gradient_accumulation_steps=accumulation,
         save_strategy="steps",
         save_steps=1000,
@@ -169,7 +220,7 @@ def train(folder, *callbacks, sampler=None, collator=None, data=None, accumulati
     trainer = kind(
         model=model,
         args=args,
-        train_dataset=data or RandomTokens(ROWS),
+        train_dataset=data() if data else RandomTokens(ROWS),
         data_collator=collator or default_data_collator,
         callbacks=[*callbacks, rows],
     )
@@ -206,7 +257,31 @@ def test_a_collator_draws_the_same_masks(tmp_path, kind, accumulation):
 
 
 def test_augmentations_are_the_same(tmp_path):
-    check_equal(tmp_path, [1, EPOCH + 2], data=Augmented(), sampler="own generator")
+    check_equal(tmp_path, [1, EPOCH + 2], data=Augmented, sampler="own generator")
+
+
+@pytest.mark.parametrize(
+    ("stream", "accumulation"),
+    [(RandomStream, 1), (RandomStream, 2), (EpochStream, 1), (OwnStream, 1)],
+)
+def test_a_stream_of_a_user_repeats_its_order(tmp_path, stream, accumulation):
+    stops = [stop // accumulation for stop in (*CRASHES, 2 * EPOCH + 2)]
+    check_equal(tmp_path, stops, data=stream, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("data", [RandomStream, None], ids=["stream", "inside an epoch"])
+def test_a_complete_run_takes_no_further_step(tmp_path, data):
+    # Plain Trainer takes one more.
+    train(tmp_path, SpotCheckpointCallback(), StopAt(8), data=data)
+    folder = latest_checkpoint(tmp_path)
+    of_step, _ = train(tmp_path, SpotCheckpointCallback(), data=data, steps=8, resume=folder)
+    assert of_step == {}
+
+
+def test_a_stream_that_cannot_repeat_its_order_is_named(tmp_path, caplog):
+    train(tmp_path, SpotCheckpointCallback(), StopAt(3), data=SystemStream)
+    train(tmp_path, SpotCheckpointCallback(), StopAt(4), data=SystemStream, resume=latest_checkpoint(tmp_path))
+    assert any("SystemStream does not repeat the order of the samples" in line for line in caplog.messages)
 
 
 def test_a_sampler_that_cannot_repeat_its_order_is_named(tmp_path, caplog):

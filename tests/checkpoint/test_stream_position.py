@@ -14,7 +14,8 @@ from tiny import LENGTH, VOCAB, StopAt, logged, tiny_arguments, tiny_model
 from transformers import Trainer
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
-from hfscale.checkpoint.stream_position import PositionedStream, StreamPosition
+from hfscale.checkpoint.positioned_stream import PositionedStream
+from hfscale.checkpoint.stream_position import StreamPosition
 
 SHARDS, ROWS = 4, 20
 STEPS, BATCH = 30, 4  # of 80 rows: one pass and a half

@@ -9,7 +9,7 @@ from typing import Any
 from program import Program
 from running import Launch, Run, is_unplanned
 
-ORDER = ("rows", "rates", "loss", "grad_norm", "metrics", "steps", "best", "checkpoints", "weights")
+ORDER = ("rows", "rates", "loss", "grad_norm", "metrics", "steps", "tokens", "best", "checkpoints", "weights")
 """What is compared. Where several differ, the first one is the fault, as the others may follow from it."""
 ZERO = 1e-8
 """Where the terms of a loss cancel, as GRPO's do, what is left is rounding; a float32 near 1 has steps of 1e-7."""
@@ -91,7 +91,11 @@ FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "we
 REFUSED = "refused"
 """A launch ends with a `CheckpointError`, where an earlier one has said that none of its checkpoints can be used."""
 EXPLANATIONS = (
-    Explanation(lambda program: program.move == "batch", r"does not divide its loss by num_items_in_batch", FROM_LOSS),
+    Explanation(
+        lambda program: program.move in ("batch", "processes"),
+        r"does not divide its loss by num_items_in_batch",
+        FROM_LOSS,
+    ),
     Explanation(lambda program: program.only_model, r"save_only_model", ("rows", "rates", *FROM_LOSS, REFUSED)),
     Explanation(
         lambda program: program.optimizer == "counting",
@@ -193,6 +197,18 @@ def numbers_of(run: Run, name: str) -> list[dict[int, Any]]:
     ]
 
 
+def metrics_of(run: Run) -> list[dict[int, Any]]:
+    """Return, for each launch, step -> the metrics of its evaluation."""
+    found = []
+    for launch in run.launches:
+        logs = ((each["step"], each["numbers"]) for each in launch.of("log"))
+        evaluated = (
+            (step, [value for name, value in sorted(log.items()) if name.startswith("eval_")]) for step, log in logs
+        )
+        found.append({step: values for step, values in evaluated if values})
+    return found
+
+
 def differs(program: Program, left: Any, right: Any) -> bool:
     """Whether two values differ by more than another batch per device explains."""
     if isinstance(left, list) and isinstance(right, list):
@@ -201,7 +217,7 @@ def differs(program: Program, left: Any, right: Any) -> bool:
         return left != right
     if math.isnan(left) and math.isnan(right):
         return False
-    tolerance = CLOSE if program.move == "batch" else 0.0
+    tolerance = CLOSE if program.move in ("batch", "processes") else 0.0
     return not math.isclose(left, right, rel_tol=tolerance, abs_tol=max(tolerance / 100, ZERO))
 
 
@@ -215,19 +231,21 @@ def difference(program: Program, phase: str, plain: Run, run: Run) -> Fault | No
         "rates": (per_step(plain, "rates", "rates"), per_step(run, "rates", "rates")),
         "loss": (numbers_of(plain, "loss"), numbers_of(run, "loss")),
         "grad_norm": (numbers_of(plain, "grad_norm"), numbers_of(run, "grad_norm")),
-        "metrics": (numbers_of(plain, "eval_loss"), numbers_of(run, "eval_loss")),
+        "metrics": (metrics_of(plain), metrics_of(run)),
     }
     for quantity, (reference, launches) in steps.items():
         found = first_difference(program, reference[0], launches)
         if found is not None:
             return Fault(phase, quantity, *found)
-    for quantity, key in (("steps", "step"), ("best", "best"), ("checkpoints", "checkpoints")):
+    for quantity, key in (("steps", "step"), ("tokens", "tokens"), ("best", "best"), ("checkpoints", "checkpoints")):
         if quantity == "checkpoints" and program.move == "lost" and phase == "resumed":
             continue  # only what a resume needs is fetched
         if expected[key] != got[key]:
             return Fault(phase, quantity, got["step"], f"{expected[key]} became {got[key]}")
     total = (expected["total"], got["total"])
-    if differs(program, *total) or (program.move != "batch" and expected["digest"] != got["digest"]):
+    if differs(program, *total) or (
+        program.move not in ("batch", "processes") and expected["digest"] != got["digest"]
+    ):
         return Fault(phase, "weights", got["step"], f"{total[0]} became {total[1]}")
     return None
 

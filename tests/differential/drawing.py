@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from program import CHOICES, HOW, WHERE, Interruption, Program
 
 COMMON = ("sampler", "collator", "data", "model", "trainer", "rows", "epochs", "save_strategy", "save_steps", "limit")
-COMMON += ("eval_strategy", "eval_steps", "best", "move", "callback", "dropout")
+COMMON += ("eval_strategy", "eval_steps", "best", "move", "callback", "dropout", "processes", "extra")
 """Fields of which every second program has another value than the simplest; of the others, every fourth."""
-OWN_TRAINERS = ("Trainer", "compute_loss", "training_step", "evaluate", "dataloader")
+OWN_TRAINERS = ("Trainer", "compute_loss", "training_step", "evaluate", "dataloader", "create_optimizer", "log")
 """Trainer itself and subclasses of it, which take every model and every kind of data."""
 SMALL_VISION = ("vit", "batch_norm")
+TEXT_MODELS = ("llama", "tied", "bert", "lora")
 
 
 def weighted(name: str) -> st.SearchStrategy[Any]:
@@ -27,6 +28,7 @@ interruptions = st.lists(
         how=st.sampled_from(HOW[:1] * 2 + HOW),
         where=st.sampled_from(WHERE[:1] * 2 + WHERE),
         percent=st.sampled_from((85, 60, 40, 20)),
+        rank=st.sampled_from((None, 0, 1)),
     ),
     min_size=1,
     max_size=3,
@@ -58,10 +60,12 @@ def possible(program: Program) -> Program:
     if program.model in SMALL_VISION:
         changes |= {"collator": "default", "sampler": "default" if program.sampler == "group_by_length" else None}
         changes |= {"data": "sized" if program.data in ("padded", "packed") else None, "smoothing": 0.0}
-    if program.data in ("stream", "shuffled_stream"):
+    if program.data.endswith("stream"):
         changes |= {"sampler": "default", "augmentation": "none"}
-    elif program.data != "stream" and program.workers == 2:
+    if program.data != "stream" and program.workers == 2:
         changes["workers"] = 1
+    if program.trainer == "create_optimizer":
+        changes |= {"optimizer": "default", "schedule": "cosine" if program.schedule.endswith("LR") else None}
     if program.trainer == "dataloader":
         changes |= {"sampler": "default", "data": "sized", "workers": 0}
     if program.model in ("batch_norm", "running_mean", "counter", "noise_in_place"):
@@ -84,8 +88,38 @@ def possible(program: Program) -> Program:
         changes["best"] = "lowest"
     if program.move == "batch" and program.batch * program.accumulation not in (4, 8):
         changes["move"] = "none"
+    if program.move == "processes" and (program.batch, program.processes, program.accumulation) == (2, 1, 2):
+        changes["move"] = "none"  # one row per process
+    if not has_effect(program):
+        changes["extra"] = "none"
+    interruptions = program.interruptions
     if program.eval_strategy == "no":
-        changes["interruptions"] = tuple(
-            replace(each, where="step") if each.where == "evaluation" else each for each in program.interruptions
+        interruptions = tuple(
+            replace(each, where="step" if each.where == "evaluation" else each.where) for each in interruptions
         )
-    return replace(program, **changes)
+    if program.processes == 1:
+        interruptions = tuple(replace(each, rank=None) for each in interruptions)
+    return replace(program, **changes, interruptions=interruptions)
+
+
+def has_effect(program: Program) -> bool:
+    """Whether the additional choice of a program can be made beside its other choices."""
+    is_own = program.trainer in OWN_TRAINERS
+    evaluates = program.eval_strategy != "no"
+    needs = {
+        "neftune": is_own and program.model in TEXT_MODELS,
+        "eval_on_start": evaluates,
+        "eval_delay": evaluates and program.best == "none" and not program.early_stopping,
+        "persistent_workers": program.workers > 0,
+        "gradient_checkpointing": is_own and program.model in TEXT_MODELS,
+        "accuracy": is_own and evaluates and program.model != "t5",
+        "batch_metrics": is_own and evaluates and program.model != "t5",
+        "evaluates_when_asked": program.best == "none" and not program.early_stopping,
+        "saves_when_asked": program.best == "none",
+        "dispatch_batches": is_own and program.data == "stream",
+        "split_batches": is_own and program.trainer != "dataloader" and program.move != "batch",
+        "frozen_at_first": is_own and program.processes == 1 and program.trainer != "create_optimizer",
+        "max_steps": not program.data.endswith("stream"),
+        "unseeded_sampler": is_own,
+    }
+    return needs.get(program.extra, True)

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 import transformers
 from datasets import Dataset as HubDataset
+from datasets import interleave_datasets
 from kinds_sentence_transformers import KINDS as SENTENCE_KINDS
 from kinds_transformers import LLAMA, PAD, VISION, bert, t5
-from kinds_trl import asked, builder, completed, count_words, preferred
+from kinds_trl import asked, builder, completed, count_words, labelled, preferred
+from peft import LoraConfig, get_peft_model
 from program import Program
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 from transformers import Trainer, TrainerCallback
@@ -63,6 +65,9 @@ def row_ids(batch: Any) -> list[Any]:
     if "pixel_values" in batch:
         return [round(float(value) * 100) for value in batch["pixel_values"][:, 0, 0, 0]]
     names = [name for name in batch if name.endswith("input_ids")]
+    if not names:  # texts that no tokenizer has touched
+        texts = [values for values in batch.values() if isinstance(values, list | tuple)]
+        return [" ".join(map(str, row)) for row in zip(*texts, strict=True)]
     if names == ["input_ids"]:
         first = batch["input_ids"][:, 0].tolist()
         if all(0 < number < FIRST_WORD for number in first) and "labels" in batch:
@@ -122,6 +127,16 @@ class Stream(IterableDataset):
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         return map(dict, self.rows[first::step])
+
+
+class RandomStream(IterableDataset):
+    """Rows in an order that each pass draws from the global generator of torch, in the process that reads them."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter([dict(self.rows[number]) for number in torch.randperm(len(self.rows)).tolist()])
 
 
 class Collator:
@@ -252,7 +267,11 @@ def model_of(program: Program) -> torch.nn.Module:
                 module.p = dropout
         return model
     tied = {"tie_word_embeddings": program.model == "tied"}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | tied), attention_dropout=dropout))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | tied), attention_dropout=dropout))
+    if program.model != "lora":
+        return model
+    targets = ["q_proj", "v_proj", "embed_tokens"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, lora_dropout=dropout, task_type="CAUSAL_LM"))
 
 
 class CountingSGD(torch.optim.SGD):
@@ -267,7 +286,7 @@ class CountingSGD(torch.optim.SGD):
 
 def optimizer_of(program: Program, model: torch.nn.Module) -> torch.optim.Optimizer | None:
     """Return a user's optimizer; None if Trainer makes it."""
-    parameters = list(model.parameters())
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if program.optimizer == "groups":
         matrices = [parameter for parameter in parameters if parameter.ndim > 1]
         others = [parameter for parameter in parameters if parameter.ndim <= 1]
@@ -307,7 +326,7 @@ def scheduler_of(program: Program, optimizer: torch.optim.Optimizer) -> Any:
 
 def total_steps(program: Program) -> int:
     """Return the number of optimizer steps of a program whose data has no length."""
-    batches = -(-program.rows // program.batch)
+    batches = -(-program.rows // (program.batch * program.processes))
     return program.epochs * -(-batches // program.accumulation)
 
 
@@ -319,15 +338,45 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def arguments_of(program: Program, folder: str, *, other_batch: bool = False) -> dict[str, Any]:
+EXTRA: dict[str, dict[str, Any]] = {
+    "drop_last": {"dataloader_drop_last": True},
+    "local_tokens": {"average_tokens_across_devices": False},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "eval_on_start": {"eval_on_start": True},
+    "persistent_workers": {"dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3},
+    "gradient_checkpointing": {"gradient_checkpointing": True},
+    "bf16": {"bf16": True},
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "split_batches": {"accelerator_config": {"split_batches": True}},
+    "unseeded_sampler": {"accelerator_config": {"use_seedable_sampler": False}},
+    "log_by_epoch": {"logging_strategy": "epoch"},
+    "log_every_3": {"logging_steps": 3},
+    "count_tokens": {"include_num_input_tokens_seen": "all"},
+    "seeds": {"seed": 7, "data_seed": 11},
+    "eval_delay": {"eval_delay": 2},
+    "accuracy": {"metric_for_best_model": "eval_accuracy", "greater_is_better": True},
+    "batch_metrics": {"batch_eval_metrics": True},
+    "callback_states": {"restore_callback_states_from_checkpoint": True},
+    "find_batch_size": {"auto_find_batch_size": True},
+    "unused_columns": {"remove_unused_columns": False},
+    "jit_checkpoint": {"enable_jit_checkpoint": True},
+}
+"""Training arguments that a program has beside its fields."""
+
+
+def arguments_of(program: Program, folder: str, *, other_batch: bool = False, processes: int = 1) -> dict[str, Any]:
     """Return the training arguments.
 
     Args:
         program (`Program`): the program.
         folder (`str`): the output directory.
         other_batch (`bool`): whether another batch per device makes the same global batch.
+        processes (`int`): how many processes train; where it is not the number of the program, the batch per device
+            makes the same global batch.
     """
     batch, accumulation = program.batch, program.accumulation
+    if processes != program.processes:
+        batch = batch * program.processes // processes
     if other_batch:
         batch, accumulation = (batch // 2, accumulation * 2) if accumulation == 1 else (batch * 2, accumulation // 2)
     arguments = {
@@ -363,10 +412,16 @@ def arguments_of(program: Program, folder: str, *, other_batch: bool = False) ->
     if program.best != "none":
         arguments |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
         arguments["greater_is_better"] = program.best == "highest"
-    if program.data in ("stream", "shuffled_stream"):
+    if program.data.endswith("stream"):
         arguments["max_steps"] = total_steps(program)
     if program.sampler in ("group_by_length", "sequential"):
         arguments["train_sampling_strategy"] = program.sampler
+    arguments |= EXTRA.get(program.extra, {})
+    if program.extra == "max_steps":
+        arguments["max_steps"] = total_steps(program) * 2 // 3
+    if program.extra == "accuracy" and program.best == "none":
+        arguments.pop("metric_for_best_model")
+        arguments.pop("greater_is_better")
     return arguments
 
 
@@ -375,11 +430,19 @@ def data_of(program: Program) -> Any:
     rows = rows_of(program, program.rows)
     if program.data == "stream":
         return Stream(rows)
-    if program.data in ("datasets", "shuffled_stream"):
+    if program.data == "random_stream":
+        return RandomStream(rows)
+    if program.data in ("datasets", "shuffled_stream", "mixed_stream"):
         plain = [{name: torch.as_tensor(value).tolist() for name, value in row.items()} for row in rows]
         dataset = HubDataset.from_list(plain)
         if program.data == "shuffled_stream":
             return dataset.to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=8).with_format("torch")
+        if program.data == "mixed_stream":
+            half = len(dataset) // 2
+            parts = [dataset.select(range(half)), dataset.select(range(half, len(dataset)))]
+            streams = [part.to_iterable_dataset() for part in parts]
+            mixed = interleave_datasets(streams, probabilities=[0.7, 0.3], seed=5, stopping_strategy="all_exhausted")
+            return mixed.with_format("torch")
         dataset = dataset.with_format("torch")
         if program.augmentation != "none":
             return dataset.with_transform(lambda batch: augmented_batch(batch, program.augmentation))
@@ -428,7 +491,24 @@ def trainer_class(program: Program) -> type[Trainer]:
     def _get_train_sampler(self, train_dataset=None):
         return sampler_of(program.sampler, len(self.train_dataset))
 
+    def create_optimizer(self, *args, **kwargs):
+        if self.optimizer is None:
+            head = [parameter for name, parameter in self.model.named_parameters() if "lm_head" in name]
+            head = [parameter for parameter in head if parameter.requires_grad]
+            rest = [
+                each for each in self.model.parameters() if each.requires_grad and all(each is not h for h in head)
+            ]
+            groups = [{"params": rest}, *([{"params": head, "lr": RATE / 10}] if head else [])]
+            self.optimizer = torch.optim.NAdam(groups, lr=RATE)
+        return self.optimizer
+
+    def log(self, logs, *args, **kwargs):
+        logs["rows_seen"] = float(self.state.global_step * program.batch)
+        return base.log(self, logs, *args, **kwargs)
+
     overrides = {
+        "create_optimizer": create_optimizer,
+        "log": log,
         "compute_loss": compute_loss,
         "training_step": training_step,
         "evaluate": evaluate,
@@ -442,12 +522,59 @@ def trainer_class(program: Program) -> type[Trainer]:
     return type("OwnTrainer", (base,), methods) if methods else base
 
 
+ASKING = ("saves_when_asked", "stops_when_asked", "evaluates_when_asked", "rate_set_by_hand", "frozen_at_first")
+
+
+class Asking(TrainerCallback):
+    """A user's callback that decides by the step.
+
+    Args:
+        kind (`str`): what it does, one of `ASKING`.
+        steps (`int`): the steps of the whole training.
+    """
+
+    def __init__(self, kind: str, steps: int) -> None:
+        self.kind = kind
+        self.steps = steps
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        """Change the rate or what is trained."""
+        if self.kind == "rate_set_by_hand" and state.global_step % 4 == 3:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        if self.kind == "frozen_at_first":
+            first = next(iter(model.parameters()))
+            first.requires_grad_(state.global_step >= 3 and first.is_floating_point())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Ask for a save, an evaluation or the end."""
+        if self.kind == "saves_when_asked" and state.global_step % 4 == 1:
+            control.should_save = True
+        if self.kind == "evaluates_when_asked" and state.global_step % 4 == 1:
+            control.should_evaluate = True
+        if self.kind == "stops_when_asked" and state.global_step >= self.steps * 3 // 4:
+            control.should_training_stop = True
+
+
+def accuracy(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+    """Return the share of labels that the largest logit names."""
+    logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    best, labels = torch.as_tensor(logits).argmax(-1), torch.as_tensor(prediction.label_ids)
+    known = labels != -100
+    return {"accuracy": float((best == labels)[known].float().mean())}
+
+
 def trainer_of(program: Program, arguments: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """Return the Trainer of a program."""
+    if program.extra in ASKING:
+        callbacks = [*callbacks, Asking(program.extra, total_steps(program))]
     if program.early_stopping:
         callbacks = [*callbacks, transformers.EarlyStoppingCallback(program.early_stopping)]
     if program.trainer == "SentenceTransformerTrainer":
         return SENTENCE_KINDS[0].build(Path(arguments["output_dir"]), callbacks, **arguments)
+    if program.trainer == "CrossEncoderTrainer":
+        kind = next(kind for kind in SENTENCE_KINDS if "Cross" in kind.trainer)
+        return kind.build(Path(arguments["output_dir"]), callbacks, **arguments)
     if program.trainer in TRL:
         return TRL[program.trainer](Path(arguments["output_dir"]), callbacks, **arguments)
     model = model_of(program)
@@ -463,6 +590,7 @@ def trainer_of(program: Program, arguments: dict[str, Any], callbacks: list[Trai
         data_collator=Collator(program.collator),
         callbacks=callbacks,
         optimizers=(optimizer, scheduler),
+        compute_metrics=accuracy if program.extra in ("accuracy", "batch_metrics") else None,
     )
     made.remove_callback(transformers.PrinterCallback)
     return made
@@ -473,5 +601,9 @@ TRL = {
     "SFTTrainer": builder("SFT", completed, gradient_checkpointing=False),
     "DPOTrainer": builder("DPO", preferred, gradient_checkpointing=False),
     "GRPOTrainer": builder("GRPO", asked, options=lambda: {"reward_funcs": count_words}, **GENERATION),
+    "RewardTrainer": builder(
+        "Reward", preferred, model="LlamaForSequenceClassification", gradient_checkpointing=False
+    ),
+    "KTOTrainer": builder("KTO", labelled, gradient_checkpointing=False),
     "RLOOTrainer": builder("RLOO", asked, options=lambda: {"reward_funcs": count_words}, **GENERATION),
 }

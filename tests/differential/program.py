@@ -17,10 +17,15 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "GRPOTrainer",
         "RLOOTrainer",
         "SentenceTransformerTrainer",
+        "RewardTrainer",
+        "KTOTrainer",
+        "CrossEncoderTrainer",
+        "create_optimizer",
+        "log",
     ),
-    "model": ("llama", "bert", "t5", "vit", "batch_norm", "running_mean", "counter", "noise_in_place", "tied"),
+    "model": ("llama", "bert", "t5", "vit", "batch_norm", "running_mean", "counter", "noise_in_place", "tied", "lora"),
     "dropout": (0.0, 0.1),
-    "data": ("sized", "padded", "packed", "datasets", "stream", "shuffled_stream"),
+    "data": ("sized", "padded", "packed", "datasets", "stream", "shuffled_stream", "mixed_stream", "random_stream"),
     "rows": (16, 24, 34, 64),
     "epochs": (2, 3, 1, 4),
     "batch": (4, 2),
@@ -68,7 +73,39 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "early_stopping": (0, 1, 2),
     "callback": ("spot", "scaling"),
     "replay": (0, 1, 2),
-    "move": ("none", "renamed", "relative", "link", "lost", "batch"),
+    "move": ("none", "renamed", "relative", "link", "lost", "batch", "processes"),
+    "processes": (1, 2),
+    "resume": ("latest", "true", "again"),
+    "extra": (
+        "none",
+        "drop_last",
+        "local_tokens",
+        "neftune",
+        "eval_on_start",
+        "persistent_workers",
+        "gradient_checkpointing",
+        "bf16",
+        "dispatch_batches",
+        "split_batches",
+        "unseeded_sampler",
+        "max_steps",
+        "log_by_epoch",
+        "log_every_3",
+        "count_tokens",
+        "seeds",
+        "eval_delay",
+        "accuracy",
+        "batch_metrics",
+        "callback_states",
+        "find_batch_size",
+        "unused_columns",
+        "saves_when_asked",
+        "stops_when_asked",
+        "evaluates_when_asked",
+        "rate_set_by_hand",
+        "frozen_at_first",
+        "jit_checkpoint",
+    ),
 }
 """Values of each field of a program, the simplest first."""
 HOW = ("crash", "kill", "notice", "ctrl_c", "stop_file")
@@ -83,11 +120,13 @@ class Interruption:
         how (`str`): one of `HOW`.
         where (`str`): one of `WHERE`.
         percent (`int`): the share of the whole training after which it happens.
+        rank (`int` or `None`): the process that it meets; None stands for all.
     """
 
     how: str = "crash"
     where: str = "step"
     percent: int = 85
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +160,9 @@ class Program:
     callback: str = "spot"
     replay: int = 0
     move: str = "none"
+    processes: int = 1
+    resume: str = "latest"
+    extra: str = "none"
     interruptions: tuple[Interruption, ...] = ()
 
     def features(self) -> frozenset[str]:

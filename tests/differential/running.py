@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ PRELOADED = (
     "fsspec.implementations.local",
 )
 """What the process that is forked has imported."""
+AFTER_FAILURE_S = 20.0
+"""How long the processes that are left may take to end by themselves when one has failed."""
 OF_NO_INTEREST = ("runtime", "per_second", "flos", "step_time", "entropy_s", "num_tokens")
 
 
@@ -90,8 +92,11 @@ def run_child(job: dict[str, Any]) -> None:
 
     tempfile.tempdir = None  # that of TMPDIR, not of the process that was forked
     program = eval(job["program"], {"Program": Program, "Interruption": Interruption})  # noqa: S307  our own text
-    out = os.open(job["events"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    out = os.open(f"{job['events']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     where = {"step": 0}
+    fetched: list[Any] = []
+    """Rows that no step has used yet; where a pass ends with a part of a step, the next step has them too."""
 
     def write(event: str, **values: Any) -> None:
         os.write(out, json.dumps({"event": event, **values}).encode() + b"\n")
@@ -107,6 +112,10 @@ def run_child(job: dict[str, Any]) -> None:
 
         def on_step_begin(self, args, state, control, **kwargs):
             where["step"] = state.global_step
+
+        def on_step_end(self, args, state, control, **kwargs):
+            write("rows", step=state.global_step, rows=sorted(fetched, key=str))
+            fetched.clear()
 
         def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
             rates = [float(group["lr"]) for group in optimizer.param_groups]
@@ -126,29 +135,36 @@ def run_child(job: dict[str, Any]) -> None:
         callbacks: list[Any] = [Recorder()]
         if job["hfscale"]:
             callbacks = [*hfscale_callbacks(program, job), *callbacks]
-        if job["interruption"] is not None:
+        if job["interruption"] is not None and job["interruption"]["rank"] in (None, rank):
             callbacks.append(interrupter(Interruption(**job["interruption"]), job))
         transformers.utils.logging.disable_progress_bar()
         import datasets
 
         datasets.disable_progress_bars()
+        arguments = arguments_of(program, job["folder"], other_batch=job["other_batch"], processes=processes)
+        trainer = None
+        if program.resume != "latest" or processes > 1:  # without torchrun's store, arguments connect the processes
+            trainer = trainer_of(program, arguments, callbacks)
         if job["resumes"]:
             resume = find_checkpoint(job)
+            if program.resume == "true" and resume is not None and job["remote"] is None:
+                resume = True
         write("resume", path=resume, cpu_s=time.process_time())
-        trainer = trainer_of(program, arguments_of(program, job["folder"], other_batch=job["other_batch"]), callbacks)
+        trainer = trainer or trainer_of(program, arguments, callbacks)
         fetch = trainer.get_batch_samples
 
         def record_rows(*args: Any, **kwargs: Any) -> Any:
             batches, count = fetch(*args, **kwargs)
-            ids = [each for batch in batches for each in row_ids(batch)]
-            write("rows", step=trainer.state.global_step + 1, rows=sorted(ids, key=str))
+            fetched.extend(each for batch in batches for each in row_ids(batch))
             return batches, count
 
         trainer.get_batch_samples = record_rows
         trainer.train(resume_from_checkpoint=resume)
         folder = Path(job["folder"])
+        tokens = int(trainer.state.num_input_tokens_seen)
         write(
             "end",
+            tokens=tokens,
             step=trainer.state.global_step,
             best=trainer.state.best_global_step if program.best != "none" else None,
             checkpoints=sorted(path.name for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()),
@@ -250,6 +266,33 @@ def interrupter(interruption: Interruption, job: dict[str, Any]) -> Any:
 # In the worker
 
 
+def recorded(path: str) -> list[dict[str, Any]]:
+    """Return the events in a file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
+
+
+def merged(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the events of a launch: those of rank 0, with the rows, lines and errors of all ranks.
+
+    A step of which a rank did not get its rows, because the launch ended, has no rows.
+    """
+    if len(ranks) == 1:
+        return ranks[0]
+    rows: dict[int, list[Any]] = {}
+    counts: dict[int, int] = {}
+    for event in (event for events in ranks for event in events if event["event"] == "rows"):
+        rows.setdefault(event["step"], []).extend(event["rows"])
+        counts[event["step"]] = counts.get(event["step"], 0) + 1
+    kept = [event for event in ranks[0] if event["event"] != "rows"]
+    kept += [
+        {"event": "rows", "step": step, "rows": sorted(found, key=str)}
+        for step, found in sorted(rows.items())
+        if counts[step] == len(ranks)
+    ]
+    kept += [event for events in ranks[1:] for event in events if event["event"] in ("line", "raised")]
+    return kept
+
+
 class Runner:
     """Runs programs in forks of a process that has imported everything."""
 
@@ -271,6 +314,7 @@ class Runner:
     def launch(self, program: Program, folder: Path, job: dict[str, Any], cwd: Path) -> Launch:
         """Run one process of a program to its end."""
         self.launches += 1
+        processes = job.pop("processes", program.processes)
         name = folder / f"launch{self.launches}"
         events, err = Path(f"{name}.events"), Path(f"{name}.err")
         defaults = {"program": str(program), "events": str(events), "remote": None, "other_batch": False}
@@ -282,13 +326,26 @@ class Runner:
             env=os.environ | {"TMPDIR": str(folder)},
             out=Path(f"{name}.out"),
             err=err,
+            ranks=processes,
         )
+        code = self._end_of(started)
+        output = err.read_text(errors="replace")[-3000:]
+        return Launch(merged([recorded(f"{events}.{rank}") for rank in range(processes)]), code, output)
+
+    def _end_of(self, job: Any) -> int | None:
+        """Wait for a launch, and end the processes that are left when one has failed, as torch's agent does."""
         try:
-            code: int | None = self._server.wait(started, LIMIT_S)[0]
+            self._server.wait_for_any(job, LIMIT_S)
+            codes = job.codes
+            if any(codes):
+                # The others may have failed since, because they lost the one that was killed.
+                code = -signal.SIGKILL if -signal.SIGKILL in codes else next(code for code in codes if code)
+                with contextlib.suppress(TimeoutError):
+                    self._server.wait(job, AFTER_FAILURE_S)  # kills them at its limit
+                return code
+            return max(self._server.wait(job, LIMIT_S), key=abs)
         except TimeoutError:
-            code = None
-        lines = events.read_text().splitlines() if events.exists() else []
-        return Launch([json.loads(line) for line in lines], code, err.read_text(errors="replace")[-3000:])
+            return None
 
     def whole(self, program: Program, folder: Path, *, hfscale: bool) -> Run:
         """Run the program without an interruption."""
@@ -311,9 +368,11 @@ class Runner:
         while len(run.launches) < len(program.interruptions) + 3:
             number = len(run.launches)
             out, name, cwd = moved(program.move, place, out, number)
-            interruption = left.pop(0).__dict__ if left else None
+            interruption = asdict(left.pop(0)) if left else None
             job = {"folder": name, "hfscale": hfscale, "resumes": number > 0, "interruption": interruption}
             job |= {"remote": remote, "other_batch": program.move == "batch" and number % 2 == 1}
+            if program.move == "processes" and number % 2 == 1:
+                job["processes"] = 3 - program.processes
             run.launches.append(self.launch(program, folder, job, cwd))
             last = run.launches[-1]
             if last.is_complete or last.code is None or is_unplanned(last):
@@ -325,9 +384,12 @@ def is_unplanned(launch: Launch) -> bool:
     """Whether a launch has ended by an error that no interruption explains."""
     if launch.code == -signal.SIGKILL:
         return False
-    for event in launch.of("raised"):
-        planned = ("PlannedCrashError", "KeyboardInterrupt")
-        return event["type"] not in planned and not ("SystemExit" in event["mro"] and event["message"] == "75")
+    planned = ("PlannedCrashError", "KeyboardInterrupt")
+    raised = launch.of("raised")
+    if any(event["type"] in planned for event in raised):
+        return False  # what the other ranks raise follows from it
+    for event in raised:
+        return not ("SystemExit" in event["mro"] and event["message"] == "75")
     return launch.code != 0
 
 

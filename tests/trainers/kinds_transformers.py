@@ -342,8 +342,14 @@ def with_optimizer_class(folder: Path, callbacks: list[TrainerCallback], **given
     return builder(llama, text, optimizer_cls_and_kwargs=chosen)(folder, callbacks, **given)
 
 
+def averaged_by_trainer(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model whose head drops `num_items_in_batch`, told apart so that Trainer divides its loss."""
+    model.accepts_loss_kwargs = False
+    return model
+
+
 translating = builder(
-    t5,
+    lambda: averaged_by_trainer(t5()),
     translated,
     trainer=transformers.Seq2SeqTrainer,
     arguments=transformers.Seq2SeqTrainingArguments,
@@ -525,7 +531,7 @@ KINDS = (
         trainer="`Trainer`, padding, ZeRO-2",
         model="sequence classification (BERT)",
         build=builder(
-            lambda: bert("BertForSequenceClassification", num_labels=3),
+            lambda: averaged_by_trainer(bert("BertForSequenceClassification", num_labels=3)),
             classified,
             data_collator=padded,
             # The contract calls `train` of one Trainer twice. Under DeepSpeed, Trainer itself cannot take another

@@ -49,7 +49,7 @@ FILES_THAT_DIFFER = (
 """They contain measured times, the state of our callbacks, the output directory, or a random id."""
 MEASURED = re.compile(r"runtime|per_second|step_time|_flos")
 """Keys of logs whose values differ between two equal runs, because they are times."""
-STAYS = {"train", "get_eval_dataloader", "push_to_hub", "_push_from_checkpoint"}
+STAYS = {"train", "get_eval_dataloader", "push_to_hub", "_push_from_checkpoint", "save_model"}
 """Methods that stay replaced after a training, until one without the callback (`TrainerAdapter`)."""
 
 

@@ -15,6 +15,9 @@ Here the checkpoint keeps, for each rank,
 A resumed launch begins the pass with the first, gives the batches that were read ahead the second, sets the third and
 Trainer's own before the batch after them, and compares the hash: a sampler whose order depends on anything else is
 named in a warning.
+
+A stream of a user's own class (`torch.utils.data.IterableDataset`) is kept in the same way, by the process that reads
+it. If it has no length, its passes are counted here, since Trainer cannot.
 """
 
 from pathlib import Path
@@ -38,8 +41,15 @@ from hfscale.core.logging import get_logger
 from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.batch_indices import BatchListener, batch_sampler_of, listen_to_batches
-from hfscale.trainer.state import steps_per_epoch
+from hfscale.trainer.batch_indices import (
+    BatchListener,
+    batch_sampler_of,
+    digest_of,
+    listen_to_batches,
+    listen_to_stream,
+    own_stream_of,
+)
+from hfscale.trainer.state import global_batch_size, steps_per_epoch
 
 logger = get_logger(__name__)
 
@@ -63,8 +73,10 @@ class DataOrder(BatchListener, TrainerCallback):
         self._accumulation = args.gradient_accumulation_steps
         self._steps_per_pass = steps_per_epoch(adapter.trainer)
         loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
+        self._loader = train_dataloader
+        self._stream = own_stream_of(train_dataloader)
         self._data = DataState(
-            batch_sampler_of(train_dataloader),
+            batch_sampler_of(train_dataloader) if self._stream is None else self._stream,
             getattr(loader, "collate_fn", None),
             getattr(loader, "dataset", None),
         )
@@ -81,6 +93,21 @@ class DataOrder(BatchListener, TrainerCallback):
         self._digest = xxhash.xxh3_64()
         self._taken = 0
         self._resumed: _Resumed | None = None
+        # Of a pass over a stream without a length
+        self._begun_at_step: int | None = None
+        self._batches_in_pass: int | None = None
+
+    def listen(self) -> bool:
+        """Hear of the batches until the end of the training; return whether they can be heard of."""
+        trainer = self._adapter.trainer
+        if self._stream is None:
+            is_ordered = has_length(self._loader) and batch_sampler_of(self._loader) is not None
+            return is_ordered and listen_to_batches(self._adapter, self._loader, self)
+        if trainer.args.dataloader_num_workers:
+            return False  # each worker has a copy of the stream, and reads ahead by itself
+        per_batch = max(global_batch_size(trainer) // self._accumulation, 1)
+        self._begin = self._states()  # what a process that reads nothing keeps
+        return listen_to_stream(self._adapter, self._stream, per_batch, self)
 
     # --- the checkpoint ---------------------------------------------------------------------------------------------
 
@@ -92,6 +119,7 @@ class DataOrder(BatchListener, TrainerCallback):
             "launch": self._launch,
             "begin": {"counters": self._begin_counters, **plain(self._begin)},
             "trained": trained,
+            "pass_steps": trained // self._accumulation,
             "taken": self._taken,
             "before": before,
             "now": {
@@ -104,7 +132,13 @@ class DataOrder(BatchListener, TrainerCallback):
     def _batches_trained(self) -> int:
         """Return how many batches of this pass have been trained on; 0 between two passes."""
         steps = self._adapter.trainer.state.global_step
-        return steps % self._steps_per_pass * self._accumulation
+        if self._steps_per_pass:
+            return steps % self._steps_per_pass * self._accumulation
+        if self._begun_at_step is None:
+            return 0
+        trained = (steps - self._begun_at_step) * self._accumulation
+        has_ended = self._batches_in_pass is not None and trained >= self._batches_in_pass
+        return 0 if has_ended else trained
 
     def resume(self, saved: dict[str, Any], checkpoint: str) -> None:
         """Continue with what the checkpoint keeps. Call it when the training begins.
@@ -115,6 +149,9 @@ class DataOrder(BatchListener, TrainerCallback):
         """
         self._data.set_generators(saved["now"]["generators"])
         self._data.set_counters(saved["now"]["counters"])
+        steps = saved.get("pass_steps", 0)
+        if steps and not self._steps_per_pass:
+            self._begun_at_step = self._adapter.trainer.state.global_step - steps
         trained = self._batches_trained()
         if trained == 0:
             return  # a new pass: Trainer restores its states before it begins
@@ -130,8 +167,11 @@ class DataOrder(BatchListener, TrainerCallback):
         self._digests = {0: ""}
         self._digest = xxhash.xxh3_64()
         self._taken = 0
+        self._batches_in_pass = None
         resumed = self._resumed
-        if resumed is not None:
+        if resumed is None:
+            self._begun_at_step = self._adapter.trainer.state.global_step
+        else:
             set_global_states(resumed.begin["random"])
             self._data.set_generators(resumed.begin["generators"])
             self._data.set_counters(resumed.begin["counters"])
@@ -150,11 +190,17 @@ class DataOrder(BatchListener, TrainerCallback):
         return {"random": global_states(), "generators": self._data.generators()}
 
     def batch_taken(self, number: int, batch: Any) -> None:
-        self._digest.update(repr(batch).encode())
+        if batch is not None:
+            self._digest.update(repr(batch).encode())
         self._taken = number + 1
         self._digests[self._taken] = self._digest.hexdigest()
 
+    def sample_read(self, sample: Any) -> None:
+        self._digest.update(digest_of(sample).encode())
+        self._digests[self._taken] = self._digest.hexdigest()
+
     def end_pass(self, number: int) -> None:
+        self._batches_in_pass = number
         if self._resumed is not None:
             self._finish(self._resumed)
 
@@ -215,7 +261,8 @@ class _Resumed:
 def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
     """Keep the order of the samples in the checkpoints of this training, and resume with it.
 
-    Call it when a training begins. Data without a length, streams, and loaders without a batch sampler are left alone.
+    Call it when a training begins. Left alone are data without a length and loaders without a batch sampler, unless
+    the data is a stream of a user's own class, and the streams of `datasets`.
 
     Args:
         adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
@@ -224,10 +271,8 @@ def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
     Raises:
         CheckpointError: the file of a rank is broken; raised on every rank.
     """
-    if not has_length(train_dataloader) or batch_sampler_of(train_dataloader) is None:
-        return
     order = DataOrder(adapter, train_dataloader)
-    if not listen_to_batches(adapter, train_dataloader, order):
+    if not order.listen():
         return
     adapter.save_json(NAME, order.saved)
     adapter.append_callback(order)
