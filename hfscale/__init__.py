@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
     )
     # The modules cannot be imported without what they need
     if feature in ("ScalingCallback", "ParallelTrainer"):
-        import_module("hfscale.core.versions").require_for_import(feature)
+        import_module("hfscale.core.versions").require(feature)
     return getattr(import_module(_HOME_OF[name]), name)
 
 

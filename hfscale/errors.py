@@ -15,13 +15,14 @@
     ├── HealthError                    a node, a link, a rank or the training itself is not healthy
     └── MissingDependencyError (ImportError)   exit code 2: a package is needed that is not installed or too old
 
-Each message is one line with what is wrong, the value, and how to fix it. The command line and the recipes print it
-without a traceback and exit with `exit_code`.
+Each message is one line with what is wrong, the value, and how to fix it. It is printed without a traceback where such
+an error ends a program, which exits with `exit_code`.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
+from hfscale.core.error_lines import show_in_one_line
 from hfscale.core.spelling import spelled, spelled_value
 
 _OF_WORKER = "Caught "
@@ -32,6 +33,10 @@ class HfScaleError(Exception):
     """Base class of all errors of hfscale."""
 
     exit_code = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        show_in_one_line()
 
 
 class UsageError(HfScaleError, ValueError):

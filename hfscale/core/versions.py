@@ -11,12 +11,10 @@ import functools
 import importlib.metadata
 import sys
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from packaging.version import Version
 
-from hfscale.core.logging import print_line
 from hfscale.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -166,36 +164,6 @@ def require(feature: str, flag: str | None = None) -> None:
     missing = what_is_missing(feature)
     if missing is not None:
         raise MissingDependencyError(f"{flag}: {missing}" if flag else missing)
-
-
-def require_for_import(feature: str, name: str | None = None) -> None:
-    """Call `require` where a module or a name of hfscale is imported.
-
-    A script imports it before it can handle errors. If it does not handle this one, the process prints one
-    line instead of a traceback and exits with 2.
-
-    Args:
-        feature (`str`): one of `FEATURES`.
-        name (`str`, *optional*): what is imported, for the message.
-
-    Raises:
-        MissingDependencyError: as `require` raises it.
-    """
-    try:
-        require(feature, name)
-    except MissingDependencyError:
-        sys.excepthook = _print_one_line
-        raise
-
-
-def _print_one_line(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-) -> None:
-    if isinstance(error, MissingDependencyError):
-        print_line(f"hfscale: error: {error}")
-        # Python exits with the code of a `SystemExit` that its excepthook raises
-        raise SystemExit(error.exit_code)
-    sys.__excepthook__(kind, error, traceback)
 
 
 # ---- torch: settings

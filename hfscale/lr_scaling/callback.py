@@ -1,6 +1,7 @@
 """Learning rate scaling with the global batch, for any optimizer and scheduler, also after a resume."""
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -178,8 +179,13 @@ class LRScalingCallback(AdapterCallback):
         given = [rate / scaling.factor for rate in rates]
         whose = " of this trial" if state.is_hyper_param_search else ""
         if scaling.factor == 1:
-            logger.info(
-                "lr_scaling: learning rate%s stays %s: %s", whose, _range(given), scaling.reason
+            level = logging.DEBUG if self.options.base_global_batch_size is None else logging.INFO
+            logger.log(
+                level,
+                "lr_scaling: learning rate%s stays %s: %s",
+                whose,
+                _range(given),
+                scaling.reason,
             )
             return
         foreign = foreign_rates(trainer.lr_scheduler, rates) if state.global_step == 0 else []

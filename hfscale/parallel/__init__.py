@@ -57,6 +57,6 @@ test_parallel_plan.py fails when a new version moves them:
 - `_modules` of `nn.Module`. By: `stage_view`. Reason: a shallow copy of a module shares its dict of child modules.
 """
 
-from hfscale.core.versions import require_for_import
+from hfscale.core.versions import require
 
-require_for_import("recipes", "hfscale.parallel")
+require("recipes", "hfscale.parallel")

@@ -56,9 +56,9 @@ Read, called, or set once
 from importlib import import_module
 from typing import Any
 
-from hfscale.core.versions import require_for_import
+from hfscale.core.versions import require
 
-require_for_import("recipes")
+require("recipes")
 
 _HOME_OF = {
     "RowCollator": "hfscale.recipe.packing",

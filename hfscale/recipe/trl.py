@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.spelling import speaking, spelled
-from hfscale.core.versions import is_fsdp_enabled, require_for_import
+from hfscale.core.versions import is_fsdp_enabled, require
 from hfscale.errors import DataError, LayoutError, UsageError
 from hfscale.parallel.weights import draw_weights
 from hfscale.recipe.arguments import RecipeTrainingMixin, SourceArguments, check_evaluation
@@ -17,7 +17,7 @@ from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import load_weights
 from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
 
-require_for_import("TRL recipes")
+require("TRL recipes")
 
 from trl import DPOConfig, GRPOConfig, SFTConfig  # noqa: E402 (after the check)
 

@@ -273,7 +273,7 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
             "start-up",
             run.split.get(START_UP, 0.0),
             "imports, loading and preparation before the first step",
-            "tokenize the data in advance and keep its cache; the share shrinks as the run gets longer",
+            "the share shrinks as the run gets longer; if data is tokenized here, do it in advance and keep its cache",
         ),
         (
             "saves",

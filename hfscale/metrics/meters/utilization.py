@@ -1,6 +1,7 @@
 """Measures model and hardware FLOPs utilization, from a formula or from counted FLOPs."""
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -167,7 +168,9 @@ class UtilizationMeter(Meter):
     def _give_up(self, reason: str) -> None:
         self._end_counting()
         self._facts = {"mfu_absent": reason}
-        logger.info("scaling/mfu is not logged: %s", reason)
+        # Nobody measures the MFU of a CPU; the report says why there is none
+        level = logging.DEBUG if self._adapter.trainer.args.device.type == "cpu" else logging.INFO
+        logger.log(level, "scaling/mfu is not logged: %s", reason)
 
     def _end_counting(self, *, keep_formula: bool = False) -> None:
         self.pause()
