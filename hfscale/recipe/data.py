@@ -19,9 +19,11 @@ from hfscale.recipe.packing import (
     tokens_only,
 )
 from hfscale.recipe.sources import (
+    HELD_OUT,
     AnyDataset,
     columns_of,
     errors_name_source,
+    limit_splits,
     load_splits,
     source_name,
 )
@@ -142,11 +144,11 @@ def load_packed_datasets(
         )
     set_packing_defaults(args, is_chat=is_chat)
     packed = {
-        split: _PACK[kind](records, tokenizer, args, split=split)
+        split: _PACK[kind](records, tokenizer, args, split=_named(split))
         for split, records in splits.items()
     }
     train = packed["train"]
-    evaluation = packed.get("validation")
+    evaluated = HELD_OUT if HELD_OUT in packed else "validation"
     if _is_empty(train, args, "train"):
         raise DataError(
             f"{source_name(args, 'train')} has no sample that can be trained on: see the warnings above"
@@ -154,14 +156,14 @@ def load_packed_datasets(
             else f"{source_name(args, 'train')} is shorter than one block of {args.block_size} tokens: give more text "
             "or lower --block_size"
         )
-    if evaluation is not None and _is_empty(evaluation, args, "validation"):
+    if evaluated in packed and _is_empty(packed[evaluated], args, "validation"):
         logger.info(
             "no evaluation: its text is shorter than one block of %d tokens", args.block_size
         )
-        evaluation = None
+        del packed[evaluated]
     if not is_chat:
         _show_samples(train, tokenizer, args)
-    return _first(train, args.max_train_samples), _first(evaluation, args.max_eval_samples)
+    return limit_splits(packed, train=args.max_train_samples, evaluation=args.max_eval_samples)
 
 
 def _kind_of(records: AnyDataset) -> str:
@@ -192,8 +194,9 @@ def _is_empty(dataset: AnyDataset, args: DataArguments, split: str) -> bool:
         return next(iter(dataset), None) is None
 
 
-def _first(dataset: AnyDataset | None, count: int | None) -> AnyDataset | None:
-    return dataset if dataset is None or count is None else dataset.take(count)
+def _named(split: str) -> str:
+    """Return the name of a split for errors and caches."""
+    return "validation" if split == HELD_OUT else split
 
 
 def describe_samples(dataset: AnyDataset, tokenizer: PreTrainedTokenizerBase, count: int) -> str:

@@ -26,6 +26,9 @@ logger = get_logger(__name__)
 AnyDataset: TypeAlias = Dataset | IterableDataset
 Splits: TypeAlias = dict[str, AnyDataset]
 
+HELD_OUT = "held_out"
+"""The key of evaluation records that were taken from those of `train`: what is not evaluated of them is trained on."""
+
 _BUILDERS = {
     ".txt": "text",
     ".json": "json",
@@ -56,8 +59,8 @@ def load_splits(
             taken from those of `train` and before sources are mixed.
 
     Returns:
-        `dict`: the records of `train`, and those of `validation` if the source has them or is large enough to be
-        split.
+        `dict`: the records of `train`, and those of `validation` if the source has them, or of `HELD_OUT` if it is
+        large enough to be split.
 
     Raises:
         DataError: a file or a dataset is missing, unreadable or not in the format of its extension.
@@ -97,7 +100,9 @@ def _load_mix(
             "train": train,
             "validation": convert(records, args, "validation") if convert else records,
         }
-    held_out: list[Any] = [part["validation"] for part in parts if "validation" in part]
+    held_out: list[Any] = [
+        part[split] for part in parts for split in ("validation", HELD_OUT) if split in part
+    ]
     return {"train": train} | (
         {"validation": datasets.concatenate_datasets(held_out)} if held_out else {}
     )
@@ -205,7 +210,31 @@ def _split(train: AnyDataset, args: SourceArguments, seed: int) -> Splits:
         return {}
     is_in_order = is_continuous_text(args, "train") or is_mapped(train)
     parts = train.train_test_split(test_size=count, seed=seed, shuffle=not is_in_order)
-    return {"train": parts["train"], "validation": parts["test"]}
+    return {"train": parts["train"], HELD_OUT: parts["test"]}
+
+
+def limit_splits(
+    splits: Splits, *, train: int | None, evaluation: int | None
+) -> tuple[AnyDataset, AnyDataset | None]:
+    """Return the training data and the evaluation data, not more than asked for.
+
+    Args:
+        splits (`dict`): what `load_splits` returned, or what was made of each of its splits.
+        train (`int`, *optional*): the most that is trained on; None: everything.
+        evaluation (`int`, *optional*): the most that is evaluated; None: everything. What was held out of the training
+            data beyond it is trained on.
+    """
+    held_out = splits.get(HELD_OUT)
+    trained: Any = splits["train"]
+    if held_out is not None and evaluation is not None and not is_mapped(trained):
+        rest: Any = held_out.skip(evaluation)
+        trained = datasets.concatenate_datasets([trained, rest]) if len(rest) else trained
+    evaluated = splits.get("validation", held_out)
+    return _first(trained, train), None if evaluated is None else _first(evaluated, evaluation)
+
+
+def _first(dataset: AnyDataset, count: int | None) -> AnyDataset:
+    return dataset if count is None else dataset.take(count)
 
 
 # The source of a text, and the one line that names it if it cannot be read.

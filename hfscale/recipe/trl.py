@@ -15,7 +15,13 @@ from hfscale.parallel.weights import draw_weights
 from hfscale.recipe.arguments import RecipeTrainingMixin, SourceArguments, check_evaluation
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import load_weights
-from hfscale.recipe.sources import AnyDataset, errors_name_source, load_splits, source_name
+from hfscale.recipe.sources import (
+    AnyDataset,
+    errors_name_source,
+    limit_splits,
+    load_splits,
+    source_name,
+)
 
 require("TRL recipes")
 
@@ -157,13 +163,11 @@ def load_records(
                 f"{source_name(data_args, split)} has the columns {', '.join(first)}: it needs {wanted}; rename its "
                 "columns"
             )
-    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
-    limited = {
-        split: records if limits[split] is None else records.take(limits[split])
-        for split, records in splits.items()
-    }
-    check_evaluation(training_args, has_evaluation="validation" in limited)
-    return limited["train"], limited.get("validation")
+    train, evaluation = limit_splits(
+        splits, train=data_args.max_train_samples, evaluation=data_args.max_eval_samples
+    )
+    check_evaluation(training_args, has_evaluation=evaluation is not None)
+    return train, evaluation
 
 
 @speaking("recipe")

@@ -23,7 +23,7 @@ from hfscale.errors import DataError, StorageError
 from hfscale.recipe import corpus, packing
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.data import load_packed_datasets
-from hfscale.recipe.sources import load_splits
+from hfscale.recipe.sources import HELD_OUT, load_splits
 
 BLOCK = 16
 KINDS = ("txt", "json", "jsonl", "csv", "parquet")
@@ -243,12 +243,12 @@ def test_only_the_validation_split_of_a_dataset_is_evaluated(tmp_path: Path, loa
 def test_the_seed_decides_the_random_split_of_records(tmp_path: Path) -> None:
     args = DataArguments(train_file=str(write(tmp_path / "train.jsonl", DOCUMENTS)), validation_split_percentage=10)
     first, again, other = (load_splits(args, seed=seed) for seed in (1, 1, 2))
-    train, validation = list(first["train"]["text"]), list(first["validation"]["text"])
+    train, validation = list(first["train"]["text"]), list(first[HELD_OUT]["text"])
     assert sorted(train + validation) == sorted(DOCUMENTS)
     assert len(validation) == 12
-    assert validation == list(again["validation"]["text"])
+    assert validation == list(again[HELD_OUT]["text"])
     assert train == list(again["train"]["text"])
-    assert validation != list(other["validation"]["text"])
+    assert validation != list(other[HELD_OUT]["text"])
 
 
 def test_a_continuous_text_is_split_at_its_end(tmp_path: Path, load: Any, tokenizer: Any) -> None:
@@ -447,3 +447,11 @@ def test_empty_documents_are_left_out(tmp_path: Path, load: Any, tokenizer: Any)
     path = write(tmp_path / "b.jsonl", ["some words", "", " \n"] * 99)
     blank, _ = load(train_file=path, validation_split_percentage=0)
     assert tokens(blank) == tokens(full)
+
+
+def test_what_is_held_out_and_not_evaluated_is_trained_on(tmp_path: Path, load: Any) -> None:
+    path = write(tmp_path / "train.jsonl", DOCUMENTS * 40)
+    train, evaluation = load(train_file=path, validation_split_percentage=50)
+    limited, one = load(train_file=path, validation_split_percentage=50, max_eval_samples=1)
+    assert list(one) == list(evaluation.take(1))
+    assert list(limited) == [*train, *evaluation.skip(1)]
