@@ -48,7 +48,6 @@ from hfscale.checkpoint.store import (
     update_manifest,
     write_status,
 )
-from hfscale.checkpoint.stream_position import track_stream
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.core import distributed
 from hfscale.core.activity import activity
@@ -61,6 +60,7 @@ from hfscale.core.options import takes_options
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
+from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
 from hfscale.trainer.state import output_folder, saved_state
 from hfscale.trainer.strategies import Strategy
@@ -193,7 +193,11 @@ class SpotCheckpointCallback(AdapterCallback):
                 adapter.announce_saves()
         if adapter.resumes_from is not None:
             adapter.load_states_in(lambda: torch.serialization.safe_globals(safe_globals()))
-        track_stream(adapter)
+        dataset = adapter.trainer.train_dataset
+        if is_own_stream(dataset) or is_hub_stream(dataset):
+            from hfscale.checkpoint.stream_position import track_stream
+
+            track_stream(adapter)
 
     def check_identity(self, trainer: Trainer, checkpoint: str | None) -> None:
         """Check that a checkpoint is a state of what the Trainer trains, once per resume. Every rank must call it.

@@ -36,6 +36,7 @@ from hfscale.errors import HealthError, StrategyMismatchError
 from hfscale.health import node, preflight
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
+from hfscale.health.jitter import AgreedCollection, JitterWatch
 from hfscale.health.local_time import LocalTimer
 from hfscale.health.loss import LossGuard
 from hfscale.health.loss_weights import why_tokens_weigh_unequally
@@ -82,6 +83,9 @@ class CommHealthCallback(AdapterCallback):
     |---|---|---|
     | `scaling/straggler_skew` | ratio | slowest rank's own work in a step over the median rank's; from two ranks on |
     | `scaling/straggler_ratio` | ratio | own work of the slowest straggler over the median rank's; 1: no rank is one |
+    | `health/gc_fraction` | share | time of the worst rank in Python's automatic garbage collection, from 0.1% on |
+    | `health/cpu_wait_fraction` | share | time in which a rank's main thread had no CPU core, worst rank, from 1% on |
+    | `health/compiled_graphs` | graphs | graphs that torch.compile has compiled since the previous log, worst rank |
     | `gpu/temperature_c_max` | °C | hottest GPU (with `nvidia-ml-py`) |
     | `gpu/power_w` | W | mean power of a GPU |
     | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |
@@ -115,6 +119,7 @@ class CommHealthCallback(AdapterCallback):
         self._alarmed_at: dict[str, float] = {}
         self._checkpoint_bytes = 0
         self._is_supervised = False
+        self._collection: AgreedCollection | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -177,10 +182,12 @@ class CommHealthCallback(AdapterCallback):
             if is_main_process() and self._checkpoint_bytes:
                 self._raise_alarms(check_room(args, self._checkpoint_bytes), state.global_step)
         self._rank_lines = RankLines(adapter.run_dir()) if state.is_world_process_zero else None
-        self._start_monitor(trainer, strategy)
+        hosts = gather_hosts()
+        self._start_monitor(trainer, strategy, hosts)
         if rank_store is not None and self.options.hang_after_s:
             self._start_watchdog(args, rank_store, self.options.hang_after_s)
         adapter.collect(self, self.judge)
+        self._watch_jitter(adapter, hosts)
         if self.options.replay_every_steps is not None and self._replay is None:
             self._replay = StepReplay(
                 trainer, self.options.replay_every_steps, self._replay_differs
@@ -214,6 +221,8 @@ class CommHealthCallback(AdapterCallback):
             self._monitor.step_ended()
         if self._watchdog is not None:
             self._watchdog.step_ended()
+        if self._collection is not None:
+            self._collection.step_ended(state.global_step)
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -234,6 +243,8 @@ class CommHealthCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._progressed()
+        if self._collection is not None:
+            self._collection.saved()
         if is_main_process() and self._checkpoint_bytes:
             with best_effort("checking the room on the disk", output_folder(args)):
                 self._raise_alarms(check_room(args, self._checkpoint_bytes), state.global_step)
@@ -247,7 +258,21 @@ class CommHealthCallback(AdapterCallback):
         if self._watchdog is not None:
             self._watchdog.progressed()
 
-    def _start_monitor(self, trainer: Trainer, strategy: Strategy) -> None:
+    def _watch_jitter(self, adapter: TrainerAdapter, hosts: Sequence[str]) -> None:
+        watch = JitterWatch(hosts, self._report)
+        adapter.collect(watch, watch.judge)
+        watch.begin()
+        adapter.at_training_end(watch.end)
+        if self.options.gc_every_steps is not None:
+            self._collection = AgreedCollection(self.options.gc_every_steps)
+            self._collection.begin()
+            adapter.at_training_end(self._collection.end)
+
+    def _report(self, found: Sequence[Finding], step: int) -> None:
+        log_findings(found)
+        self._raise_alarms(found, step)
+
+    def _start_monitor(self, trainer: Trainer, strategy: Strategy, hosts: Sequence[str]) -> None:
         args = trainer.args
         has_peers = args.world_size > 1  # a single rank is not slower than others
         timer = (
@@ -266,7 +291,7 @@ class CommHealthCallback(AdapterCallback):
             gpu.start()
         are_replicas = strategy.replicas and not strategy.shards and has_peers
         self._monitor = Monitor(
-            hosts=gather_hosts(),
+            hosts=hosts,
             timer=timer,
             gpu=gpu,
             replicas=list(model_of(trainer).parameters()) if are_replicas else (),

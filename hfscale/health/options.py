@@ -42,3 +42,11 @@ class HealthOptions(Options):
         details="It works under any strategy and takes as long as a micro-batch, under `ParallelTrainer` as long as "
         "a step.",
     )
+    gc_every_steps: int | None = option(
+        None,
+        check=positive,
+        help="Steps from one collection of Python's garbage to the next, which all ranks make in the same step",
+        unset="Python collects by itself, each rank in other steps",
+        details="Each of them is a pause that the other ranks wait for. Of twenty collections one is complete; the "
+        "others leave out objects that have survived two.",
+    )

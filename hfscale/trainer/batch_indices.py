@@ -83,17 +83,24 @@ def own_stream_of(train_dataloader: Any) -> Any:
     return dataset if is_own_stream(dataset) else None
 
 
-def is_own_stream(dataset: Any) -> bool:
-    """Whether training data is a stream of a user's own class.
+def is_hub_stream(dataset: Any) -> bool:
+    """Whether training data is a stream of `datasets`.
 
     Args:
         dataset (`Any`): training data, or None.
     """
     # Trainer works without `datasets`; a stream of it exists only where it is imported
     hub = sys.modules.get("datasets")
-    return isinstance(dataset, IterableDataset) and not (
-        hub and isinstance(dataset, hub.IterableDataset)
-    )
+    return hub is not None and isinstance(dataset, hub.IterableDataset)
+
+
+def is_own_stream(dataset: Any) -> bool:
+    """Whether training data is a stream of a user's own class.
+
+    Args:
+        dataset (`Any`): training data, or None.
+    """
+    return isinstance(dataset, IterableDataset) and not is_hub_stream(dataset)
 
 
 def listen_to_stream(

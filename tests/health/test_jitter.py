@@ -1,0 +1,111 @@
+"""Pauses of single ranks are counted and named, and garbage is collected in agreed steps."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_trainer
+from transformers import TrainerCallback, TrainerState
+
+from hfscale import CommHealthCallback
+from hfscale.health import jitter
+from hfscale.health.jitter import FULL_COLLECTION_EVERY, AgreedCollection, JitterWatch
+
+QUIET = {"window_s": 10.0, "gc_s": 0.001, "cpu_wait_s": 0.01, "compiled": 0.0, "faults": 0.0}
+
+
+class Collections(TrainerCallback):
+    """Counts collections by generation, and whether Python collects by itself, in each step."""
+
+    def __init__(self):
+        self.generations, self.automatic = [], set()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        gc.callbacks.append(self._on_collection)
+
+    def _on_collection(self, phase, info):
+        if phase == "stop":
+            self.generations.append(info["generation"])
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.automatic.add(gc.isenabled())
+        [[] for _ in range(2000)]  # so much that Python would collect
+        cycles = [[] for _ in range(2000)]
+        for cycle in cycles:
+            cycle.append(cycle)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        gc.callbacks.remove(self._on_collection)
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_garbage_is_collected_in_agreed_steps_only(tmp_path, every):
+    seen = Collections()
+    tiny_trainer(tmp_path, CommHealthCallback(gc_every_steps=every), seen, max_steps=9, save_strategy="no").train()
+    assert seen.automatic == {every is None}
+    if every is not None:
+        assert seen.generations.count(1) == 3
+        assert 0 not in seen.generations
+    assert gc.isenabled()
+
+
+def test_some_agreed_collections_are_complete(monkeypatch):
+    collected = []
+    monkeypatch.setattr(gc, "collect", lambda generation=2: collected.append(generation))
+    agreed = AgreedCollection(2)
+    for step in range(1, 2 * FULL_COLLECTION_EVERY + 1):
+        agreed.step_ended(step)
+    assert collected == [1] * (FULL_COLLECTION_EVERY - 1) + [2]
+
+
+def judged(monkeypatch, *windows, ranks=4):
+    """Return the keys and findings of each log, for windows of numbers by (rank, name)."""
+    monkeypatch.setattr(jitter, "REPORT_AFTER_S", 0.0)
+    watch = JitterWatch([f"node{rank}" for rank in range(ranks)], lambda found, step: None)
+    results = []
+    for window in windows:
+        columns = {name: np.full(ranks, value) for name, value in QUIET.items()}
+        for (rank, name), value in window.items():
+            columns[name][rank] = value
+        results.append(watch.judge(columns, TrainerState()))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "check", "key", "logged"),
+    [
+        ("gc_s", 0.3, "garbage collection", "health/gc_fraction", 0.03),
+        ("cpu_wait_s", 2.0, "cpu wait", "health/cpu_wait_fraction", 0.2),
+        ("compiled", 4.0, "recompilation", "health/compiled_graphs", 4.0),
+        ("faults", 500.0, "page faults", None, None),
+    ],
+)
+def test_a_rank_above_a_limit_in_three_logs_is_named_once(monkeypatch, name, value, check, key, logged):
+    results = judged(monkeypatch, *[{(2, name): value}] * 5, {}, *[{(1, name): value}] * 3)
+    found = [[(each["check"], each["ranks"]) for each in result["findings"]] for result in results]
+    assert found == [[], [], [(check, [2])], [], [], [], [], [], [(check, [1])]]
+    if key is not None:
+        assert results[0]["keys"] == {key: pytest.approx(logged)}
+    assert results[5]["keys"] == {}
+
+
+def test_what_is_not_known_is_neither_logged_nor_found(monkeypatch):
+    unknown = {(rank, "cpu_wait_s"): float("nan") for rank in range(4)}
+    assert judged(monkeypatch, unknown, unknown, unknown)[-1] == {"keys": {}, "findings": []}
+
+
+def test_collections_compilations_and_waiting_are_counted():
+    watch = JitterWatch(["node"], lambda found, step: None)
+    watch.begin()
+    try:
+        assert watch.numbers(TrainerState(), {}, {})["compiled"] == 0
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+        gc.collect()
+        numbers = watch.numbers(TrainerState(), {}, {})
+    finally:
+        watch.end()
+    assert numbers["compiled"] == 1
+    assert 0 < numbers["gc_s"] < numbers["window_s"]
+    assert numbers["cpu_wait_s"] >= 0  # a number on Linux
+    assert watch._on_collection not in gc.callbacks
