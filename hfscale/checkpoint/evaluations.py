@@ -115,9 +115,10 @@ class ResumedEvaluations(TrainerCallback):
             "the evaluation of step %d, which the launch before has not completed, is made now",
             adapter.trainer.state.global_step,
         )
+        # It may save the best model, in this checkpoint again, with the states that it finds
+        adapter.load_rng_state(self._checkpoint)
         if not has_begun:
             # What it draws comes after the state of the checkpoint, which Trainer would set after it
-            adapter.load_rng_state(self._checkpoint)
             adapter.replace_rng_loading(lambda checkpoint: None)
         adapter.evaluate_as_in_training()
         note_best(adapter.trainer, adapter.run_dir())

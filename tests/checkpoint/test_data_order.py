@@ -17,6 +17,7 @@ from hfscale.checkpoint.data_order.random_states import (
     set_generator_state,
     set_global_states,
 )
+from hfscale.trainer.adapter import TrainerAdapter
 
 ROWS, BATCH = 24, 4
 EPOCH = ROWS // BATCH
@@ -267,6 +268,28 @@ def test_augmentations_are_the_same(tmp_path):
 def test_a_stream_of_a_user_repeats_its_order(tmp_path, stream, accumulation):
     stops = [stop // accumulation for stop in (*CRASHES, 2 * EPOCH + 2)]
     check_equal(tmp_path, stops, data=stream, accumulation=accumulation)
+
+
+class SavesBeforeItReads(TrainerCallback):
+    """Saves the step again from which the training resumes, as an evaluation that is made up may, and stops."""
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        adapter = TrainerAdapter.current()
+        adapter.load_rng_state(adapter.resumes_from)
+        trainer = adapter.trainer
+        trainer._save_checkpoint(trainer.model, None)
+        raise InterruptedError
+
+
+def test_a_checkpoint_that_is_saved_again_before_a_batch_is_read_resumes(tmp_path):
+    plain, _ = train(tmp_path / "plain", sampler="numpy")
+    train(tmp_path / "run", SpotCheckpointCallback(), StopAt(9), sampler="numpy")
+    resume = latest_checkpoint(tmp_path / "run")
+    with pytest.raises(InterruptedError):
+        train(tmp_path / "run", SpotCheckpointCallback(), SavesBeforeItReads(), sampler="numpy", resume=resume)
+    resume = latest_checkpoint(tmp_path / "run")
+    rows, _ = train(tmp_path / "run", SpotCheckpointCallback(), sampler="numpy", resume=resume)
+    assert rows == {step: plain[step] for step in range(10, STEPS + 1)}
 
 
 @pytest.mark.parametrize("data", [RandomStream, None], ids=["stream", "inside an epoch"])

@@ -58,8 +58,13 @@ def rows_of(program: Program, count: int) -> list[dict[str, Any]]:
     return [text_row(number) for number in range(count)]
 
 
-def row_ids(batch: Any) -> list[Any]:
-    """Return what identifies each row of a batch."""
+def row_ids(batch: Any, *, numbered: bool) -> list[Any]:
+    """Return what identifies each row of a batch.
+
+    Args:
+        batch (`Any`): what the Trainer's loader yields.
+        numbered (`bool`): whether the first token of a row is its number, as `text_row` makes it.
+    """
     if isinstance(batch, list):  # GRPO and its kind: rows that no collator has touched
         return [str(row["prompt"]) for row in batch]
     if "pixel_values" in batch:
@@ -68,10 +73,8 @@ def row_ids(batch: Any) -> list[Any]:
     if not names:  # texts that no tokenizer has touched
         texts = [values for values in batch.values() if isinstance(values, list | tuple)]
         return [" ".join(map(str, row)) for row in zip(*texts, strict=True)]
-    if names == ["input_ids"]:
-        first = batch["input_ids"][:, 0].tolist()
-        if all(0 < number < FIRST_WORD for number in first) and "labels" in batch:
-            return first
+    if numbered:
+        return batch["input_ids"][:, 0].tolist()
     tokens = batch[sorted(names)[0]]
     return [" ".join(str(token) for token in row.tolist() if token != PAD) for row in tokens]
 

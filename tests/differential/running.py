@@ -88,6 +88,7 @@ class PlannedCrashError(Exception):
 def run_child(job: dict[str, Any]) -> None:
     """Train once; write what happens to the file of events."""
     import transformers
+    from drawing import OWN_TRAINERS
     from parts import arguments_of, row_ids, trainer_of
 
     tempfile.tempdir = None  # that of TMPDIR, not of the process that was forked
@@ -152,10 +153,11 @@ def run_child(job: dict[str, Any]) -> None:
         write("resume", path=resume, cpu_s=time.process_time())
         trainer = trainer or trainer_of(program, arguments, callbacks)
         fetch = trainer.get_batch_samples
+        numbered = program.trainer in (*OWN_TRAINERS, "Seq2SeqTrainer")
 
         def record_rows(*args: Any, **kwargs: Any) -> Any:
             batches, count = fetch(*args, **kwargs)
-            fetched.extend(each for batch in batches for each in row_ids(batch))
+            fetched.extend(each for batch in batches for each in row_ids(batch, numbered=numbered))
             return batches, count
 
         trainer.get_batch_samples = record_rows

@@ -86,13 +86,15 @@ class DataOrder(BatchListener, TrainerCallback):
             "batch": args.per_device_train_batch_size,
             "accumulation": self._accumulation,
         }
-        self._begin: States = {}
+        self._begin = self._states()
         self._begin_counters: dict[str, Any] = {}
         self._before: dict[int, States] = {}
         self._digests: dict[int, str] = {0: ""}
         self._digest = xxhash.xxh3_64()
         self._taken = 0
         self._resumed: _Resumed | None = None
+        self._unread: dict[str, Any] | None = None
+        """What the checkpoint says from which the training resumes, until a pass begins."""
         # Of a pass over a stream without a length
         self._begun_at_step: int | None = None
         self._batches_in_pass: int | None = None
@@ -106,13 +108,16 @@ class DataOrder(BatchListener, TrainerCallback):
         if trainer.args.dataloader_num_workers:
             return False  # each worker has a copy of the stream, and reads ahead by itself
         per_batch = max(global_batch_size(trainer) // self._accumulation, 1)
-        self._begin = self._states()  # what a process that reads nothing keeps
         return listen_to_stream(self._adapter, self._stream, per_batch, self)
 
     # --- the checkpoint ---------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of this step keeps, as JSON values."""
+        if (
+            self._unread is not None
+        ):  # an evaluation that is made up may save before anything is read
+            return self._unread
         trained = self._batches_trained()
         before = {n: plain(states) for n, states in self._before.items() if n >= trained}
         return {
@@ -147,6 +152,7 @@ class DataOrder(BatchListener, TrainerCallback):
             saved (`dict[str, Any]`): what `saved` returned.
             checkpoint (`str`): the folder of the checkpoint.
         """
+        self._unread = saved
         self._data.set_generators(saved["now"]["generators"])
         self._data.set_counters(saved["now"]["counters"])
         steps = saved.get("pass_steps", 0)
@@ -158,11 +164,17 @@ class DataOrder(BatchListener, TrainerCallback):
         is_same_launch = saved["launch"] == self._launch
         self._resumed = _Resumed(saved, checkpoint, trained, is_same_launch=is_same_launch)
         # Trainer would restore its states after the batches that follow have been fetched: `_finish` does it before
-        self._load = self._adapter.replace_rng_loading(lambda checkpoint: None)
+        self._load = self._adapter.replace_rng_loading(self._load_before_reading)
+
+    def _load_before_reading(self, checkpoint: str | None) -> None:
+        """Restore the states for what comes before the first batch, such as an evaluation that is made up."""
+        if self._unread is not None:
+            self._load(checkpoint)
 
     # --- the batches ------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
+        self._unread = None
         self._before = {}
         self._digests = {0: ""}
         self._digest = xxhash.xxh3_64()
