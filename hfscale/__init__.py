@@ -27,6 +27,7 @@ _HOME_OF = {
     "ScalingMetricsCallback": "hfscale.metrics.callback",
     "SpotCheckpointCallback": "hfscale.checkpoint.callback",
     "TraceCallback": "hfscale.why.callback",
+    "WeightAveragingCallback": "hfscale.averaging.callback",
     "estimate": "hfscale.planner.estimate",
     "latest_checkpoint": "hfscale.checkpoint.resume",
     "plan": "hfscale.planner.plan",

@@ -25,7 +25,7 @@ from hfscale.errors import HfScaleError
 COMMANDS = {
     "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
     "estimate": "Memory and time of one layout, or of every row of a table of runs.",
-    "checkpoints": "List, verify, convert or export the checkpoints of a run.",
+    "checkpoints": "List, verify, convert, export or average checkpoints.",
     "tune": "Measure the best layouts of a plan on this machine, choose the fastest, correct later plans.",
     "sweep": "Run a recipe on 1, 2, 4 … GPUs: scaling efficiency, its causes, a baseline for later runs.",
     "run": "Start a training, and start it again from memory when a process dies.",

@@ -27,7 +27,7 @@ from transformers import Trainer
 
 import hfscale
 from benchmarks.__main__ import NAMES as BENCHMARKS
-from hfscale import ParallelArguments, ScalingCallback
+from hfscale import ParallelArguments, ScalingCallback, WeightAveragingCallback
 from hfscale.cli import COMMANDS, main
 from hfscale.planner.plot import labels_of
 from hfscale.recipe.arguments import DataArguments, ScalingArguments
@@ -330,7 +330,8 @@ def commands_about_runs():
 def trained(tmp_path_factory):
     """The output directory of a training of four steps, with a checkpoint."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    tiny_trainer(folder, ScalingCallback(), save_strategy="steps", save_steps=4, tokenizer=tiny_tokenizer()).train()
+    callbacks = [ScalingCallback(), WeightAveragingCallback(ema_decay=0.9)]
+    tiny_trainer(folder, *callbacks, save_strategy="steps", save_steps=4, tokenizer=tiny_tokenizer()).train()
     return folder
 
 

@@ -18,6 +18,7 @@ from hfscale import (
     ScalingCallback,
     ScalingMetricsCallback,
     SpotCheckpointCallback,
+    WeightAveragingCallback,
 )
 from hfscale.core.flags import parse_bandwidth
 from hfscale.core.options import flags_of, options_from, options_of
@@ -61,6 +62,8 @@ BAD_VALUES = [
     (SampleGenerationCallback, {"prompts": ["a"], "max_new_tokens": 0}),
     (SampleGenerationCallback, {"prompts": ["a"], "temperature": -1}),
     (ProfilerCallback, {"steps": [0]}),
+    (WeightAveragingCallback, {"ema_decay": 1.5}),
+    (WeightAveragingCallback, {"average_last": 1}),
     (ParallelArguments, {"tp_size": 0}),
     (ParallelArguments, {"dry_run": -8}),
 ]

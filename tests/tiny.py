@@ -116,6 +116,7 @@ def make_callback(name: str, **options: Any) -> Any:
         "AlertCallback": {"webhook": "http://127.0.0.1:9/"},  # nobody listens there
         "SampleGenerationCallback": {"prompts": ["w3 w4", "w5"], "every_steps": 1, "max_new_tokens": 3},
         "TraceCallback": {"steps": [2]},
+        "WeightAveragingCallback": {"ema_decay": 0.9},
     }
     return getattr(hfscale, name)(**required.get(name, {}), **options)
 

@@ -1,4 +1,4 @@
-"""`hfscale checkpoints`: lists, verifies, converts and exports the checkpoints of a run."""
+"""`hfscale checkpoints`: lists, verifies, converts, exports and averages the checkpoints of a run."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfscale.checkpoint.best import STATE_NAME
 from hfscale.checkpoint.resume import newest_resumable
 from hfscale.checkpoint.store import CORRUPT, GOOD, CheckpointInfo, inspect, is_checkpoint, verify
 from hfscale.core.disk_errors import writing
@@ -19,6 +20,7 @@ from hfscale.facts.strategies import CONVERTIBLE, facts_of
 
 if TYPE_CHECKING:
     from hfscale.checkpoint.manifest import Manifest
+    from hfscale.checkpoint.mean import Source
 
 RunOrCheckpoint = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run's output directory or one checkpoint.")
@@ -43,7 +45,20 @@ GlobalBatch = Annotated[
         help="Sequences per optimizer step; needed if SRC has no manifest.",
     ),
 ]
+ModelFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--model", help="A folder with the config and tokenizer; by default those of SRC."
+    ),
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="auto (from the config), float32, bfloat16 or float16.")
+]
+ShardSize = Annotated[
+    str, typer.Option("--max-shard-size", help="Maximal size of a file of weights.")
+]
 
+_CONFIG_NAMES = ("config.json", "adapter_config.json")
 _STATE_STYLES = {"good": "green", "incomplete": "yellow", "corrupt": "red", "superseded": "dim"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", re.IGNORECASE)
 
@@ -134,26 +149,22 @@ def convert(
 def export(
     checkpoint: Source,
     target: Target,
-    model: Annotated[
-        Path | None,
+    model: ModelFolder = None,
+    dtype: Dtype = "auto",
+    max_shard_size: ShardSize = "5GB",
+    average: Annotated[
+        bool,
         typer.Option(
-            "--model", help="A folder with the config and tokenizer; by default those of SRC."
+            "--average", help="Write the average of the weights that SRC keeps (--ema_decay)."
         ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="auto (from the config), float32, bfloat16 or float16.")
-    ] = "auto",
-    max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", help="Maximal size of a file of weights.")
-    ] = "5GB",
+    ] = False,
     global_batch_size: GlobalBatch = None,
     as_json: Json = False,
 ) -> None:
     """Write a folder for from_pretrained: config, tokenizer and safetensors."""
-    from hfscale.checkpoint.export import DTYPES, export
+    from hfscale.checkpoint.export import export
 
-    if dtype not in ("auto", *DTYPES):
-        raise ParameterError("dtype", dtype, f"use one of auto, {', '.join(DTYPES)}")
+    _check_dtype(dtype)
     shard_bytes = _bytes(max_shard_size)
     # The weights do not depend on it
     checkpoint, manifest = _open(checkpoint, global_batch_size or 1)
@@ -166,11 +177,67 @@ def export(
             model=model,
             dtype=dtype,
             max_shard_bytes=shard_bytes,
+            average=average,
         )
     if as_json:
         print(json.dumps({"path": str(target), "step": manifest.step, "files": files}))
     else:
         print(f"{target}: step {manifest.step}, {', '.join(files)}")
+
+
+def average(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="SRC...",
+            help="Checkpoints, output directories of runs (their newest good checkpoint), or model folders.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", metavar="DST", help="A new folder.")],
+    model: ModelFolder = None,
+    dtype: Dtype = "auto",
+    max_shard_size: ShardSize = "5GB",
+    as_json: Json = False,
+) -> None:
+    """Write the mean of the weights of checkpoints or model folders, as a folder for from_pretrained."""
+    from hfscale.checkpoint.mean import average
+
+    _check_dtype(dtype)
+    shard_bytes = _bytes(max_shard_size)
+    if len(sources) < 2:
+        raise UsageError(f"{sources[0]} alone has no mean: name two checkpoints or more")
+    _check_new(output)
+    opened = list(map(_open_source, sources))
+    with writing(output, "make room or give another folder"):
+        files = average(opened, output, model=model, dtype=dtype, max_shard_bytes=shard_bytes)
+    folders = [str(one.folder) for one in opened]
+    if as_json:
+        print(json.dumps({"path": str(output), "sources": folders, "files": files}))
+    else:
+        print(f"{output}: the mean of {', '.join(folders)}: {', '.join(files)}")
+
+
+def _check_dtype(dtype: str) -> None:
+    from hfscale.checkpoint.export import DTYPES
+
+    if dtype not in ("auto", *DTYPES):
+        raise ParameterError("dtype", dtype, f"use one of auto, {', '.join(DTYPES)}")
+
+
+def _open_source(source: Path) -> "Source":
+    """Return a checkpoint, verified if it has a manifest, or a folder of `save_pretrained`, which has no state.
+
+    The output directory of a run may have its final model; as for `export`, it stands for its newest checkpoint.
+    """
+    from hfscale.checkpoint.mean import Source
+
+    has_state = any((source / name).is_file() for name in (STATE_NAME, MANIFEST_NAME))
+    has_config = any((source / name).is_file() for name in _CONFIG_NAMES)
+    is_run = any(source.glob("checkpoint-*"))
+    if has_config and not has_state and not is_run:
+        return Source(folder=source, strategy=None)
+    folder, manifest = _open(source, 1)  # the weights do not depend on the global batch
+    return Source(folder=folder, strategy=manifest.strategy)
 
 
 def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"]:
@@ -267,4 +334,10 @@ def _bytes(text: str) -> int:
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
 
 
-COMMAND = {"list": list_, "verify": verify_, "convert": convert, "export": export}
+COMMAND = {
+    "list": list_,
+    "verify": verify_,
+    "convert": convert,
+    "export": export,
+    "average": average,
+}

@@ -20,6 +20,7 @@ import torch
 
 from hfscale.checkpoint import store
 from hfscale.checkpoint.formats import FORMATS, format_written, read_view, write_view
+from hfscale.checkpoint.formats.average import average_files
 from hfscale.checkpoint.formats.parallel import PARALLEL_NAME
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.checkpoint.formats.view import CheckpointView, ParameterGroup, check_states, saved_name
@@ -174,7 +175,8 @@ def _write_view(
         path.name for path in sorted(source.iterdir()) if path.is_file() and not path.is_symlink()
     ]
     names = [name for name in names if _SMALL_FILE.fullmatch(name) and name not in _FORMAT_FILES]
-    _copy(source, folder, [name for name in names if not _NOT_COPIED.fullmatch(name)], link=link)
+    small = [name for name in names if not _NOT_COPIED.fullmatch(name)]
+    _copy(source, folder, [*small, *average_files(source)], link=link)
     if not (folder / "scheduler.pt").is_file():
         raise CheckpointError(
             f"{source} has no scheduler.pt: a learning-rate schedule from DeepSpeed's config is stored in DeepSpeed's "

@@ -3,17 +3,20 @@
 import json
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hfscale.checkpoint.formats import read_view, unsharded
-from hfscale.checkpoint.formats.merged import split
+from hfscale.checkpoint.formats.average import read_average
+from hfscale.checkpoint.formats.merged import merge, split
+from hfscale.checkpoint.formats.parallel import ADAPTER_PREFIX
 from hfscale.checkpoint.formats.parameter_names import model_of_config, read_parameter_names
-from hfscale.checkpoint.formats.safetensors_files import write_weights
+from hfscale.checkpoint.formats.safetensors_files import cast_ref, write_weights
 from hfscale.checkpoint.formats.unsharded import read_unsharded_weights
-from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.checkpoint.formats.view import TensorRef, saved_names
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
@@ -37,6 +40,7 @@ def export(
     model: Path | None = None,
     dtype: str = "auto",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    average: bool = False,
 ) -> list[str]:
     """Write config, tokenizer and weights (under PEFT: those of the adapter) into the new folder `target`.
 
@@ -49,30 +53,107 @@ def export(
         dtype (`str`): `float32`, `bfloat16`, `float16`, or `auto`: the data type in the config if it has one, else the
             stored one. DeepSpeed's checkpoints contain fp32 master weights.
         max_shard_bytes (`int`): maximal bytes of weights per file, unless a single tensor is larger.
+        average (`bool`): whether to write the average of the trained weights that the checkpoint keeps.
 
     Returns:
         `list[str]`: names of the files.
 
     Raises:
-        CheckpointError: there is no config, or a file is broken.
+        CheckpointError: there is no config or no average, or a file is broken.
         FileExistsError: `target` exists.
     """
+    weights = stored_weights(checkpoint, strategy)
+    config_folder = find_config(weights, [model] if model else [checkpoint, checkpoint.parent])
+    if average:
+        weights = _with_average(weights, checkpoint, config_folder)
+    return write_model_folder(
+        published(weights, config_folder),
+        target,
+        config_folder=config_folder,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+    )
+
+
+def stored_weights(checkpoint: Path, strategy: str) -> dict[str, TensorRef]:
+    """Return the weights of a checkpoint, of tied ones one, by the names under which it stores them.
+
+    Args:
+        checkpoint (`Path`): a checkpoint.
+        strategy (`str`): strategy under which the checkpoint was written.
+
+    Raises:
+        CheckpointError: a file is missing or broken.
+    """
     weights, aliases = _weights(checkpoint, strategy)
-    weights = {name: ref for name, ref in weights.items() if name not in aliases}
-    is_adapter = any(name.startswith("base_model.model.") for name in weights)
-    config_name = "adapter_config.json" if is_adapter else "config.json"
-    folders = [model] if model else [checkpoint, checkpoint.parent]
-    config_folder = next((folder for folder in folders if (folder / config_name).is_file()), None)
-    if config_folder is None:
-        raise CheckpointError(
-            f"{model or checkpoint} has no {config_name}: give a folder that has it, and the tokenizer, with --model"
-        )
+    return {name: ref for name, ref in weights.items() if name not in aliases}
+
+
+def find_config(weights: Mapping[str, TensorRef], folders: Sequence[Path]) -> Path:
+    """Return the first folder that has the config of a model, or of an adapter if the weights are those of one.
+
+    Args:
+        weights (`Mapping[str, TensorRef]`): the weights of the model or of the adapter.
+        folders (`Sequence[Path]`): the folders, the likeliest first.
+
+    Raises:
+        CheckpointError: none of them has one.
+    """
+    name = _config_name(weights)
+    for folder in folders:
+        if (folder / name).is_file():
+            return folder
+    raise CheckpointError(
+        f"{folders[0]} has no {name}: give a folder that has it, and the tokenizer, with --model"
+    )
+
+
+def published(weights: dict[str, TensorRef], config_folder: Path) -> dict[str, TensorRef]:
+    """Return the weights with the names that `save_pretrained` writes and other programs expect.
+
+    Args:
+        weights (`dict[str, TensorRef]`): the weights as a checkpoint stores them.
+        config_folder (`Path`): a folder with the config of the model.
+    """
+    if _is_adapter(weights):
+        return weights
+    try:
+        model = model_of_config(config_folder)
+    except CheckpointError:
+        # transformers cannot build the model, so it has no other names for its weights
+        return weights
+    return split(weights, model)
+
+
+def write_model_folder(
+    weights: dict[str, TensorRef],
+    target: Path,
+    *,
+    config_folder: Path,
+    dtype: str,
+    max_shard_bytes: int,
+) -> list[str]:
+    """Write config, tokenizer and weights into a new folder.
+
+    Args:
+        weights (`dict[str, TensorRef]`): the weights by the names that `save_pretrained` writes.
+        target (`Path`): the new folder.
+        config_folder (`Path`): a folder with the config, and with the tokenizer if there is one.
+        dtype (`str`): as for `export`.
+        max_shard_bytes (`int`): likewise.
+
+    Returns:
+        `list[str]`: names of the files.
+
+    Raises:
+        CheckpointError: a file is broken.
+        FileExistsError: `target` exists.
+    """
+    is_adapter = _is_adapter(weights)
     target.mkdir(parents=True)
     try:
         _copy_model_files(config_folder, target)
-        torch_dtype = _dtype(target / config_name, dtype)
-        if not is_adapter:
-            weights = _with_published_names(weights, target)
+        torch_dtype = _dtype(target / _config_name(weights), dtype)
         stem = "adapter_model" if is_adapter else "model"
         limit = None if is_adapter else max_shard_bytes
         write_weights(target, stem, weights, max_shard_bytes=limit, dtype=torch_dtype)
@@ -80,6 +161,14 @@ def export(
         shutil.rmtree(target)
         raise
     return sorted(path.name for path in target.iterdir())
+
+
+def _is_adapter(weights: Mapping[str, TensorRef]) -> bool:
+    return any(name.startswith(ADAPTER_PREFIX) for name in weights)
+
+
+def _config_name(weights: Mapping[str, TensorRef]) -> str:
+    return "adapter_config.json" if _is_adapter(weights) else "config.json"
 
 
 def _weights(checkpoint: Path, strategy: str) -> tuple[dict[str, TensorRef], dict[str, str]]:
@@ -94,14 +183,43 @@ def _weights(checkpoint: Path, strategy: str) -> tuple[dict[str, TensorRef], dic
     }
 
 
-def _with_published_names(weights: dict[str, TensorRef], folder: Path) -> dict[str, TensorRef]:
-    """Return the weights with the names that `save_pretrained` writes and other programs expect."""
-    try:
-        model = model_of_config(folder)
-    except CheckpointError:
-        # transformers cannot build the model, so it has no other names for its weights
-        return weights
-    return split(weights, model)
+def _with_average(
+    weights: dict[str, TensorRef], checkpoint: Path, config_folder: Path
+) -> dict[str, TensorRef]:
+    """Return the weights with the average of those that are trained, each in the data type of the weight.
+
+    Raises:
+        CheckpointError: the checkpoint keeps no average, or one of other weights.
+    """
+    average = read_average(checkpoint)
+    if average is None:
+        raise CheckpointError(
+            f"{checkpoint} keeps no average of its weights: train with --ema_decay or WeightAveragingCallback, or "
+            "average several checkpoints with hfscale checkpoints average"
+        )
+    aliases = {}
+    if (checkpoint / PARAMETERS_NAME).is_file():
+        names = read_parameter_names(checkpoint)
+        aliases = {first: second for second, first in names.aliases.items()}
+    places = {name: _place_of(name, weights, aliases) for name in average}
+    if None in places.values() and not _is_adapter(weights):
+        # Experts are stored one by one, and trained as one parameter
+        weights = merge(weights, model_of_config(config_folder))
+        places = {name: _place_of(name, weights, aliases) for name in average}
+    averaged = dict(weights)
+    for name, place in places.items():
+        if place is None:
+            raise CheckpointError(f"{checkpoint} keeps an average of '{name}' and no such weight")
+        averaged[place] = cast_ref(average[name], weights[place].dtype)
+    return averaged
+
+
+def _place_of(
+    name: str, weights: Mapping[str, TensorRef], aliases: Mapping[str, str]
+) -> str | None:
+    """Return the name under which the weights have a trained parameter; None if they do not have it."""
+    names = (name, aliases.get(name, name), *saved_names(f"{ADAPTER_PREFIX}{name}"))
+    return next((each for each in names if each in weights), None)
 
 
 def _copy_model_files(folder: Path, target: Path) -> None:

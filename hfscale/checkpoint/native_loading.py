@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from transformers import Trainer
 
 from hfscale.checkpoint.captures.native import (
@@ -19,14 +18,14 @@ from hfscale.checkpoint.captures.native import (
     weights,
 )
 from hfscale.checkpoint.contents import rng_name
+from hfscale.checkpoint.formats.dcp import load_pieces
 from hfscale.checkpoint.formats.parallel import FOLDER, PART, read_parallel_metadata, restore_groups
-from hfscale.checkpoint.formats.pieces import PieceLoadPlanner, Pieces
+from hfscale.checkpoint.formats.pieces import Pieces
 from hfscale.checkpoint.loading import keeps_steps_on_device, readable_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.pickles import Entry, read_dcp_metadata
 from hfscale.checkpoint.rng_states import copy_first_rng_state
 from hfscale.core.collectives import START
-from hfscale.core.disk_errors import PROGRAM_ERRORS
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import facts_of
@@ -156,20 +155,7 @@ def _read(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     wanted: dict[str, Pieces] = {}
     for name, tensor in tensors.items():
         wanted |= _pieces_to_read(checkpoint, entries, packed, name, tensor)
-    reader = FileSystemReader(checkpoint / FOLDER)
-    planner = PieceLoadPlanner(wanted)
-    try:
-        metadata = reader.read_metadata()
-        planner.set_up_planner({}, metadata)
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        reader.read_data(plan, planner).wait()
-    except PROGRAM_ERRORS:
-        raise
-    except Exception as error:  # a broken archive raises exceptions of any type
-        raise CheckpointError(
-            f"{checkpoint / FOLDER} cannot be read: {str(error).splitlines()[0][:200]}"
-        ) from error
+    load_pieces(checkpoint / FOLDER, wanted)
 
 
 def _pieces_to_read(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from hfscale.checkpoint.best import name_best, note_best
 from hfscale.checkpoint.captures import capture_of
-from hfscale.checkpoint.captures.capture import Captured
+from hfscale.checkpoint.captures.capture import Captured, write_shards
 from hfscale.checkpoint.contents import (
     fits_in_host_memory,
     processes_on_this_host,
@@ -24,6 +25,7 @@ from hfscale.checkpoint.contents import (
     take_rng_state,
     take_tensors,
     take_trainer_state,
+    write_files,
 )
 from hfscale.checkpoint.identity import identity_of
 from hfscale.checkpoint.manifest import Manifest
@@ -244,7 +246,10 @@ class TrainerSaving:
             return True
         with TRAINING.agreed("save: size"):
             copies = processes_on_this_host() if self._capture.is_on_each_rank else 1
-            fits = fits_in_host_memory(self._capture.bytes_to_allocate(), copies=copies)
+            wanted = self._capture.bytes_to_allocate()
+            for source in self._adapter.saved_shards.values():
+                wanted += source.bytes_to_allocate()
+            fits = fits_in_host_memory(wanted, copies=copies)
         self._has_fitted = TRAINING.maximum("save: memory", [float(not fits)])[0] == 0
         return self._has_fitted
 
@@ -342,6 +347,7 @@ class TrainerSaving:
         if self._capture.is_complete:
             writes.append(take_tensors(self._adapter.saved_tensors))
             writes.append(take_json(self._adapter.saved_json))
+            write_collectively = self._take_shards(writes, write_collectively, ranks_per_node)
         additions = self._capture.additions()
         if additions is not None:
             writes.append(additions)
@@ -351,6 +357,38 @@ class TrainerSaving:
                 write(folder)
 
         return Captured(write=write_all, write_collectively=write_collectively)
+
+    def _take_shards(
+        self,
+        writes: list[Callable[[Path], None]],
+        write_collectively: Callable[[Path], None] | None,
+        ranks_per_node: int | None,
+    ) -> Callable[[Path], None] | None:
+        """Take what callbacks keep in checkpoints of their own, in addition to what is written already.
+
+        Args:
+            writes (`list[Callable]`): gets what writes the small files.
+            write_collectively (`Callable`, *optional*): what is written collectively before.
+            ranks_per_node (`int`, *optional*): as for `save_shards`.
+        """
+        if not self._adapter.saved_shards:
+            return write_collectively
+        copies = self.synchronous_because is None
+        shards = {}
+        for name, source in self._adapter.saved_shards.items():
+            shards[name] = source.take(copies=copies)
+            if self._trainer.args.should_save:
+                files = {f"{name}/{file}": content for file, content in source.files().items()}
+                writes.append(partial(write_files, files=files))
+        if self._trainer.args.save_on_each_node:
+            ranks_per_node = processes_on_this_host()
+
+        def write_all(folder: Path) -> None:
+            if write_collectively is not None:
+                write_collectively(folder)
+            write_shards(shards, ranks_per_node, folder)
+
+        return write_all
 
     @contextmanager
     def _writing_to_unfinished(self, run_dir: Path) -> Iterator[None]:

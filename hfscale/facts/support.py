@@ -126,6 +126,8 @@ class Combination:
     """What is kept in the CPU's memory: `none`, `optimizer` or `full`."""
     param_device: str | None = None
     """Where ZeRO-3 offloads parameters: `none`, `cpu` or `nvme`."""
+    optimizer_device: str | None = None
+    """Where DeepSpeed offloads the states of the optimizer: `none`, `cpu` or `nvme`."""
     fp32_accumulation: bool | None = None
     """Whether DeepSpeed accumulates gradients in fp32, whatever it computes them in."""
     gathers_weights: bool | None = None
@@ -148,6 +150,10 @@ class Combination:
     """By how much the bias of routers moves towards an even load of their experts after each step."""
     islands: int | None = None
     """Number of islands that train together."""
+    average: bool | None = None
+    """Whether an average of the trained weights is kept."""
+    evaluate_average: bool | None = None
+    """Whether evaluations use that average."""
     compute_loss: bool | None = None
     """Whether code of the user's computes the loss: a subclass's `compute_loss`, or `compute_loss_func`."""
     model_init: bool | None = None

@@ -135,7 +135,12 @@ class DiLoCoCallback(AdapterCallback):
         if self.options.islands == 1:
             return
         self._adapter = adapter
-        run = replace(Strategy.of(adapter.trainer).combination(), islands=self.options.islands)
+        callbacks = adapter.trainer.callback_handler.callbacks
+        run = replace(
+            Strategy.of(adapter.trainer).combination(),
+            islands=self.options.islands,
+            average=any(getattr(each, "averages_weights", False) for each in callbacks),
+        )
         check_support(run, "islands")
         self._part = PartOfParameters(adapter.trainer, self.options.fragments)
         parameters = sum(parameter.numel() for parameter in model_of(adapter.trainer).parameters())

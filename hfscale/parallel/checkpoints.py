@@ -639,6 +639,14 @@ class ParallelCheckpointTrainer(Trainer):
         saved = self.saved_adapters or ()
         return {FOLDER: stored_tensors(self.parallelized, optimizer, saved=saved)}
 
+    def name_in_one_process(self, name: str) -> str:
+        """Return the name of a parameter in the unsplit model: a tied head has the embedding's.
+
+        Args:
+            name (`str`): its name in the model of this rank, without the wrappers of adapters.
+        """
+        return _canonical_name(self.parallelized, name)
+
     def checkpoint_files(self) -> dict[str, bytes]:
         """Make the small files that the main process writes in addition to the tensors, from the current state.
 

@@ -18,6 +18,7 @@ from transformers import TrainingArguments, get_scheduler
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.trainer_utils import IntervalStrategy, SchedulerType
 
+from hfscale.averaging.options import AverageOptions
 from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.options import check_flags, flag, options_taken_by, with_flags_of
@@ -57,6 +58,7 @@ OF_CALLBACKS = (
     TraceOptions,
     ProfilerOptions,
     AlertOptions,
+    AverageOptions,
 )
 """The options of the callbacks, from which their flags follow."""
 

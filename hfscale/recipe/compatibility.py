@@ -32,6 +32,7 @@ def check_compatibility(
     layout: ParallelLayout | None = None,
     *,
     islands: int = 1,
+    average: bool = False,
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.
 
@@ -40,19 +41,22 @@ def check_compatibility(
         training_args (`RecipeTrainingMixin`): the flags of the training.
         layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
         islands (`int`): number of islands that train together.
+        average (`bool`): whether an average of the weights is kept.
 
     Raises:
         UsageError: two of them exclude each other; the message names both and how to fix it.
         MissingDependencyError: a package that one of them needs is not installed.
     """
     layout = layout or ParallelLayout()
-    asked = replace(_describe(model_args, training_args, layout), islands=islands)
+    asked = _describe(model_args, training_args, layout)
+    asked = replace(asked, islands=islands, average=average)
     config = {}
     if requested(training_args).by_deepspeed:
         config = deepspeed_config(training_args.deepspeed_plugin)
         zero = config.get("zero_optimization", {})
         gathers = zero.get("stage3_gather_16bit_weights_on_model_save")
-        asked = replace(asked, gathers_weights=bool(gathers))
+        device = offload_device(config, "optimizer")
+        asked = replace(asked, gathers_weights=bool(gathers), optimizer_device=device)
     check_support(asked)
     if model_args.load_in_4bit:
         require("QLoRA", "--load_in_4bit")

@@ -10,6 +10,7 @@ from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspee
 
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
+from hfscale.core.run_files import AVERAGE_NAME
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import UsageError
 from hfscale.trainer.generation import stop_tokens
@@ -49,6 +50,8 @@ def save_final_model(trainer: "Trainer", *, merge_adapters: bool = False) -> Non
     folder = output_folder(trainer.args)
     if trainer.args.should_save:
         _write_generation_config(trainer, folder)
+        if (folder / AVERAGE_NAME).is_dir():
+            _write_generation_config(trainer, folder / AVERAGE_NAME)
         if merge_adapters and is_peft_model(trainer.model):
             _merge_while_others_wait(trainer, folder)
     TRAINING.barrier("export")

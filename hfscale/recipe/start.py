@@ -5,8 +5,10 @@ from typing import Any
 
 from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
+from hfscale.averaging.callback import WeightAveragingCallback
+from hfscale.averaging.options import AverageOptions
 from hfscale.checkpoint.loading import readable_checkpoint
-from hfscale.core.options import from_flags, names_of
+from hfscale.core.options import from_flags, names_of, options_from
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout
@@ -51,8 +53,8 @@ class RunStart:
     checkpoint: str | None
     """The checkpoint to resume from, in a form that this launch can read; None to start from scratch."""
     callbacks: list[TrainerCallback]
-    """`ScalingCallback`, and the callbacks for `--islands`, `--sample_prompts`, `--profile_steps`, `--trace_steps` and
-    `--early_stopping_patience`."""
+    """`ScalingCallback`, and the callbacks for `--islands`, `--sample_prompts`, `--profile_steps`, `--trace_steps`,
+    averaged weights, `--alert_webhook` and `--early_stopping_patience`."""
 
 
 @speaking("recipe")
@@ -95,10 +97,18 @@ def start_run(
     _check_data(model_args, data_args)
     if parallel_trainer:
         layout, _ = plan_stages(parallel_args or ParallelArguments(), training_args)
-        check_compatibility(model_args, training_args, islands=scaling_args.islands)
+        described = None
     else:
         layout = _layout_of_accelerate(parallel_args, training_args)
-        check_compatibility(model_args, training_args, layout, islands=scaling_args.islands)
+        described = layout
+    averaging = AverageOptions(**options_from(AverageOptions, scaling_args))
+    check_compatibility(
+        model_args,
+        training_args,
+        described,
+        islands=scaling_args.islands,
+        average=averaging.is_given,
+    )
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)
     check_output_dir(str(output_folder(training_args)))
@@ -157,6 +167,8 @@ def _callbacks(
     callbacks.append(from_flags(ProfilerCallback, scaling_args))
     if scaling_args.trace_steps is not None:
         callbacks.append(from_flags(TraceCallback, scaling_args))
+    if AverageOptions(**options_from(AverageOptions, scaling_args)).is_given:
+        callbacks.append(from_flags(WeightAveragingCallback, scaling_args))
     if scaling_args.alert_webhook is not None:
         callbacks.append(from_flags(AlertCallback, scaling_args))
     if scaling_args.early_stopping_patience is not None:

@@ -51,8 +51,8 @@ Replaced until the end of the training
 - `Trainer.push_to_hub` (public) and `Trainer._push_from_checkpoint`, as long as `train`; while they run,
   `upload_folder` of the client that transformers shares. By: hub.py, `pushes_delayed`. Reason: Trainer uploads its
   output directory with fixed patterns, and a checkpoint before it has its final name. Test: test_hub.py.
-- `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation. Test:
-  test_preemption.py.
+- `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation, and no
+  event comes before one. Test: test_preemption.py, test_averaging.py.
 - `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the
   generation that TRL's trainers do before; there is no event between the two. Test: test_flops.py.
 - `Trainer.training_step` (public), in a training with `TraceCallback`. By: `wrap_training_step`. Reason: no event
@@ -96,6 +96,9 @@ Read, called, or set once
   on accelerators only. Test: test_strategies.py.
 - `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is
   compiled in place. Test: test_tokens.py.
+- `_hp_mapping` and `_dp_group` of a parameter under ZeRO stages 1 and 2. By: strategies/zero.py. Reason: DeepSpeed's
+  public functions send the fp32 copy of a parameter to all ranks, and none returns a rank's own part. Test:
+  test_averaging_strategies.py.
 - `PreTrainedConfig._attn_implementation`. By: `attention_implementation`. Reason: only its setter is public. Test:
   test_parallel_context.py.
 """

@@ -7,10 +7,10 @@ finds the Trainer and has one named method for each thing that hfscale changes o
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -37,6 +37,26 @@ logger = get_logger(__name__)
 
 _ATTRIBUTE = "_hfscale_adapter"
 _ABSENT = object()
+
+
+class SavedShards(Protocol):
+    """Gives what checkpoints keep of tensors of which each rank may have a part."""
+
+    def bytes_to_allocate(self) -> int:
+        """Return the host memory in bytes that the next copy would allocate on this rank."""
+        ...
+
+    def take(self, *, copies: bool) -> Mapping[str, Any]:
+        """Return this rank's parts by the names of the tensors.
+
+        Args:
+            copies (`bool`): whether a later step must not change them; a copy is valid until the next call.
+        """
+        ...
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return small files that the main process writes beside them, by name."""
+        ...
 
 
 class TrainerAdapter:
@@ -73,8 +93,12 @@ class TrainerAdapter:
         self._eval_listeners: dict[str, Callable[[Any], object]] = {}
         self._wait_for_save: Callable[[], None] | None = None
         self._calls_after_reports: dict[str, Callable[[], None]] = {}
+        self._evaluation_wraps: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
         self.saved_tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = {}
         self.saved_json: dict[str, Callable[[], dict[str, Any]]] = {}
+        self.saved_shards: dict[str, SavedShards] = {}
+        self.is_interrupted = False
+        """Whether the training ends early because of a notice, and another launch is to resume it."""
         self.callback_saves = False
         """Whether a callback saves in this training, although `save_strategy` may be `no`."""
         self._resumes_from: str | None = None
@@ -389,6 +413,29 @@ class TrainerAdapter:
         self.saved_json[name] = source
         self.at_training_end(lambda: self.saved_json.pop(name, None))
 
+    def save_shards(self, name: str, source: "SavedShards") -> None:
+        """Have each checkpoint of this training keep tensors of which each rank may have a part.
+
+        `SpotCheckpointCallback` writes them as one of torch's distributed checkpoints.
+
+        Args:
+            name (`str`): the folder in the checkpoint.
+            source (`SavedShards`): gives this rank's part at each save.
+        """
+        self.saved_shards[name] = source
+        self.at_training_end(lambda: self.saved_shards.pop(name, None))
+
+    @property
+    def has_saver(self) -> bool:
+        """Whether `SpotCheckpointCallback` writes the checkpoints of this training, once all callbacks have begun."""
+        return self._wait_for_save is not None
+
+    def note_interruption(self) -> None:
+        """Set `is_interrupted` until the end of the training."""
+        if not self.is_interrupted:
+            self.is_interrupted = True
+            self.at_training_end(lambda: setattr(self, "is_interrupted", False))
+
     def output_dir(self, trial: Any) -> str:
         """Return the output folder of the run, or that of one trial in a hyperparameter search.
 
@@ -517,15 +564,23 @@ class TrainerAdapter:
         self._undo_one((id(self.trainer), "create_optimizer"))
         self._replace(self.trainer, "create_optimizer", wrap(self.trainer.create_optimizer))
 
-    def wrap_evaluate(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `evaluate` of the Trainer, because an evaluation has no flag that ends it early.
+    def wrap_evaluate(
+        self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Replace `evaluate` of the Trainer: no event comes before an evaluation, and no flag ends one early.
 
         Args:
-            wrap (`Callable`): called with the Trainer's `evaluate`; returns the function to use, which takes the same
-                arguments.
+            name (`str`): what it is wrapped for; a later call with the same name replaces this one.
+            wrap (`Callable`): called with the Trainer's `evaluate`, or what an earlier wrap has made of it; returns
+                the function to use, which takes the same arguments.
         """
         self._undo_one((id(self.trainer), "evaluate"))
-        self._replace(self.trainer, "evaluate", wrap(self.trainer.evaluate))
+        self._evaluation_wraps[name] = wrap
+        self.at_training_end(self._evaluation_wraps.clear)
+        evaluate: Callable[..., Any] = self.trainer.evaluate
+        for each in self._evaluation_wraps.values():
+            evaluate = each(evaluate)
+        self._replace(self.trainer, "evaluate", evaluate)
 
     def wrap_evaluation_of_training(
         self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -872,6 +927,9 @@ class AdapterCallback(ResetOnCopy, TrainerCallback):
 
     One instance can serve several Trainers: see `ResetOnCopy`.
     """
+
+    averages_weights: ClassVar[bool] = False
+    """Whether it keeps an average of the weights, which not every other callback allows."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Describe the options of a callback in its docstring."""

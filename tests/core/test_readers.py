@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hfscale.checkpoint import lock
 from hfscale.checkpoint.best import best_step_of
 from hfscale.checkpoint.conversion import read_origin
+from hfscale.checkpoint.formats.average import read_average_metadata
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.resume import latest_checkpoint
 from hfscale.checkpoint.store import inspect, read_status
@@ -77,6 +78,7 @@ MANIFEST = {
     "global_batch_size": 4,
     "files": {"a": RECORD},
 }
+AVERAGE = {"format": 1, "decay": 0.9, "every_steps": 1, "updates": 2, "snapshots": [], "evaluated": True}
 ARGUMENTS = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 CONFIG = {"model_type": "llama", "vocab_size": 256, **ARGUMENTS}
 PRICES = '[[price]]\ngpu = "H100-80GB"\nprovider = "x"\nusd_per_gpu_hour = 2.0\nsource = "s"\ndate = 2026-01-01\n'
@@ -204,6 +206,12 @@ READERS = {
         file="checkpoint-5/hfscale_conversion.json",
         read=lambda folder: read_origin(folder / "checkpoint-5"),
         sample=json.dumps({"strategy": "ddp"}),
+        others=IN_CHECKPOINT,
+    ),
+    "average": Reader(
+        file="checkpoint-5/hfscale_average/average.json",
+        read=lambda folder: read_average_metadata(folder / "checkpoint-5"),
+        sample=json.dumps(AVERAGE),
         others=IN_CHECKPOINT,
     ),
     "lock": Reader(
@@ -420,6 +428,7 @@ SITES = {
     "checkpoint/conversion.py:read_origin": "origin",
     "checkpoint/data_order/order.py:_read": VERIFIED,
     "checkpoint/export.py:_model_config": VERIFIED,
+    "checkpoint/formats/average.py:read_average_metadata": "average",
     "checkpoint/formats/dcp.py:_read_value": PICKLES,
     "checkpoint/formats/parallel.py:read_parallel_metadata": PICKLES,
     "checkpoint/formats/parallel.py:restore_groups": PICKLES,

@@ -45,6 +45,7 @@ DDP = {"WORLD_SIZE": "8"}
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 REGIONAL = {"ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "true"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true"}
+GATHERS = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8}
 DATA = DataArguments(document_attention=False, block_size=16)
 QLORA = {"use_peft": True, "load_in_4bit": True, "model_name_or_path": "some/model"}
@@ -96,10 +97,11 @@ def consumers(monkeypatch, tmp_path):
         for name in (*DDP, *FSDP, *ZERO):
             monkeypatch.delenv(name, raising=False)
 
-    def recipe(environ=DDP, model=None, layout=None, islands=1, **changes):
+    def recipe(environ=DDP, model=None, layout=None, islands=1, average=False, **changes):
         layout = layout_of(layout) if layout else None
         args = arguments(environ, **changes)
-        return message_of(check_compatibility, ModelArguments(**model or {}), args, layout, islands=islands)
+        model = ModelArguments(**model or {})
+        return message_of(check_compatibility, model, args, layout, islands=islands, average=average)
 
     def sizes(environ=DDP, use_cpu=False, **flags):
         args = arguments({}, use_cpu=use_cpu)
@@ -427,6 +429,16 @@ CASES = {
         c.recipe(ZERO, ds={"zero_optimization": {"stage": 0}}, islands=2)
     ],
     "updating the bias of routers on islands": lambda c: [c.bias(islands=2)],
+    "averaged weights on islands": lambda c: [c.recipe(islands=2, average=True)],
+    "averaged weights with parameters on a disk": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {**GATHERS, "offload_param": {"device": "nvme"}}}, average=True)
+    ],
+    "averaged weights with states of the optimizer on a disk": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {**GATHERS, "offload_optimizer": {"device": "nvme"}}}, average=True)
+    ],
+    "averaged weights under ZeRO stage 0 in 16 bits": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {"stage": 0}}, average=True)
+    ],
     "`ParallelTrainer` with a loss of the user's own and context parallelism": lambda c: [
         c.trainer(cp=2, given={"compute_loss": True})
     ],
@@ -452,6 +464,10 @@ CASES = {
 
 ELSEWHERE = {
     "offload on another stack": "no other stack is launched; the rule only limits what the search tries",
+    "averaged weights under ZeRO-3 that does not gather the weights for a save": (
+        "recipes are refused before: tests/averaging/test_averaging.py"
+    ),
+    "evaluating averaged weights in GRPO": "asked with a Trainer: the same file",
     "QLoRA with tensor parallelism": "needs a GPU or a simulated one: tests/recipe/test_parallelism.py",
     "QLoRA with parameters on NVMe": "the same",
     "AdaLoRA and trained prompts under FSDP2": "checked at the start of a training: tests/checkpoint/test_adapters.py",

@@ -50,6 +50,17 @@ ELSEWHERE = {
     "islands under ZeRO stage 0 in 16 bits": "needs a rendezvous: tests/checkpoint/test_zero0.py",
     "updating the bias of routers with adapters": ONLY_FLAGS,
     "updating the bias of routers on islands": ONLY_FLAGS,
+    **dict.fromkeys(
+        [
+            "averaged weights on islands",
+            "averaged weights under ZeRO-3 that does not gather the weights for a save",
+            "averaged weights with parameters on a disk",
+            "averaged weights with states of the optimizer on a disk",
+            "averaged weights under ZeRO stage 0 in 16 bits",
+            "evaluating averaged weights in GRPO",
+        ],
+        "tests/averaging/test_averaging.py, in one process",
+    ),
 }
 """Rules that no script of two ranks on a CPU can meet -> why."""
 

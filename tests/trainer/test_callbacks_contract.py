@@ -14,7 +14,14 @@ from hfscale import latest_checkpoint
 from hfscale.errors import HfScaleError
 
 CALLBACKS = sorted(name for name in hfscale.__all__ if name.endswith("Callback"))
-NO_PARTS = ("ScalingCallback", "SampleGenerationCallback", "DiLoCoCallback", "TraceCallback", "AlertCallback")
+NO_PARTS = (
+    "ScalingCallback",
+    "SampleGenerationCallback",
+    "DiLoCoCallback",
+    "TraceCallback",
+    "AlertCallback",
+    "WeightAveragingCallback",
+)
 PARTS = [name for name in CALLBACKS if name not in NO_PARTS]
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "lr_scheduler_type": "constant"}
 PREFIXES = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/")

@@ -6,10 +6,11 @@
 | `fsdp2` | two torch distributed checkpoints | dcp.py |
 | `parallel`, `native` | one torch distributed checkpoint with canonical names | parallel.py |
 | `zero1` to `zero3` | read: the files of each DeepSpeed rank, or universal ones; written: universal ones | zero.py |
+| any, if the weights are averaged | besides: one torch distributed checkpoint, without a layout | average.py |
 
-Every reader returns a `CheckpointView` (view.py), and every writer takes one. To add a format, write a module with a
-`Format` (format.py) and add it to `FORMATS` below: it can then be converted from and to all others. Which strategy has
-which format is in `hfscale.facts.strategies`.
+Every reader of a strategy returns a `CheckpointView` (view.py), and every writer takes one. To add a format, write a
+module with a `Format` (format.py) and add it to `FORMATS` below: it can then be converted from and to all others.
+Which strategy has which format is in `hfscale.facts.strategies`.
 """
 
 from pathlib import Path

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, state_dict_saver
+from torch.distributed.checkpoint import FileSystemReader, filesystem, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hfscale.checkpoint.formats.format import Format, Origin
-from hfscale.checkpoint.formats.pieces import PieceSavePlanner
+from hfscale.checkpoint.formats.pieces import PieceLoadPlanner, Pieces, PieceSavePlanner
 from hfscale.checkpoint.formats.view import (
     CheckpointView,
     ParameterGroup,
@@ -35,6 +35,7 @@ from hfscale.checkpoint.formats.view import (
 from hfscale.checkpoint.pickles import Chunk, Entry, read_dcp_metadata
 from hfscale.core import distributed
 from hfscale.core.collectives import Channel
+from hfscale.core.disk_errors import PROGRAM_ERRORS
 from hfscale.errors import CheckpointError
 
 MODEL_FOLDER = "pytorch_model_fsdp_0"
@@ -170,6 +171,34 @@ def _are_repeated(plans: list[SavePlan], period: int) -> bool:
     """Return whether each rank holds what the rank `period` before it holds."""
     held = [{item.index for item in plan.items} for plan in plans]
     return len(held) % period == 0 and held[period:] == held[:-period]
+
+
+def load_pieces(folder: Path, wanted: Mapping[str, Pieces]) -> None:
+    """Read what this rank holds of tensors, in place, from a distributed checkpoint of any layout.
+
+    The ranks exchange nothing. Read the metadata with `read_dcp_metadata` before: here torch unpickles it.
+
+    Args:
+        folder (`Path`): the distributed checkpoint.
+        wanted (`Mapping[str, Pieces]`): where the values go, by name in the checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    reader = FileSystemReader(folder)
+    planner = PieceLoadPlanner(wanted)
+    try:
+        metadata = reader.read_metadata()
+        planner.set_up_planner({}, metadata)
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        reader.read_data(plan, planner).wait()
+    except PROGRAM_ERRORS:
+        raise
+    except Exception as error:  # a broken archive raises exceptions of any type
+        raise CheckpointError(
+            f"{folder} cannot be read: {str(error).splitlines()[0][:200]}"
+        ) from error
 
 
 def save_refs(folder: Path, tree: Mapping[str, Any]) -> None:

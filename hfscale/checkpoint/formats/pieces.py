@@ -9,7 +9,7 @@ is sent and no memory is needed.
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,19 @@ class Pieces:
             return cls(
                 shape=tensor.shape, pieces=(Piece(offsets=(0,) * tensor.ndim, tensor=tensor),)
             )
-        local = tensor.to_local()
+        return cls.of_local(tensor.to_local(), tensor)
+
+    @classmethod
+    def of_local(cls, local: torch.Tensor, tensor: DTensor) -> "Pieces":
+        """Return the pieces of what a rank holds of a tensor that is placed as another one, on any device.
+
+        Args:
+            local (`torch.Tensor`): what this rank holds, of the shape that its shard of `tensor` has.
+            tensor (`DTensor`): the other one.
+
+        Raises:
+            CheckpointError: the placements do not describe the shard.
+        """
         mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
         assert coordinate is not None  # every rank is on the meshes of its tensors
@@ -87,6 +99,18 @@ class Pieces:
                 f"{tuple(tensor.device_mesh.shape)} ranks has a shard of the shape {list(local.shape)}, not {held}"
             )
         return cls(shape=tensor.shape, pieces=tuple(_cut(local, intervals)))
+
+    @classmethod
+    def of_interval(cls, flat: torch.Tensor, shape: Sequence[int], start: int) -> "Pieces":
+        """Return the pieces of a rank that holds an interval of the flattened tensor, as ZeRO's partitions are.
+
+        Args:
+            flat (`torch.Tensor`): the values, with one dim; the pieces are views of it.
+            shape (`Sequence[int]`): shape of the full tensor.
+            start (`int`): position of the first value in the full tensor.
+        """
+        pieces = tuple(_rectangles(flat, tuple(shape), start))
+        return cls(shape=torch.Size(shape), pieces=pieces)
 
     def narrow(self, dim: int, start: int, length: int) -> "Pieces":
         """Return what the rank holds of a part of the full tensor.
@@ -183,15 +207,45 @@ def _cut(local: torch.Tensor, intervals: Sequence[Sequence[Interval]]) -> list[P
     return pieces
 
 
+def _rectangles(flat: torch.Tensor, shape: tuple[int, ...], start: int) -> Iterator[Piece]:
+    """Cut an interval of a flattened tensor into rectangles: the rest of a row, complete rows, a part of a row."""
+    if flat.numel() == 0:
+        return
+    if len(shape) < 2:
+        offsets = (start,) * len(shape)
+        yield Piece(offsets=offsets, tensor=flat.view(shape if not shape else -1))
+        return
+    row = math.prod(shape[1:])
+    first, before = divmod(start, row)
+    in_first = min((row - before) % row, flat.numel())
+    full_rows = (flat.numel() - in_first) // row
+    after_rows = in_first + full_rows * row
+    if in_first:
+        yield from _in_row(flat[:in_first], shape, first, before)
+        first += 1
+    if full_rows:
+        offsets = (first, *(0 for _ in shape[1:]))
+        yield Piece(offsets=offsets, tensor=flat[in_first:after_rows].view(full_rows, *shape[1:]))
+    yield from _in_row(flat[after_rows:], shape, first + full_rows, 0)
+
+
+def _in_row(flat: torch.Tensor, shape: tuple[int, ...], row: int, start: int) -> Iterator[Piece]:
+    for piece in _rectangles(flat, shape[1:], start):
+        yield Piece(offsets=(row, *piece.offsets), tensor=piece.tensor.unsqueeze(0))
+
+
 class PieceSavePlanner(DefaultSavePlanner):
-    """Writes each DTensor with a strided shard in its rectangles; torch's planner decides about everything else."""
+    """Writes `Pieces`, and each DTensor with a strided shard, in rectangles; torch's planner does everything else."""
 
     def create_local_plan(self) -> SavePlan:
         """Return what this rank would write."""
         plan = super().create_local_plan()
-        self._pieces = {
-            name: Pieces.of(value) for name, value in self.state_dict.items() if _is_strided(value)
-        }
+        self._pieces: dict[str, Pieces] = {}
+        for name, value in self.state_dict.items():
+            if isinstance(value, Pieces):
+                self._pieces[name] = value
+            elif _is_strided(value):
+                self._pieces[name] = Pieces.of(value)
         others = [item for item in plan.items if item.index.fqn not in self._pieces]
         own = [
             WriteItem(

@@ -108,7 +108,7 @@ def write_weights(
         dtype (`torch.dtype`, *optional*): data type for all floating-point tensors; by default each keeps its own.
     """
     if dtype is not None:
-        weights = {name: _cast(ref, dtype) for name, ref in weights.items()}
+        weights = {name: cast_ref(ref, dtype) for name, ref in weights.items()}
     shards = list(_shards(weights, max_shard_bytes))
     if len(shards) == 1:
         _write(folder / f"{stem}.safetensors", shards[0])
@@ -125,7 +125,13 @@ def write_weights(
     )
 
 
-def _cast(ref: TensorRef, dtype: torch.dtype) -> TensorRef:
+def cast_ref(ref: TensorRef, dtype: torch.dtype) -> TensorRef:
+    """Return a reference that reads a floating-point tensor in another data type.
+
+    Args:
+        ref (`TensorRef`): a tensor; one of integers stays as it is.
+        dtype (`torch.dtype`): the data type.
+    """
     if not ref.dtype.is_floating_point:
         return ref
     return TensorRef(shape=ref.shape, dtype=dtype, read=lambda: ref.read().to(dtype))

@@ -251,7 +251,7 @@ class PreemptionStop(ResetOnCopy):
                 self._listening.callback(poller.stop)
         shield_workers(train_dataloader)
         adapter.on_eval_dataloader("shield", shield_workers)
-        adapter.wrap_evaluate(self._cut_short_by_a_stop)
+        adapter.wrap_evaluate("stop", self._cut_short_by_a_stop)
         adapter.wrap_evaluation_of_training(self._without_effect_if_cut)
 
     def at_step_end(
@@ -516,6 +516,8 @@ class PreemptionStop(ResetOnCopy):
         """Set the flags of `TrainerControl` if the run stops."""
         if self.stop is None:
             return
+        if self._adapter is not None:
+            self._adapter.note_interruption()
         control.should_training_stop = True
         control.should_save = self.stop.save and self._may_save(state)
 

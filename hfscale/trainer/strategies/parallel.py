@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         def exchange_groups(self) -> None: ...
         def keeping_batches(self) -> AbstractContextManager[None]: ...
         def checkpoint_files(self) -> dict[str, bytes]: ...
+        def name_in_one_process(self, name: str) -> str: ...
 
 
 class Parallel(Strategy):
@@ -126,6 +127,10 @@ class Parallel(Strategy):
         """Return the stage of the pipeline, and the place among the ranks that share a matrix."""
         mesh = self.trainer.mesh
         return [mesh.pp_rank, mesh.tp_rank]
+
+    def name_in_one_process(self, name: str) -> str:
+        """Return the name in the undistributed model: a stage may have a copy of a tied weight."""
+        return self.trainer.name_in_one_process(name)
 
     @contextmanager
     def _gradients_dropped(self) -> Iterator[None]:

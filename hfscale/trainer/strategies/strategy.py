@@ -283,9 +283,59 @@ class Strategy:
         with torch.no_grad():
             own.copy_(value)
 
+    def master_part(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return what this rank keeps of the values that the optimizer steps, without an exchange or a copy.
+
+        Args:
+            parameter (`nn.Parameter`): a trained parameter of the model.
+
+        Returns:
+            `torch.Tensor` or `None`: of the shape that `own` has, or flat where `interval` says of what; None: the
+                rank keeps nothing of it, or the tensor has no bits of its own.
+        """
+        return self.own(parameter)
+
+    def interval(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return start and end of `master_part` in the flattened parameter; there may be padding after the end.
+
+        Args:
+            parameter (`nn.Parameter`): a trained parameter of which this rank keeps a part.
+
+        Returns:
+            `tuple` or `None`: None where the placements of the parameter say what the rank holds.
+        """
+        return None
+
+    def set_weight(self, parameter: nn.Parameter, part: torch.Tensor | None) -> None:
+        """Set the weight alone, and not the values that the optimizer steps. Every rank must call it.
+
+        Call it within `changing_weights`.
+
+        Args:
+            parameter (`nn.Parameter`): a trained parameter of the model.
+            part (`torch.Tensor`, *optional*): in the place of `master_part`, of any data type and on any device; None
+                where that is None.
+        """
+        own = self.own(parameter)
+        assert own is not None
+        assert part is not None
+        with torch.no_grad():
+            own.copy_(part.view(own.shape))
+
+    def name_in_one_process(self, name: str) -> str:
+        """Return the name that a parameter has in the undistributed model, under which checkpoints store it.
+
+        Args:
+            name (`str`): its name in the model that is trained, without the wrappers of adapters.
+        """
+        return name
+
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Let `set_master` change weights in the `with` block; then all copies of them follow."""
+        """Let `set_master` and `set_weight` change weights in the `with` block; then all copies of them follow.
+
+        Where the block raises, the copies are dropped without an exchange: the other ranks may not come.
+        """
         self.reshard()
         yield
 

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 
+_FRAGMENT = "_hp_mapping"
+"""Attribute of a parameter under stages 1 and 2: the part of its fp32 copy that this rank steps; None: no part. There
+is no public way to this part alone: `safe_get_full_fp32_param` sends all of it to all ranks."""
+_PARTITION_GROUP = "_dp_group"
+"""Attribute of such a parameter: the ranks that share its fp32 copy."""
+
+
 class Zero(Strategy):
     """ZeRO of stage 0 to 3 (`zero0` … `zero3`).
 
@@ -99,6 +106,46 @@ class Zero(Strategy):
         set_copy = safe_set_local_fp32_param if self._shards_weights else safe_set_full_fp32_param
         set_copy(parameter, value.float())
 
+    def master_part(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return this rank's partition of the fp32 copy that DeepSpeed steps; without such copies, the weight."""
+        if self._shards_weights:
+            from deepspeed.utils import safe_get_local_fp32_param
+
+            local: torch.Tensor = safe_get_local_fp32_param(parameter)
+            return local
+        if not hasattr(parameter, _FRAGMENT):
+            return self.own(parameter)
+        fragment = getattr(parameter, _FRAGMENT)
+        return None if fragment is None else fragment.get_hp_fragment()  # type: ignore[no-any-return]
+
+    def interval(self, parameter: nn.Parameter) -> tuple[int, int] | None:
+        """Return which values of the flattened parameter this rank has in its partition."""
+        if self._shards_weights:
+            stage3: Any = parameter
+            rank = torch.distributed.get_rank(group=stage3.ds_process_group)
+            size = stage3.partition_numel()
+            return min(rank * size, stage3.ds_numel), min((rank + 1) * size, stage3.ds_numel)
+        if not hasattr(parameter, _FRAGMENT):
+            return None
+        address = getattr(parameter, _FRAGMENT).lp_fragment_address
+        return address.start, address.start + address.numel
+
+    def set_weight(self, parameter: nn.Parameter, part: torch.Tensor | None) -> None:
+        """Set the weight; under stages 1 and 2 each rank has all of it, so that the ranks exchange their parts."""
+        if self._shards_weights or not hasattr(parameter, _FRAGMENT):
+            super().set_weight(parameter, part)
+            return
+        full = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+        if part is not None:
+            interval = self.interval(parameter)
+            assert interval is not None
+            full[slice(*interval)] = part.to(full)
+        group = getattr(parameter, _PARTITION_GROUP)
+        # Each value is in the part of one rank, so that the sum is exact
+        torch.distributed.all_reduce(full, group=group)
+        with torch.no_grad():
+            parameter.data.copy_(full.view(parameter.shape))
+
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
         """Partition the small parameters that stage 3 keeps gathered, and gather them again afterwards."""
@@ -107,7 +154,12 @@ class Zero(Strategy):
             return
         optimizer = self._engine.optimizer
         optimizer.checkpoint_event_prologue()
-        yield
+        try:
+            yield
+        except BaseException:
+            # Layers gather what is partitioned when they need it, from the changed partitions
+            optimizer.invalidate_secondary_tensor()
+            raise
         optimizer.checkpoint_event_epilogue()
 
     # ---- contexts
