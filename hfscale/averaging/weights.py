@@ -166,13 +166,13 @@ class AveragedWeights:
 
     def _mean(self, number: int) -> Part:
         """Return the average of a parameter."""
-        first, *others = [each.parts[number] for each in self.sets]
-        if first is None or not others:
-            return first
-        total = first.clone()
-        for part in others:
+        parts = [part for part in (each.parts[number] for each in self.sets) if part is not None]
+        if len(parts) < 2:
+            return next(iter(parts), None)
+        total = parts[0].clone()
+        for part in parts[1:]:
             total += part
-        return total / len(self.sets)
+        return total / len(parts)
 
     @torch.no_grad()
     def _put_back(self, kept: Sequence[torch.Tensor]) -> None:

@@ -98,11 +98,19 @@ class WorseLater(TrainerCallback):
         metrics["eval_loss"] = 1.0 if state.global_step == 4 else 2.0
 
 
-@pytest.mark.parametrize("evaluates", [True, False])
-def test_the_best_model_is_what_was_evaluated(evaluates, tmp_path):
-    averaging = WeightAveragingCallback(ema_decay=0.9, evaluate_average=evaluates)
+@pytest.mark.parametrize(("evaluates", "is_cut"), [(True, False), (False, False), (True, True)])
+def test_the_best_model_is_what_was_evaluated(evaluates, is_cut, tmp_path):
+    """Also if another launch has found it."""
+
+    def callbacks():
+        return [WeightAveragingCallback(ema_decay=0.9, evaluate_average=evaluates), WorseLater(), spot()]
+
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "max_steps": 6}
-    trainer = train(tmp_path, averaging, WorseLater(), spot(), **best)
+    resume = None
+    if is_cut:
+        train(tmp_path, *callbacks(), StopAt(4), **best)
+        resume = tmp_path / "checkpoint-4"
+    trainer = train(tmp_path, *callbacks(), resume=resume, **best)
     assert trainer.state.best_global_step == 4
     loaded = dict(trainer.model.named_parameters())
     weights = dict(LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-4").named_parameters())
