@@ -116,7 +116,7 @@ class StoredAverage:
         sets = {group: self._weights.empty_set() for group in kept}
         for group, each in sets.items():
             each.step = kept[group]
-        wanted = {}
+        wanted: dict[str, Pieces] = {}
         for group, each in sets.items():
             wanted |= self._wanted(group, each)
         if wanted:

@@ -50,9 +50,9 @@ class Source:
             weights = stored_weights(self.folder, self.strategy)
             return published(weights, find_config(weights, self.config_folders(model)))
         for stem in _STEMS:
-            weights = read_weights(self.folder, stem)
-            if weights is not None:
-                return weights
+            found = read_weights(self.folder, stem)
+            if found is not None:
+                return found
         raise CheckpointError(
             f"{self.folder} has neither model.safetensors nor adapter_model.safetensors: name a checkpoint, or a "
             "folder that save_pretrained has written"
