@@ -20,7 +20,7 @@ from hfscale.facts.strategies import CONVERTIBLE, facts_of
 
 if TYPE_CHECKING:
     from hfscale.checkpoint.manifest import Manifest
-    from hfscale.checkpoint.mean import Source
+    from hfscale.checkpoint.mean import Source as MeanSource
 
 RunOrCheckpoint = Annotated[
     Path, typer.Argument(metavar="PATH", help="A run's output directory or one checkpoint.")
@@ -224,20 +224,20 @@ def _check_dtype(dtype: str) -> None:
         raise ParameterError("dtype", dtype, f"use one of auto, {', '.join(DTYPES)}")
 
 
-def _open_source(source: Path) -> "Source":
+def _open_source(source: Path) -> "MeanSource":
     """Return a checkpoint, verified if it has a manifest, or a folder of `save_pretrained`, which has no state.
 
     The output directory of a run may have its final model; as for `export`, it stands for its newest checkpoint.
     """
-    from hfscale.checkpoint.mean import Source
+    from hfscale.checkpoint.mean import Source as MeanSource
 
     has_state = any((source / name).is_file() for name in (STATE_NAME, MANIFEST_NAME))
     has_config = any((source / name).is_file() for name in _CONFIG_NAMES)
     is_run = any(source.glob("checkpoint-*"))
     if has_config and not has_state and not is_run:
-        return Source(folder=source, strategy=None)
+        return MeanSource(folder=source, strategy=None)
     folder, manifest = _open(source, 1)  # the weights do not depend on the global batch
-    return Source(folder=folder, strategy=manifest.strategy)
+    return MeanSource(folder=folder, strategy=manifest.strategy)
 
 
 def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"]:

@@ -633,7 +633,7 @@ def _subject(finding: Finding) -> str:
     return f"{finding.check}: {finding.where}"
 
 
-def log_findings(findings: list[Finding]) -> None:
+def log_findings(findings: Sequence[Finding]) -> None:
     """Log each finding in one line on the main process, and on another rank only a finding about its own GPU.
 
     Args:

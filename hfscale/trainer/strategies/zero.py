@@ -116,7 +116,7 @@ class Zero(Strategy):
         if not hasattr(parameter, _FRAGMENT):
             return self.own(parameter)
         fragment = getattr(parameter, _FRAGMENT)
-        return None if fragment is None else fragment.get_hp_fragment()  # type: ignore[no-any-return]
+        return None if fragment is None else fragment.get_hp_fragment()
 
     def interval(self, parameter: nn.Parameter) -> tuple[int, int] | None:
         """Return which values of the flattened parameter this rank has in its partition."""
