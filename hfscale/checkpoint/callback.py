@@ -25,7 +25,7 @@ from hfscale.checkpoint.loading import (
     finish_merged_load,
     finish_universal_load,
 )
-from hfscale.checkpoint.lock import lock_for_all_ranks, unlock_output_dir
+from hfscale.checkpoint.lock import lock_for_all_ranks, make_and_lock, unlock_output_dir
 from hfscale.checkpoint.manifest import Manifest
 from hfscale.checkpoint.memory_snapshots import MemorySnapshots
 from hfscale.checkpoint.native_loading import NativeLoading
@@ -538,7 +538,14 @@ class SpotCheckpointCallback(AdapterCallback):
         )
 
     def _begin_save(self, state: TrainerState, args: TrainingArguments) -> None:
-        """Note in the state whether the checkpoint that is about to be written is temporary."""
+        """Note in the state whether the checkpoint that is about to be written is temporary.
+
+        Raises:
+            UsageError: the output directory was removed and made again, and another run has locked it.
+        """
+        if args.should_save:
+            # Something may have removed the folder, and the lock with it
+            make_and_lock(self._output_dir)
         note_unfinished_epoch(args, state, self._evaluated_step)
         is_temporary = self._own_step == state.global_step
         self._own_step = None  # a second save of this step is one that others have asked for

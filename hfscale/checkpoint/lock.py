@@ -31,15 +31,17 @@ _LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 _FLOCK = struct.Struct("@hhqqi4x")
 _held: dict[Path, int] = {}
 """Lock files that this process holds, with their open descriptors."""
+_not_lockable: set[Path] = set()
+"""Lock files on file systems without locks, which were reported."""
 
 
 def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     """Keep other runs out of `output_dir` until this process ends or calls `unlock_output_dir`.
 
-    Call it on one process of the run; calling it again in that process has no effect. The lock is one of fcntl(2):
-    the system releases it however the process ends, forked children do not keep it, and on NFS it also holds for
-    other machines. If another machine holds it, which may be lost, the lock is waited for. On a file system without
-    locks it only logs a warning.
+    Call it on one process of the run; calling it again in that process has no effect, unless the folder was removed
+    and made again: then the new one is locked. The lock is one of fcntl(2): the system releases it however the
+    process ends, forked children do not keep it, and on NFS it also holds for other machines. If another machine holds
+    it, which may be lost, the lock is waited for. On a file system without locks it only logs a warning.
 
     Raises:
         UsageError: a process of this machine holds the lock, or the file is a link; the message names the process and
@@ -47,22 +49,29 @@ def lock_output_dir(output_dir: str | os.PathLike[str]) -> None:
         OutputDirInUseError: another machine has held the lock for `LOCK_WAIT_S` seconds.
     """
     path = Path(output_dir).resolve() / LOCK_NAME
-    if path in _held:
+    if _holds(path):
         return
+    _release(path)  # it was of a folder that is removed
     began = time.monotonic()
     descriptor = _open(path)
     while True:
         try:
             _lock(descriptor)
-            break
+            if _is_at(descriptor, path):
+                break
+            os.close(descriptor)  # the folder was removed meanwhile, and made again
+            descriptor = _open(path)
+            continue
         except OSError as error:
             holder = os.pread(descriptor, 1024, 0)
             os.close(descriptor)
             if error.errno in _NOT_SUPPORTED:
-                logger.warning(
-                    "%s cannot be locked on this file system: do not start a second run in it",
-                    output_dir,
-                )
+                if path not in _not_lockable:
+                    logger.warning(
+                        "%s cannot be locked on this file system: do not start a second run in it",
+                        output_dir,
+                    )
+                _not_lockable.add(path)
                 return
             if error.errno not in _LOCKED_BY_ANOTHER:
                 raise
@@ -143,7 +152,7 @@ def _check_may_wait(output_dir: str | os.PathLike[str], holder: bytes, waited_s:
 def is_locked_by_another_process(output_dir: str | os.PathLike[str]) -> bool:
     """Return whether another process holds the lock of `output_dir` now."""
     path = Path(output_dir).resolve() / LOCK_NAME
-    if path in _held or not path.exists():
+    if _holds(path) or not path.exists():
         return False
     descriptor = _open(path)
     try:
@@ -170,21 +179,53 @@ def lock_for_all_ranks(output_dir: str | os.PathLike[str], *, is_holder: bool) -
     """
     with START.agreed("lock of the output directory"):
         if is_holder:
-            try:
-                Path(output_dir).mkdir(parents=True, exist_ok=True)
-                flush_parents(Path(output_dir))
-                lock_output_dir(output_dir)
-            except OSError as failure:
-                raise StorageError(
-                    f"{output_dir} cannot be locked: {failure.strerror}; make it writable"
-                ) from failure
+            make_and_lock(output_dir)
+
+
+def make_and_lock(output_dir: str | os.PathLike[str]) -> None:
+    """Create the output directory if it does not exist, and lock it, unless this process has locked it.
+
+    Args:
+        output_dir (`str`): output directory of the run.
+
+    Raises:
+        UsageError: another run holds the lock.
+        OutputDirInUseError: another machine has held the lock for some minutes.
+        StorageError: the lock file cannot be written.
+    """
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        flush_parents(Path(output_dir))
+        lock_output_dir(output_dir)
+    except OSError as failure:
+        raise StorageError(
+            f"{output_dir} cannot be locked: {failure.strerror}; make it writable"
+        ) from failure
 
 
 def unlock_output_dir(output_dir: str | os.PathLike[str]) -> None:
     """Release the lock of `output_dir` if this process holds it."""
-    descriptor = _held.pop(Path(output_dir).resolve() / LOCK_NAME, None)
+    _release(Path(output_dir).resolve() / LOCK_NAME)
+
+
+def _release(path: Path) -> None:
+    descriptor = _held.pop(path, None)
     if descriptor is not None:
         os.close(descriptor)
+
+
+def _holds(path: Path) -> bool:
+    """Return whether this process holds the lock of the file that has this name now."""
+    descriptor = _held.get(path)
+    return descriptor is not None and _is_at(descriptor, path)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file still has its name: its folder may be another one by now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except OSError:
+        return False
 
 
 def _is_alive_here(holder: bytes) -> bool:

@@ -11,6 +11,7 @@ import time
 
 import pytest
 from tiny import tiny_trainer
+from transformers import TrainerCallback
 
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint import lock
@@ -80,6 +81,50 @@ def test_a_run_can_train_twice_in_its_folder_and_then_releases_it(tmp_path):
     for _ in range(2):
         tiny_trainer(tmp_path, SpotCheckpointCallback(), save_strategy="steps", max_steps=1).train()
     Holder(tmp_path).kill()  # would wait for the pipe forever if the lock were still held
+
+
+class Removes(TrainerCallback):
+    """Removes the output directory after step 1; `other` then does something in a new one."""
+
+    def __init__(self, folder, other):
+        self.folder, self.other = folder, other
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            shutil.rmtree(self.folder)
+            self.other()
+
+    def on_save(self, args, state, control, **kwargs):
+        self.is_locked = is_locked(self.folder)
+
+
+@pytest.mark.parametrize("is_made_again", [False, True])
+def test_a_folder_that_is_removed_and_made_again_is_locked_again(tmp_path, is_made_again):
+    output_dir = tmp_path / "out"
+    removes = Removes(output_dir, output_dir.mkdir if is_made_again else lambda: None)
+    tiny_trainer(
+        output_dir, SpotCheckpointCallback(), removes, save_strategy="steps", save_steps=2, max_steps=2
+    ).train()
+    assert removes.is_locked
+    assert not is_locked(output_dir)
+
+
+def test_a_folder_that_another_run_has_made_again_is_left_to_it(tmp_path):
+    output_dir, others = tmp_path / "out", []
+
+    def start_another():
+        output_dir.mkdir()
+        others.append(Holder(output_dir))
+
+    removes = Removes(output_dir, start_another)
+    trainer = tiny_trainer(
+        output_dir, SpotCheckpointCallback(), removes, save_strategy="steps", save_steps=2, max_steps=2
+    )
+    with pytest.raises(UsageError, match="in use by process"):
+        trainer.train()
+    others[0].kill()
+    assert not (output_dir / "checkpoint-2").exists()
+    unlock_output_dir(output_dir)
 
 
 def is_locked(folder):
