@@ -3,6 +3,7 @@
 import dis
 import gc
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -29,6 +30,12 @@ _ERRORS_OF_CODE = (
 """Errors of a script, a model or data, whichever code raises them."""
 _ERRORS_OF_MACHINES = (OSError, MemoryError, EOFError)
 """Errors of a machine, a network or a store, also of the hub and of `requests`: they can pass."""
+_OF_DEVICES = ("torch", "torch._C", "torch.cuda", "torch.distributed")
+"""Modules of the errors that torch raises for a device or a collective; deeper ones are of compilers."""
+_FOLDERS_OF_DEVICES = tuple(f"torch{os.sep}{name}{os.sep}" for name in ("cuda", "distributed"))
+_TEXTS_OF_DEVICES = ("CUDA", "CUDNN", "CUBLAS", "NCCL", "GLOO", "NVML")
+"""What the plain RuntimeErrors of a device or a collective have in their text, in capitals."""
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _RAISE = dis.opmap["RAISE_VARARGS"]
 _INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
 _NOT_OF_USER = (
@@ -67,6 +74,39 @@ def is_of_user(error: BaseException) -> bool:
     if not all(map(_can_be_of_user, causes)):
         return False
     return isinstance(error, _ERRORS_OF_CODE) or _is_raised_by_user(error.__traceback__)
+
+
+def recurring_error(error: BaseException) -> str:
+    """Return type, text and place of an error, by which it is known again; "" of an error that can pass.
+
+    A library raises RuntimeError and its own types for a model or data that cannot work as well as for a machine. An
+    error that ends two launches at the same place with the same text, before any step, comes back at each start. Those
+    of a machine, a network, a device or a collective are not among them, whose peer or device may be back later.
+
+    Args:
+        error (`BaseException`): what ended a rank.
+    """
+    if not all(map(_can_recur, causes_of(error))):
+        return ""
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        place = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    if any(folder in place for folder in _FOLDERS_OF_DEVICES):
+        return ""
+    text = _ADDRESS.sub("0x", " ".join(str(error).split()))
+    return f"{type(error).__name__}: {text[:500]} at {place}"
+
+
+def _can_recur(error: BaseException) -> bool:
+    if not isinstance(error, Exception) or isinstance(error, (*_ERRORS_OF_MACHINES, HfScaleError)):
+        return False
+    is_of_device = type(error).__module__.startswith(_OF_DEVICES[2:])
+    if is_of_device or type(error).__module__ in _OF_DEVICES:
+        return False
+    text = str(error).upper()
+    return not any(name in text for name in _TEXTS_OF_DEVICES)
 
 
 def _can_be_of_user(error: BaseException) -> bool:

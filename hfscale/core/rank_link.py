@@ -8,9 +8,10 @@
 | `snapshot` | `folder`, `step` | this node's part of a snapshot is committed; only on several nodes |
 | `trained` | | `train` is about to return |
 | `removed` | | the folder in host memory was removed |
-| `ending` | `code`, `final`, `reason`, `hosts` | the process ends: `final`: a restart cannot help; 75: preempted |
+| `ending` | `code`, `final`, `reason`, `hosts`, `error` | it ends: `final`: a restart cannot help; 75: preempted |
 
-`hosts` are those that the health checks blame. The end of the connection is the end of the process, however it ends.
+`hosts` are those that the health checks blame; `error` is what `recurring_error` returns before the first step. The
+end of the connection is the end of the process, however it ends.
 """
 
 import atexit
@@ -27,7 +28,7 @@ from typing import Any
 
 import psutil
 
-from hfscale.core.final_errors import has_optimizer, is_final, is_of_user
+from hfscale.core.final_errors import has_optimizer, is_final, is_of_user, recurring_error
 from hfscale.core.logging import get_logger
 from hfscale.core.recovery_times import RecoveryTimes
 from hfscale.core.redaction import redact
@@ -150,7 +151,13 @@ class RankLink:
         }
 
     def ending(
-        self, code: int, *, final: bool = False, reason: str = "", hosts: Sequence[str] = ()
+        self,
+        code: int,
+        *,
+        final: bool = False,
+        reason: str = "",
+        hosts: Sequence[str] = (),
+        error: str = "",
     ) -> None:
         """Say that this process is about to end, and why; only the first call of a process has an effect.
 
@@ -159,11 +166,13 @@ class RankLink:
             final (`bool`): whether a restart of the same command cannot help.
             reason (`str`): the error in one line; secrets in it are redacted.
             hosts (`Sequence[str]`): the hosts that the health checks blame.
+            error (`str`): what `recurring_error` returns for an error before the first step.
         """
         if not self._has_ended:
             self._has_ended = True
             shown = redact(" ".join(reason.split()))[:2000]
-            self.say("ending", code=code, final=final, reason=shown, hosts=list(hosts))
+            said = {"final": final, "reason": shown, "hosts": list(hosts), "error": redact(error)}
+            self.say("ending", code=code, **said)
 
     def ending_by(self, error: BaseException) -> None:
         """Say that this process is about to end because of an exception.
@@ -175,22 +184,24 @@ class RankLink:
         if isinstance(error, SystemExit):
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         hosts = error.hosts if isinstance(error, HealthError) else ()
-        is_sure_to_return = is_final(error) or (
-            self._is_before_the_first_step() and is_of_user(error)
-        )
+        is_at_start = self._is_before_the_first_step()
+        is_first = os.environ.get(RESTARTS_VARIABLE, "0") == "0"
+        is_sure_to_return = is_final(error) or (is_at_start and is_first and is_of_user(error))
         self.ending(
-            code, final=is_sure_to_return, reason=f"{type(error).__name__}: {error}", hosts=hosts
+            code,
+            final=is_sure_to_return,
+            reason=f"{type(error).__name__}: {error}",
+            hosts=hosts,
+            error=recurring_error(error) if is_at_start else "",
         )
 
     def _is_before_the_first_step(self) -> bool:
-        """Return whether no launch of this run can have completed a step so far.
+        """Return whether this launch can have completed no step so far.
 
         A script that trains without the callbacks of hfscale reports no step: there it is so as long as the process
         has no optimizer.
         """
-        if os.environ.get(RESTARTS_VARIABLE, "0") != "0" or self._has_stepped:
-            return False
-        return self._began_at is not None or not has_optimizer()
+        return not self._has_stepped and (self._began_at is not None or not has_optimizer())
 
     def _at_exit(self) -> None:
         if os.getpid() != self._pid:  # a forked child, such as a worker of a DataLoader
@@ -206,12 +217,17 @@ def report_uncaught_error() -> None:
     """Report an error that ends this process and would come back, if no callback has connected it before.
 
     It is called when a process of `hfscale run` exits. A rank whose error came before its Trainer was made, such as
-    one about an argument of a callback, would otherwise be started again until the limit of restarts.
+    one about an argument of a callback, would otherwise be started again until the limit of restarts. Of a rank that
+    `sys.exit` ends, such as for a wrong flag, the supervisor reads the exit code once it knows its process.
     """
     error = getattr(sys, "last_value", None)
     if error is None:
+        is_unknown_rank = _link is None and "RANK" in os.environ and not _is_helper_of_rank()
+        if is_unknown_rank and (link := connect()) is not None:
+            link.ending(0)
         return
-    would_return = is_final(error) or (is_of_user(error) and not _is_helper_of_rank())
+    may_return = is_of_user(error) or bool(recurring_error(error))
+    would_return = is_final(error) or (may_return and not _is_helper_of_rank())
     if (would_return or isinstance(error, HfScaleError)) and (link := connect()) is not None:
         link.ending_by(error)
 

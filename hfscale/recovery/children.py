@@ -1,17 +1,24 @@
 """The processes that a supervisor starts: what they do when it ends, and how they are ended."""
 
 import ctypes
+import fcntl
 import os
 import signal
+import struct
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2), as the next one
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 1.0
+# `struct pidfd_info` of <linux/pidfd.h>: mask, control group, eleven ids, and the status as waitpid(2) returns it
+_PIDFD_INFO = struct.Struct("=QQ11Ii")
+_PIDFD_GET_INFO = 3 << 30 | _PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+_PIDFD_INFO_EXIT = 8
 _libc = ctypes.CDLL(None, use_errno=True)  # before a fork: other threads may be running then
 
 
@@ -28,6 +35,31 @@ def adopt_orphans() -> None:
 def die_with_parent() -> None:
     """Have this process receive SIGTERM when the supervisor ends, so that a killed supervisor leaves no training."""
     _call_prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+def exit_code_of(pid: int, descriptor: int) -> int | None:
+    """Return the exit code of an ended process that another one has started, negative for a signal; None if unknown.
+
+    A launcher returns 1 for whatever its ranks have ended with, and Python does not tell a process with which code
+    `sys.exit` ends it. The kernel knows it until the parent has waited for the process, and since Linux 6.15 for as
+    long as somebody has it open.
+
+    Args:
+        pid (`int`): its id.
+        descriptor (`int`): what `os.pidfd_open` has returned for it.
+    """
+    status: int | None = None
+    with suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        if fields[0] == "Z":
+            status = int(fields[-1])
+    if status is None:
+        asked = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *[0] * 13))
+        with suppress(OSError):  # older kernels do not have it
+            fcntl.ioctl(descriptor, _PIDFD_GET_INFO, asked)
+            mask, *_, found = _PIDFD_INFO.unpack(asked)
+            status = found if mask & _PIDFD_INFO_EXIT else None
+    return None if status is None else os.waitstatus_to_exitcode(status)
 
 
 def send(pid: int, number: int) -> None:

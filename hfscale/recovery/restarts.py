@@ -32,6 +32,8 @@ class Failure:
     """Whether this node was stopped because another one had failed."""
     samples: dict[str, list[Any]] = field(default_factory=dict)
     """The dataset indices of `begun_step` by rank, if it was not completed; without the ranks that do not know."""
+    errors: list[str] = field(default_factory=list)
+    """The errors that have ended ranks before the first step of the launch (`final_errors.recurring_error`)."""
 
     def __str__(self) -> str:
         return self.reason if self.rank is None else f"rank {self.rank}: {self.reason}"
@@ -46,6 +48,7 @@ class Failure:
         first = dict(
             min(failures, key=lambda failure: (failure["is_consequence"], failure["failed_at"]))
         )
+        first |= {"errors": sorted({error for f in failures for error in f.get("errors", [])})}
         first.pop("samples")
         last = {
             name: max(f[name] for f in failures)
@@ -73,6 +76,8 @@ class RestartPolicy:
         self._max_restarts = max_restarts
         self._restarted_at: list[float] = []
         self._failed_steps: list[int] = []
+        # Of all launches so far
+        self._errors: set[str] = set()
         self._furthest = 0
 
     @property
@@ -89,7 +94,11 @@ class RestartPolicy:
         Args:
             failure (`Failure`): the failure of the last launch.
         """
+        is_first = not self._failed_steps
         self._failed_steps.append(failure.begun_step)
+        self._errors = set(failure.errors) if is_first else self._errors & set(failure.errors)
+        if self._errors and not is_first:
+            return f"the same error has ended both launches before the first step: {failure}"
         now = time.monotonic()
         self._restarted_at = [at for at in self._restarted_at if now - at < _WINDOW_S]
         same = self._failed_steps[-_SAME_STEP_LIMIT:]

@@ -42,6 +42,7 @@ from hfscale.recovery.children import (
     describe,
     die_with_parent,
     end_descendants,
+    exit_code_of,
     send,
 )
 from hfscale.recovery.connections import TOKEN_VARIABLE
@@ -101,6 +102,7 @@ class _Launch:
     process: subprocess.Popen[bytes]
     ranks: dict[int, int] = field(default_factory=dict)  # pid: rank
     watched: set[int] = field(default_factory=set)  # pids whose end is waited for
+    codes: dict[int, int | None] = field(default_factory=dict)  # pid: exit code, if it is known
     # rank: its message, in the order of their arrival; of a process that has not said its rank, minus its pid
     endings: dict[int, dict[str, Any]] = field(default_factory=dict)
     # Ranks for which nothing but their own end is left
@@ -480,7 +482,7 @@ class Supervisor:
         Before, it is not known whether a rank ends by an error of its own, whose end others then take for a fault.
         """
         endings = launch.endings.values()
-        if any(ending["final"] for ending in endings):
+        if any(ending["final"] or ending.get("error") for ending in endings):
             return
         hosts = list(dict.fromkeys(host for ending in endings for host in ending["hosts"]))
         if self._settings.exclude_file is not None and hosts:
@@ -508,6 +510,7 @@ class Supervisor:
             return
 
         def handle(launch: _Launch) -> None:
+            launch.codes[pid] = exit_code_of(pid, descriptor)
             self._forget(descriptor)
             ended(launch)
 
@@ -517,6 +520,7 @@ class Supervisor:
         rank = launch.ranks.pop(pid)
         if not launch.ranks:
             send(launch.process.pid, signal.SIGCONT)  # a launcher that was stopped would never end
+        _note_code(launch, rank, launch.codes.get(pid))
         ending = launch.endings.get(rank)
         is_expected = rank in launch.trained or (
             ending is not None and ending["code"] in (0, PREEMPTED)
@@ -606,12 +610,13 @@ class Supervisor:
         ended_time = failed_time + ended_at - failed_at  # the date may have been set meanwhile
         self._last_here = _Moments(failed_at=failed_at, ended_at=ended_at, failed_time=failed_time)
         begun, completed = self._memory.furthest()
-        told = None if launch.first_dead is None else launch.endings.get(launch.first_dead)
+        rank = _rank_of_cause(launch)
+        told = None if rank is None else launch.endings.get(rank)
         if told is None:
             told = next((ending for ending in launch.endings.values() if ending["code"]), None)
         if told is not None:
             reason = told["reason"]
-        elif launch.first_dead is not None:
+        elif rank is not None:
             reason = "its process was killed or crashed"
         else:
             code = launch.process.returncode
@@ -629,12 +634,13 @@ class Supervisor:
         return Failure(
             failed_at=failed_time,
             ended_at=ended_time,
-            rank=launch.first_dead,
+            rank=rank,
             reason=reason,
             begun_step=begun,
             completed_step=completed,
             is_consequence=launch.is_stopped,
             samples=samples,
+            errors=[] if launch.has_stepped else _errors(launch),
         )
 
     def _report_recovery(self, recovery: dict[str, Any]) -> None:
@@ -672,6 +678,35 @@ def _check_ending(message: dict[str, Any]) -> None:
         raise TypeError("code or final of an ending")
     if not isinstance(message["reason"], str) or not isinstance(message["hosts"], list):
         raise TypeError("reason or hosts of an ending")
+
+
+def _note_code(launch: _Launch, rank: int, code: int | None) -> None:
+    """Note the exit code of a rank that has said nothing, or code 0: `sys.exit` leaves no exception to report."""
+    said = launch.endings.get(rank)
+    if code is None or code <= 0 or (said is not None and said["code"] != 0):
+        return
+    reason = f"exit code {code}"
+    if code == _WRONG_USAGE:
+        reason = f"exit code {code}: wrong usage, or a missing package"
+    launch.endings[rank] = {
+        "code": code,
+        "final": code == _WRONG_USAGE,
+        "reason": reason,
+        "hosts": [],
+    }
+
+
+def _rank_of_cause(launch: _Launch) -> int | None:
+    """Return the rank that has ended first, or the one whose error it took for a hang; None if it is not known."""
+    first = launch.first_dead
+    said = None if first is None else launch.endings.get(first)
+    if said is None or said.get("error"):
+        return first
+    return next((rank for rank, one in launch.endings.items() if one.get("error")), first)
+
+
+def _errors(launch: _Launch) -> list[str]:
+    return sorted({str(ending.get("error") or "") for ending in launch.endings.values()} - {""})
 
 
 def _decisive_ending(launch: _Launch) -> dict[str, Any] | None:

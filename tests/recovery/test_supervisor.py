@@ -19,7 +19,7 @@ from conftest import REPOSITORY
 from ports import free_port
 
 from hfscale.cli import main
-from hfscale.core.final_errors import is_final, is_of_user
+from hfscale.core.final_errors import is_final, is_of_user, recurring_error
 from hfscale.core.run_memory import AGREED_VARIABLES, OWN_VARIABLES, Progress, RunMemory, remove_abandoned
 from hfscale.errors import HealthError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
@@ -241,6 +241,51 @@ def test_an_own_error_before_the_first_step_is_not_tried_again_and_blames_no_hos
     assert not (tmp_path / "excluded").exists()
 
 
+def test_the_same_error_of_a_library_before_the_first_step_is_tried_once_again_and_blames_no_host(tmp_path):
+    done, launches = supervise(tmp_path, "library", "--exclude-bad-hosts", str(tmp_path / "excluded"))
+    assert (done.returncode, len(launches)) == (1, 2), done.stderr
+    assert "RuntimeError: generator didn't stop" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "excluded").exists()
+
+
+@pytest.mark.parametrize("code", [2, 75])
+def test_an_exit_code_that_the_launcher_hides_counts(tmp_path, code):
+    done, launches = supervise(tmp_path, f"{code} as a rank", "--max-restarts", "1")
+    assert (done.returncode, len(launches)) == (code, 1), done.stderr
+
+
+@pytest.mark.long
+def test_a_wrong_flag_of_a_script_under_torchrun_is_not_tried_again(tmp_path):
+    """The script ends before any callback has connected it to its supervisor."""
+    script = tmp_path / "train.py"
+    script.write_text("import sys\nimport hfscale\nopen('launches', 'a').write('x')\nsys.exit(2)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    argv = [*command(tmp_path, "")[:6], "--max-restarts", "1", "--", *torchrun, str(script)]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert (done.returncode, (tmp_path / "launches").read_text()) == (2, "xx"), done.stderr
+
+
+def test_only_an_error_that_ends_all_launches_before_their_first_step_gives_up():
+    at = {"failed_at": 0.0, "ended_at": 0.0, "rank": 0, "reason": "x", "completed_step": 0}
+
+    def gives_up(*launches):
+        policy = RestartPolicy(9)
+        for errors in launches:
+            failure = Failure(**at, begun_step=0, errors=errors)
+            why = policy.why_give_up(failure)
+            if why is None:
+                policy.next_restart(failure)
+        return why is not None
+
+    assert gives_up(["a", "b"], ["b"])
+    assert not gives_up(["a"], ["b"])
+    assert not gives_up(["a"])
+    assert not gives_up([], [])
+    assert not gives_up([], ["a"], ["a"])  # the first launch had come further, or another error
+    failures = [Failure(**at, begun_step=0, errors=[name]) for name in "ba"]
+    assert Failure.merged([vars(one) for one in failures]).errors == ["a", "b"]
+
+
 def raised_by(function):
     try:
         function()
@@ -272,6 +317,31 @@ def raise_from(error, cause):
 def test_which_errors_come_back(error, whenever, before_the_first_step):
     raised = raised_by(error)
     assert (is_final(raised), is_of_user(raised)) == (whenever, before_the_first_step)
+
+
+@pytest.mark.parametrize(
+    ("error", "recurs"),
+    [
+        (lambda: torch.zeros(2) @ torch.zeros(3), True),
+        (lambda: json.loads("{"), True),
+        (lambda: raise_from(RuntimeError("x"), ConnectionError("the hub is away")), False),
+        (lambda: raise_from(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"), None), False),
+        (lambda: raise_from(RuntimeError("CUDA error: an illegal memory access was encountered"), None), False),
+        (lambda: raise_from(torch.OutOfMemoryError("out of memory"), None), False),
+        (lambda: raise_from(torch.distributed.DistBackendError("NCCL"), None), False),
+        (lambda: torch.distributed.init_process_group("gloo", init_method="nowhere://"), False),
+        (lambda: raise_from(HealthError("bad link"), None), False),
+        (lambda: raise_from(KeyboardInterrupt(), None), False),
+    ],
+)
+def test_which_errors_are_known_again(error, recurs):
+    known = [recurring_error(raised_by(error)) for _ in range(2)]
+    assert (bool(known[0]), known[0] == known[1]) == (recurs, True)
+
+
+def test_an_error_is_known_again_although_its_text_has_an_address():
+    raised = [raised_by(lambda at=at: raise_from(ValueError(f"<Rows at {at}>"), None)) for at in ("0x1f", "0x2e")]
+    assert recurring_error(raised[0]) == recurring_error(raised[1])
 
 
 @pytest.mark.recipes

@@ -1,5 +1,6 @@
 """A process without torch that acts as one rank: `supervised.py HOW`, where HOW says how the first launches end."""
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -20,8 +21,8 @@ from hfscale.islands.client import start_rendezvous
 how, folder = sys.argv[1], Path(sys.argv[2])
 restarts = int(os.environ["HFSCALE_RUN_RESTARTS"])
 supervisor = psutil.Process().parent().parent()
-child = os.fork() if how in ("late", "own") else None
-if child == 0 and how == "own":
+child = os.fork() if how in ("late", "own", "library") else None
+if child == 0 and how in ("own", "library"):
     connect(os.environ | {"RANK": "1"}).ending(1, reason="hang: rank 0 does not answer", hosts=["node-b"])
     os._exit(1)
 if child == 0:  # another rank, which is preempted and ends before the supervisor has read what it says
@@ -82,8 +83,13 @@ if how == "late":
     time.sleep(3)  # longer than the others may live after a failure
     (folder / "finished").touch()
     sys.exit(75)
-if how == "preempted":
+if how in ("preempted", "75 as a rank"):
     sys.exit(75)
+if how == "2 as a rank":  # such as argparse, or a script that has caught what is wrong
+    sys.exit(2)
+if how == "library":  # its own code raises RuntimeError, as torch does for a model or data that cannot work
+    with contextlib.contextmanager(lambda: (yield from "ab"))():
+        pass
 if restarts < 2 or how == "same-step":
     if how == "crash":
         ctypes.string_at(0)
