@@ -36,6 +36,8 @@ ERRORS_PER_LOG_RANK = 0.45
 Z_SCORE = 3.0
 """Robust z-score (Iglewicz & Hoaglin, 1993, with 1.4826 x MAD for the standard deviation) of a straggler among the
 ranks."""
+MIN_INDEPENDENT_STEPS = 20
+"""Independent steps that are needed for a judgement: of fewer, their spread is not known."""
 ROTATING_RATIO = 1.4
 """Slowest over second slowest rank from which a slowness that changes ranks is reported: higher than `RATIO`, since
 noise changes ranks too."""
@@ -44,7 +46,6 @@ MIN_ROTATING_STEPS = 40
 _MIN_SPREAD = 0.03
 _MIN_STEP_SPREAD = 0.02
 """Least standard deviation of the logarithm of a rank's time over the steps that is assumed."""
-_MAX_CORRELATION = 0.9
 Numbers = npt.NDArray[np.float64]
 WAIT_SHARE = 0.1
 """Part of its time that a rank may wait for data before it is reported; below half of it, it has recovered."""
@@ -86,6 +87,7 @@ class _Comparison:
         # Student's t instead of the normal distribution (Cornish and Fisher, 1960)
         of_few_steps = errors + (errors**3 + errors) / (4 * self.steps)
         is_slow = (self.lead >= math.log(RATIO)) & (self.lead >= of_few_steps * self.error)
+        is_slow &= self.steps >= MIN_INDEPENDENT_STEPS
         if not is_slow.any():
             return set()
         return set(np.flatnonzero(is_slow & (z_scores(np.exp(self.lead)) >= Z_SCORE)).tolist())
@@ -175,20 +177,25 @@ class StragglerJudge:
 
     def _compare(self, window: int) -> _Comparison:
         """Compare each rank with the others over the last steps."""
-        times = self._times[-window:]
-        sizes = self._sizes[-window:]
-        steps, ranks = times.shape
+        times = self._times
+        sizes = self._sizes
         if sizes.any():
-            times = times - _time_per_size(times, sizes) * sizes
-        means = times.mean(axis=0)
+            times = times - _time_per_size(times[-window:], sizes[-window:]) * sizes
+        recent = times[-window:]
+        steps, ranks = recent.shape
+        means = recent.mean(axis=0)
         lead = means - _median_of_the_faster(means)
         error = np.full(ranks, np.inf)
         independent = np.full(ranks, float(steps))
         for rank in np.flatnonzero(lead >= math.log(RECOVERED_RATIO)):
             # The mean over all ranks contains the rank itself
-            own = (times[:, rank] - means[rank]) * ranks / (ranks - 1)
-            independent[rank] = _independent_steps(own)
-            deviation = max(float(own.std(ddof=1)), _MIN_STEP_SPREAD)
+            own = times[:, rank] * ranks / (ranks - 1)
+            # A rank may have become slow at any time before, so each window has a mean of its own
+            ends = range(len(own), 0, -window)
+            parts = [own[max(end - window, 0) : end] for end in ends]
+            differences = np.concatenate([part - part.mean() for part in reversed(parts)])
+            independent[rank] = max(steps / _correlated_steps(differences), 1.0)
+            deviation = max(float(differences.std(ddof=1)), _MIN_STEP_SPREAD)
             error[rank] = deviation / math.sqrt(independent[rank])
         return _Comparison(lead=lead, error=error, steps=independent)
 
@@ -253,15 +260,24 @@ def _time_per_size(times: Numbers, sizes: Numbers) -> float:
     return min(max(exponent, 0.0), 2.0)  # attention is quadratic
 
 
-def _independent_steps(differences: Numbers) -> float:
-    """Return the number of independent steps that are worth as much as these, (steps,), whose mean is 0.
+def _correlated_steps(differences: Numbers) -> float:
+    """Return how many of these steps, (steps,), whose mean is 0, are worth as much as an independent one, at least 1.
 
-    A process that disturbs a rank does so for many steps in a row, so that one step is correlated with the next.
+    What disturbs a rank does so for many steps in a row, such as another rank on the same core. The correlations are
+    summed in pairs of distances up to the first pair that is not positive (Geyer, 1992, initial positive sequence).
     """
+    steps = len(differences)
     squares = float(differences @ differences)
-    correlation = float(differences[1:] @ differences[:-1]) / squares if squares > 0 else 0.0
-    correlation = min(max(correlation, 0.0), _MAX_CORRELATION)
-    return len(differences) * (1 - correlation) / (1 + correlation)
+    if squares <= 0:
+        return 1.0
+    products = np.correlate(differences, differences, mode="full")[steps - 1 :]
+    correlations = products[: steps // 2] / squares
+    if correlations[1] < 2 / math.sqrt(steps):  # independent steps have that by chance
+        return 1.0
+    pairs = correlations[: len(correlations) // 2 * 2].reshape(-1, 2).sum(axis=1)
+    is_over = pairs <= 0
+    pairs = pairs[: int(is_over.argmax())] if is_over.any() else pairs
+    return max(2 * float(pairs.sum()) - 1, 1.0)
 
 
 def _median_of_the_faster(values: Numbers) -> float:

@@ -75,6 +75,38 @@ def test_a_straggler_is_reported_again_only_after_it_has_recovered():
     assert counts == [1, 0, 0, 1]
 
 
+def test_a_straggler_that_is_only_a_little_faster_is_not_withdrawn():
+    judge = StragglerJudge(["a", "b", "c"])
+    rows = {ratio: [[0.03] * 50, [0.03 * ratio] * 50, [0.03] * 50] for ratio in (1.3, 1.2, 1.1)}
+    judgements = [judge.add(rows[ratio]) for ratio in (1.3, 1.2, 1.2, 1.2, 1.2, 1.1)]
+    assert [len(judgement.withdrawn) for judgement in judgements] == [0, 0, 0, 0, 0, 1]
+
+
+def sharing(seed, ranks, mean_steps, steps=200):
+    """Seconds of equal ranks on one core, where another one is slowed each time, for `mean_steps` steps on average."""
+    chance, slowed = np.random.default_rng(seed), 0
+    seconds = 0.03 * np.exp(0.05 * chance.standard_normal((ranks, steps)))
+    for step in range(steps):
+        if chance.random() < 1 / mean_steps:
+            slowed = chance.integers(ranks)
+        seconds[slowed, step] *= 1.5
+    return seconds
+
+
+@pytest.mark.parametrize(("mean_steps", "most"), [(3, 2), (10, 9)])
+def test_ranks_that_share_a_core_are_rarely_accused_for_noise_that_lasts_some_steps(mean_steps, most):
+    """One that is slow in all of the first 40 steps cannot be told from a straggler; it is withdrawn later."""
+    accused = [first_accused(sharing(seed, 2, mean_steps)) for seed in range(20)]
+    assert sum(map(bool, accused)) <= most
+
+
+def test_a_rank_that_becomes_slow_is_found_while_the_steps_before_are_remembered():
+    seconds = 0.03 * np.exp(0.1 * np.random.default_rng(0).standard_normal((4, 200)))
+    seconds[2, 100:] *= 1.4
+    assert list(first_accused(seconds)) == [2]
+    assert first_accused(seconds)[2] <= 160
+
+
 def uneven(ranks, seed, slow=1.0, steps=200):
     """Seconds and sizes of steps on log-normal lengths, (ranks, steps); the last rank is slower by `slow`."""
     chance = np.random.default_rng(seed)
