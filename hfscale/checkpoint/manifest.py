@@ -28,7 +28,7 @@ from pathlib import Path, PurePosixPath
 import xxhash
 
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.core.text_files import read_json
+from hfscale.core.text_files import open_regular, read_json
 from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import facts_of
 
@@ -62,7 +62,7 @@ class FileRecord:
         """Read the file `path` once and return its record."""
         digest = xxhash.xxh3_128()
         length = 0
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 digest.update(chunk)
                 length += len(chunk)

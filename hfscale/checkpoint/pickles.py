@@ -38,6 +38,7 @@ from hfscale.checkpoint.untrusted import (
     check_no_link,
     check_opcodes,
 )
+from hfscale.core.text_files import read_text
 from hfscale.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
@@ -529,7 +530,7 @@ def _check_loadable(path: Path) -> None:
 def _check_latest(path: Path) -> None:
     if path.stat().st_size > _MAX_LATEST_BYTES:
         raise CheckpointError(f"{path} is refused: it is not the name of a folder")
-    name = path.read_text(encoding="utf-8", errors="replace").strip()
+    name = read_text(path, errors="replace").strip()
     if not FOLDER_NAME.fullmatch(name) or not (path.parent / name).is_dir():
         raise CheckpointError(f"{path} names '{name[:80]}', which is not a folder next to it")
 

@@ -28,7 +28,7 @@ from hfscale.core.run_files import (
     STATUS_NAME,
     TIMELINE_NAME,
 )
-from hfscale.core.text_files import parse_json, read_json
+from hfscale.core.text_files import bounded_lines, open_regular, parse_json, read_json
 
 RANKS_PER_LINE_BUDGET = 64
 """With more ranks, only every (ranks / budget)-th log is kept, so that the file grows no faster than with 64 ranks."""
@@ -46,6 +46,8 @@ METRIC_PREFIXES = (
 _MOST_STEPS = 2**62
 _PART_BYTES = 2**22
 _LONGEST_LINE_BYTES = 2**25
+_MOST_SKIPPED_BYTES = 2**27
+"""Bytes of lines that are no records after which the rest of a file is not read."""
 _COMPARED_BYTES = 256
 """Bytes before the place up to which a file was read that tell whether it is still the same file; lines have times."""
 WRITING = "writing measurements"
@@ -120,6 +122,7 @@ class RecordTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._skipped_bytes = 0
         self._read_bytes = 0
         self._last_bytes = b""
 
@@ -154,7 +157,7 @@ class RecordTail:
 
     def _read_part(self) -> tuple[list[dict[str, Any]], bool]:
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 return self._read(file)
         except (FileNotFoundError, IsADirectoryError):
             began_anew = self._read_bytes > 0
@@ -181,6 +184,9 @@ class RecordTail:
             end = len(new)  # a whole object, whose line end is missing
         if end == 0 and len(new) >= _LONGEST_LINE_BYTES:
             end = len(new)  # a part of a line that is no record; its other parts are none either
+            self._skipped_bytes += end
+            if self._skipped_bytes > _MOST_SKIPPED_BYTES:  # the file has no lines, or a hole
+                end = max(file.seek(0, os.SEEK_END) - self._read_bytes, end)
         self._last_bytes = (self._last_bytes + new[:end])[-_COMPARED_BYTES:]
         self._read_bytes += end
         return [
@@ -268,7 +274,7 @@ def begin_records(output_dir: Path, step: int) -> None:
     for name in (JSONL_NAME, RANKS_NAME, FINGERPRINTS_NAME):
         begin_lines(output_dir / name, step)
     timeline = output_dir / TIMELINE_NAME
-    if timeline.is_file() and not timeline.read_bytes().endswith(b"\n"):
+    if timeline.is_file() and not _is_ended(timeline):
         with timeline.open("a", encoding="utf-8") as file:
             # End the half line of a killed process, so that the next record has its own line
             file.write("\n")
@@ -289,8 +295,16 @@ def begin_lines(path: Path, step: int) -> None:
     if step == 0:
         _set_aside(path)
         return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    write_atomically(path, "".join(f"{line}\n" for line in lines if _is_up_to(line, step)))
+    lines = bounded_lines(path, errors="replace")
+    write_atomically(path, "".join(f"{line.rstrip()}\n" for line in lines if _is_up_to(line, step)))
+
+
+def _is_ended(path: Path) -> bool:
+    """Return whether the last line of a file has its end."""
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - 1, 0))
+        return file.read(1) == b"\n"
 
 
 def _is_up_to(line: str, step: int) -> bool:

@@ -37,7 +37,7 @@ import psutil
 
 from hfscale.core.durable_files import make_inside
 from hfscale.core.records import unix_time
-from hfscale.core.text_files import read_json
+from hfscale.core.text_files import open_regular, read_json, read_text
 
 FOLDER_VARIABLE = "HFSCALE_RUN_MEMORY"
 """Environment variable with the path of the folder, set by the supervisor for the ranks."""
@@ -71,6 +71,7 @@ _IMPORTS_NAME = "imports.json"
 _OUTLIVES = "outlives-"
 # Between two readings of the time at which a process was created (`hfscale.core.processes`)
 _CLOCK_S = 2.0
+_MOST_BYTES = 4096  # of a file with one number
 _READ_BY_IMPORTS = ("OMP_NUM_THREADS",)  # set by launchers, and read when torch is imported
 
 
@@ -239,7 +240,7 @@ class RunMemory:
         for path in self.folder.glob(f"{_OUTLIVES}*"):
             with suppress(OSError, ValueError, psutil.Error):
                 process = psutil.Process(int(path.name.removeprefix(_OUTLIVES)))
-                started_at = float(path.read_text(encoding="utf-8"))
+                started_at = float(read_text(path, most_bytes=_MOST_BYTES))
                 if abs(process.create_time() - started_at) < _CLOCK_S:  # its id was not used again
                     found.add(process)
         return found
@@ -282,14 +283,13 @@ class RunMemory:
             step (`int`): the optimizer step.
         """
         found = {}
-        for path in sorted(
-            self.folder.glob("samples-*"), key=lambda path: int(path.name.removeprefix("samples-"))
-        ):
+        paths = [path for path in self.folder.glob("samples-*") if path.name[8:].isdecimal()]
+        for path in sorted(paths, key=lambda path: int(path.name.removeprefix("samples-"))):
             # A rank that was killed while it wrote leaves a part of the text
-            with suppress(OSError, ValueError):
+            with suppress(OSError, ValueError, KeyError, TypeError):
                 record = read_json(path)
                 if record["step"] == step:
-                    found[path.name.removeprefix("samples-")] = record["samples"]
+                    found[path.name.removeprefix("samples-")] = list(record["samples"])
         return found
 
     def furthest(self) -> tuple[int, int]:
@@ -338,7 +338,11 @@ class Progress:
         Args:
             path (`Path`): the file that a rank has written.
         """
-        content = path.read_bytes()
+        try:
+            with open_regular(path) as file:
+                content = file.read(cls._LAYOUT.size + 1)
+        except OSError:  # something has removed the folder meanwhile
+            return 0, 0
         if len(content) != cls._LAYOUT.size:
             return 0, 0
         begun, completed, _ = cls._LAYOUT.unpack(content)
@@ -352,7 +356,7 @@ def replicated_step(folder: Path) -> int | None:
         folder (`Path`): the folder of one training in the memory of this node.
     """
     try:
-        return int((folder / REPLICATED).read_text(encoding="utf-8"))
+        return int(read_text(folder / REPLICATED, most_bytes=_MOST_BYTES))
     except (OSError, ValueError):
         return None
 
@@ -376,7 +380,7 @@ def trusted_step(folder: Path) -> int | None:
         folder (`Path`): the folder of one training in the memory of this node.
     """
     try:
-        return int((folder / TRUSTED).read_text(encoding="utf-8"))
+        return int(read_text(folder / TRUSTED, most_bytes=_MOST_BYTES))
     except (OSError, ValueError):
         return None
 

@@ -6,11 +6,56 @@ digits; a device such as `/dev/zero` has no end. Files are read through this mod
 
 import errno
 import json
+import os
+import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MAX_BYTES = 2**28
 """Bytes of the largest file that is read at once: configs, records of a checkpoint, lists of prompts."""
+
+_MOST_LINE_BYTES = 2**26
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading bytes. A pipe or a socket, whose other end may never come, is refused.
+
+    Args:
+        path (`Path`): the file.
+
+    Raises:
+        OSError: it cannot be opened, or is none.
+    """
+    # A pipe that nobody writes to would be waited for
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode) or stat.S_ISCHR(mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "it is a pipe or a device: give a regular file", str(path))
+
+
+def bounded_lines(path: Path, *, encoding: str = "utf-8", errors: str = "strict") -> Iterator[str]:
+    """Yield the lines of a file with their ends, so that neither a long file nor a long line fills the memory.
+
+    Args:
+        path (`Path`): the file.
+        encoding (`str`): of its text.
+        errors (`str`): what to do with bytes that are no text, as for `bytes.decode`.
+
+    Raises:
+        OSError: it cannot be read, or a line is larger than 64 MiB.
+        UnicodeDecodeError: a line is not in this encoding.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(_MOST_LINE_BYTES + 1):
+            if len(line) > _MOST_LINE_BYTES:
+                limit = f"a line is larger than {_MOST_LINE_BYTES // 2**20} MiB"
+                raise OSError(errno.EFBIG, limit, str(path))
+            yield line.decode(encoding, errors)
 
 
 def read_text(path: Path, *, errors: str = "strict", most_bytes: int = MAX_BYTES) -> str:
@@ -25,7 +70,7 @@ def read_text(path: Path, *, errors: str = "strict", most_bytes: int = MAX_BYTES
         OSError: it cannot be read, or is larger.
         UnicodeDecodeError: it is not UTF-8.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
         limit = f"it is larger than {most_bytes // 2**20} MiB"

@@ -13,6 +13,7 @@ import typer
 from hfscale.core.flags import parse_network
 from hfscale.core.options import check_options
 from hfscale.core.spelling import speaking, spelled
+from hfscale.core.text_files import bounded_lines
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
@@ -216,15 +217,14 @@ def _run_table(path: Path) -> None:
     """Print a JSON line for every row of a CSV table in UTF-8. The line of a wrong row contains an error."""
     table = spelled("table", str(path))
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
-            if missing:
-                columns = ", ".join(missing)
-                needed = ", ".join(REQUIRED)
-                raise UsageError(f"{table} has no column {columns}: it needs {needed}")
-            for number, row in enumerate(reader):
-                sys.stdout.write(json.dumps(table_line(number, row)) + "\n")
+        reader = csv.DictReader(bounded_lines(path, encoding="utf-8-sig"))
+        missing = [name for name in REQUIRED if name not in (reader.fieldnames or ())]
+        if missing:
+            columns = ", ".join(missing)
+            needed = ", ".join(REQUIRED)
+            raise UsageError(f"{table} has no column {columns}: it needs {needed}")
+        for number, row in enumerate(reader):
+            sys.stdout.write(json.dumps(table_line(number, row)) + "\n")
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{table} cannot be read: {reason}; give a CSV file in UTF-8") from None

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hfscale.core.logging import get_logger
 from hfscale.core.spelling import spelled
+from hfscale.core.text_files import bounded_lines
 from hfscale.errors import DataError, UsageError
 
 logger = get_logger(__name__)
@@ -156,7 +157,10 @@ def _read_header(path: Path, source: str) -> tuple[str, int]:
             f"{source}: {path.name} has no {metadata.name}, which tells the bytes per token: write it with "
             "DocumentTokenizer(save_final_metadata=True)"
         )
-    first = metadata.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
+    try:
+        first = next(bounded_lines(metadata, errors="replace"), "").rstrip("\r\n")
+    except OSError as error:
+        raise DataError(f"{source}: {metadata.name} cannot be read: {error.strerror}") from None
     name, _, size = first.rpartition("|")
     if size not in map(str, _DTYPES):
         raise DataError(
@@ -181,8 +185,13 @@ def _documents(path: Path, size: int, source: str) -> pa.LargeListArray:
         raise DataError(
             f"{source}: {path.name} has no {index.name}: write it with DocumentTokenizer(save_index=True)"
         )
-    ends = np.fromfile(index, dtype="<u8").astype(np.int64)
-    offsets = np.concatenate([np.zeros(1, dtype=np.int64), ends])
+    # It is not read as a whole if its last number is wrong
+    documents = index.stat().st_size // 8
+    skipped = 8 * max(documents - 1, 0)
+    ends = np.fromfile(index, dtype="<u8", count=1, offset=skipped)
+    if len(ends) and int(ends[0]) == count:
+        ends = np.fromfile(index, dtype="<u8")
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), ends.astype(np.int64)])
     if offsets[-1] != count or (np.diff(offsets) < 0).any():
         raise DataError(
             f"{source}: {index.name} ends at token {offsets[-1]}, and {path.name} has {count}: was one of them cut?"

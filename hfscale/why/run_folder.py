@@ -10,7 +10,7 @@ from hfscale.checkpoint.manifest import Manifest, read_manifest
 from hfscale.checkpoint.store import checkpoint_step, list_checkpoints
 from hfscale.core.records import read_events, read_records
 from hfscale.core.run_files import FINGERPRINTS_NAME, JSONL_NAME, MANIFEST_NAME, TRACES_NAME
-from hfscale.core.text_files import parse_json, read_json
+from hfscale.core.text_files import bounded_lines, parse_json, read_json
 from hfscale.errors import CheckpointError, UsageError
 
 CURVES = ("learning_rate", "loss", "grad_norm")
@@ -129,11 +129,10 @@ def _setup_of_trace(traces: Mapping[int, Path]) -> dict[str, Any]:
     for folder in reversed(list(traces.values())):
         first = folder / "rank-0.jsonl"
         if first.is_file():
-            with first.open(encoding="utf-8", errors="replace") as file:
-                try:
-                    header = parse_json(file.readline())
-                except ValueError:
-                    continue
+            try:
+                header = parse_json(next(bounded_lines(first, errors="replace"), ""))
+            except (OSError, ValueError):
+                continue
             if isinstance(header, dict) and isinstance(header.get("setup"), dict):
                 return dict(header["setup"])
     return {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.core.run_files import TRACES_NAME
-from hfscale.core.text_files import parse_json
+from hfscale.core.text_files import bounded_lines, parse_json
 from hfscale.errors import UsageError
 
 FORMAT = 2
@@ -150,9 +150,9 @@ def read_trace(folder: Path) -> list[RankTrace]:
 
 def _read(path: Path, rank: int) -> RankTrace:
     try:
-        with path.open(encoding="utf-8") as file:
-            header = parse_json(file.readline())
-            events = [_event(parse_json(line)) for line in file]
+        lines = bounded_lines(path)
+        header = parse_json(next(lines, ""))
+        events = [_event(parse_json(line)) for line in lines]
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(
             f"{path} cannot be read as a trace: {error}: trace the step again"

@@ -35,6 +35,7 @@ from hfscale.checkpoint.formats.view import (
     saved_name,
 )
 from hfscale.checkpoint.pickles import DEEPSPEED_CLASSES, FOLDER_NAME, load_archive
+from hfscale.core.text_files import read_text
 from hfscale.core.versions import installed
 from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import WEIGHTS, StrategyFacts
@@ -60,7 +61,7 @@ def tag_folder(checkpoint: Path, *, latest: str = "latest") -> Path:
     """
     path = checkpoint / latest
     try:
-        tag = path.read_text(encoding="utf-8").strip()
+        tag = read_text(path, errors="replace").strip()
     except OSError:
         raise CheckpointError(
             f"{checkpoint} is not a complete DeepSpeed checkpoint: it has no file '{latest}'"
