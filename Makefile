@@ -7,7 +7,7 @@
 # make test-recipes     recipes and scripts under every strategy, launched as users do
 # make test-finetuning  chat data and the TRL recipes
 # make test-versions    other versions of torch, transformers and Python
-# make test-faults      the long fault-injection suite
+# make test-faults      the long fault-injection suite; FAULTS=1000 SEED=1 FUZZ=10000 for more random faults and hostile files
 # make test-mutations   breaks the package line by line: do the tests notice? ARGS=recovery limits it to one package
 # make test-differential  programs as users write them: hfscale against plain Trainer; PROGRAMS=5000, SEED=1
 # make test-gpu         what needs a CUDA GPU; with GPU_PYTHON=python3, which installs nothing, that interpreter runs it

@@ -107,6 +107,7 @@ class Run(Nodes):
         more = {"world": 2, "trace": True, "env": env | {"TMPDIR": str(folder / "tmp")}}
         if any(fault.kind == "SIGSTOP" and fault.target == "rank" for fault in faults):
             more["hang_after_s"] = 3
+        arguments, more = self.of_ranks(folder, arguments, more)
         super().__init__(address, folder, count=nodes, launches=len(faults) + 20, arguments=arguments, **more)
         for name in ("tmp", "out", "log"):
             (folder / name).mkdir()
@@ -115,6 +116,10 @@ class Run(Nodes):
                 (folder / name).mkdir(exist_ok=True)
                 subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder / name)], check=True)
                 self.mounts.append(folder / name)
+
+    def of_ranks(self, folder, arguments, more):
+        """The arguments of the Trainer, and what the spec of the ranks has besides."""
+        return arguments, more
 
     def log(self, node):
         return self.folder / "log" / f"run-{node}.jsonl"

@@ -25,6 +25,7 @@ from replay_runs import Flip, FlipsBit
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 from workers.blocked import block_in_c
+from workers.shifted_clock import real_time
 
 from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback, SpotCheckpointCallback
 from hfscale.checkpoint.loading import readable_checkpoint
@@ -89,13 +90,16 @@ class Trace(TrainerCallback):
         self.file = os.open(f"trace-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, *values):
-        os.write(self.file, f"{json.dumps([time.time(), *values])}\n".encode())
+        os.write(self.file, f"{json.dumps([real_time(), *values])}\n".encode())
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.write("begin", state.global_step)
 
     def on_step_end(self, args, state, control, **kwargs):
         self.write("done", state.global_step)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        self.write("evaluating", state.global_step)
 
     def on_log(self, args, state, control, logs, **kwargs):
         if "loss" in logs:

@@ -54,6 +54,7 @@ def serve(address):
     import torch
     import transformers
     from ports import free_port
+    from workers import shifted_clock
 
     class KillingPhases(preemption_server.Phases):
         """Kills its own process at the moments of the trial."""
@@ -78,6 +79,7 @@ def serve(address):
             if pid == 0:
                 if spec["host"] != socket.gethostname():
                     take_host_name(spec["host"])
+                disturb(spec)
                 preemption_server.Phases = KillingPhases
                 preemption_server.SavingTrainer = transformers.Trainer  # one that overrides methods has no snapshots
                 preemption_server.become_rank(
@@ -85,6 +87,14 @@ def serve(address):
                 )
             pids.append(pid)
         return pids
+
+    def disturb(spec):
+        """Have the date follow a file, and each flush of a file take long while another file exists."""
+        if "clock" in spec:
+            shifted_clock.install(spec["clock"])
+        if "slow" in spec:
+            slow, flush = Path(spec["slow"]), os.fsync
+            os.fsync = lambda descriptor: (time.sleep(0.3 if slow.exists() else 0.0), flush(descriptor))[1]
 
     def wait(pids, connection):
         """Wait for all ranks as a launcher does; they are killed if the process that asked for them has ended."""
