@@ -52,7 +52,7 @@ Replaced until the end of the training
   `upload_folder` of the client that transformers shares. By: hub.py, `pushes_delayed`. Reason: Trainer uploads its
   output directory with fixed patterns, and a checkpoint before it has its final name. Test: test_hub.py.
 - `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation, and no
-  event comes before one. Test: test_preemption.py, test_averaging.py.
+  event comes before one. Test: test_preemption.py.
 - `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the
   generation that TRL's trainers do before; there is no event between the two. Test: test_flops.py.
 - `Trainer.training_step` (public), in a training with `TraceCallback`. By: `wrap_training_step`. Reason: no event
