@@ -36,7 +36,7 @@ from hfscale.errors import (
     UsageError,
 )
 from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of
-from hfscale.trainer.state import global_batch_size, output_folder
+from hfscale.trainer.state import global_batch_size, growing_batch_state, output_folder
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import requested_strategy
 
@@ -295,6 +295,8 @@ def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
         )
     if running.file_format == unsharded.FORMAT.name and model_only is None:
         _check_groups(trainer, Path(checkpoint))
+    if growing_batch_state(trainer.state):
+        return  # the state says how much has been seen
     size = global_batch_size(trainer)
     if size != manifest.global_batch_size:
         logger.warning(

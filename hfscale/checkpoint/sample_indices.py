@@ -2,26 +2,25 @@
 
 from typing import Any
 
+from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.batch_indices import BatchListener, listen_to_batches
-from hfscale.trainer.state import steps_per_epoch
+from hfscale.trainer.state import micro_batches_of_pass
 
 
 class StepSamples(BatchListener):
     """The samples of each optimizer step; `record_samples` makes it.
 
     Args:
-        steps_per_pass (`int`): optimizer steps in a pass over the data.
-        accumulation (`int`): micro-batches of a step.
+        trainer (`Trainer`): the Trainer whose training has begun.
     """
 
-    def __init__(self, *, steps_per_pass: int, accumulation: int) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         # The indices of this rank's micro-batches by their number in the pass, as far as they have been taken
         self._batches: dict[int, list[Any]] = {}
-        self._steps_per_pass = steps_per_pass
-        self._accumulation = accumulation
+        self._trainer = trainer
 
     def begin_pass(self) -> None:
         self._batches.clear()
@@ -36,14 +35,13 @@ class StepSamples(BatchListener):
             steps (`int`): optimizer steps of the run before it.
         """
         batches = self._batches
-        first = steps % self._steps_per_pass * self._accumulation
+        first = micro_batches_of_pass(self._trainer, steps)
+        accumulation = int(self._trainer.args.gradient_accumulation_steps)
         for number in [number for number in batches if number < first]:
             del batches[number]
         # A data loader reads ahead, so there are later batches too.
         step = [
-            batches[number]
-            for number in range(first, first + self._accumulation)
-            if number in batches
+            batches[number] for number in range(first, first + accumulation) if number in batches
         ]
         return [index for batch in step for index in batch]
 
@@ -64,8 +62,5 @@ def record_samples(adapter: TrainerAdapter, train_dataloader: Any) -> StepSample
         return None
     if trainer.args.ignore_data_skip and trainer.state.global_step:
         return None
-    samples = StepSamples(
-        steps_per_pass=steps_per_epoch(trainer),
-        accumulation=trainer.args.gradient_accumulation_steps,
-    )
+    samples = StepSamples(trainer)
     return samples if listen_to_batches(adapter, train_dataloader, samples) else None

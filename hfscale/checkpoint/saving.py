@@ -90,7 +90,6 @@ class TrainerSaving:
         self._begin = begin
         self._committed = committed
         self._strategy = Strategy.of(trainer)
-        self._global_batch_size = global_batch_size(trainer)
         self._identity = identity_of(trainer) if trainer.args.local_process_index == 0 else None
         self._original = adapter.replace_saving(self._save, self.writer.wait)
         self._own_methods = own_methods(trainer)
@@ -428,7 +427,7 @@ class TrainerSaving:
             run_dir=run_dir,
             step=state.global_step,
             strategy=self._strategy.name,
-            global_batch_size=self._global_batch_size,
+            global_batch_size=global_batch_size(self._trainer),
             layout=self._strategy.manifest_layout(),
             identity=self._identity,
             commits=args.should_save,

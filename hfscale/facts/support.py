@@ -154,6 +154,8 @@ class Combination:
     """Whether an average of the trained weights is kept."""
     evaluate_average: bool | None = None
     """Whether evaluations use that average."""
+    batch_schedule: bool | None = None
+    """Whether the global batch changes during the training."""
     compute_loss: bool | None = None
     """Whether code of the user's computes the loss: a subclass's `compute_loss`, or `compute_loss_func`."""
     model_init: bool | None = None

@@ -140,6 +140,7 @@ class DiLoCoCallback(AdapterCallback):
             Strategy.of(adapter.trainer).combination(),
             islands=self.options.islands,
             average=any(getattr(each, "averages_weights", False) for each in callbacks),
+            batch_schedule=adapter.grows_batch,
         )
         check_support(run, "islands")
         self._part = PartOfParameters(adapter.trainer, self.options.fragments)

@@ -11,8 +11,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.core.logging import get_logger
 from hfscale.core.options import names_of, takes_options
+from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
+from hfscale.facts.batch_schedule import BatchSchedule, parse_batch_schedule
 from hfscale.facts.lr_rules import LRScaling, scale_learning_rate
+from hfscale.lr_scaling.growing_batch import NOISE_SCALE, GrowingBatch
 from hfscale.lr_scaling.learning_rate import (
     foreign_rates,
     given_rates,
@@ -24,7 +27,7 @@ from hfscale.lr_scaling.learning_rate import (
 from hfscale.lr_scaling.options import LRScalingOptions
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.loss_rule import why_loss_grows
-from hfscale.trainer.state import global_batch_size, saved_state
+from hfscale.trainer.state import global_batch_size, growing_batch_state, saved_state
 from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
@@ -55,6 +58,9 @@ class LRScalingCallback(AdapterCallback):
     | metric key | unit | meaning |
     |---|---|---|
     | `lr_scaling/factor` | ratio | learning rate in use / learning rate given; absent where it cannot be applied |
+    | `scaling/global_batch` | sequences | sequences of the last optimizer step; absent where the batch is constant |
+
+    With `batch_schedule` the global batch changes during the training, and the rule is applied at each change.
 
     Args:
         **options: the options, see below.
@@ -70,11 +76,19 @@ class LRScalingCallback(AdapterCallback):
         self.options = options
         self.scaling: LRScaling | None = None
         """The factor and its reason in the last training; None before the first."""
+        self._schedule: BatchSchedule | None = None
+        if options.batch_schedule is not None:
+            with names_of(LRScalingOptions):
+                schedule = parse_batch_schedule(options.batch_schedule)
+                self._schedule = schedule.in_samples(options.block_size)
         self._begin_run()
 
     def _begin_run(self) -> None:
         self._created: _Created | None = None
         self._factor: float | None = None
+        self._growing: GrowingBatch | None = None
+        self._optimizer = ""  # its name before an engine has wrapped it
+        self._has_begun = False
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -82,13 +96,49 @@ class LRScalingCallback(AdapterCallback):
         super().on_init_end(args, state, control, **kwargs)
         # Checks what is known before the optimizer and the batch are
         self._decide(optimizer="adamw", batch_size=1)
+        if (
+            self._schedule is not None
+        ):  # what asks for the number of steps before the training gets it
+            self._grow(TrainerAdapter.current())
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Scale the optimizer as soon as it has been made."""
         self._begin_run()
+        if self._schedule is not None:
+            self._growing = self._grow(adapter)
+            self._growing.begin()
         restorer = _ArgumentRestorer(adapter)
         adapter.wrap_create_optimizer(
             lambda create: functools.partial(self._create_scaled, adapter, restorer, create)
+        )
+
+    def _grow(self, adapter: TrainerAdapter) -> GrowingBatch:
+        assert self._schedule is not None
+        return GrowingBatch(
+            adapter,
+            self._schedule,
+            counts_tokens=self.options.lr_clock == "tokens",
+            on_change=functools.partial(self._batch_changed, adapter),
+        )
+
+    def _batch_changed(self, adapter: TrainerAdapter) -> None:
+        """Scale the learning rate for another global batch, between two steps."""
+        if not self._has_begun:
+            return  # `_create_scaled` scales for the batch in which the training begins
+        trainer = adapter.trainer
+        size = global_batch_size(trainer)
+        self.scaling = scaling = self._decide(self._optimizer, size)
+        if self._factor is not None:
+            scale_to(trainer, scaling.factor, contained=self._factor)
+            self._factor = scaling.factor
+            saved = saved_state(trainer.state, "lr_scaling")
+            saved.update(factor=scaling.factor, kappa=scaling.kappa, rule=scaling.rule)
+        logger.info(
+            "the global batch is %d sequences from step %d: learning rate x %.4g: %s",
+            size,
+            trainer.state.global_step + 1,
+            scaling.factor,
+            scaling.reason,
         )
 
     def _create_scaled(
@@ -103,7 +153,8 @@ class LRScalingCallback(AdapterCallback):
         trainer = adapter.trainer
         self._restore(adapter)  # DeepSpeed's start calls this twice
         optimizer = create(*args, **kwargs)
-        self.scaling = scaling = self._decide(optimizer_name(trainer), global_batch_size(trainer))
+        self._optimizer = optimizer_name(trainer)
+        self.scaling = scaling = self._decide(self._optimizer, global_batch_size(trainer))
         scale_to(trainer, scaling.factor)
         restore_config = scale_deepspeed_config(
             trainer, factor=scaling.factor, warmup_factor=scaling.warmup_factor
@@ -139,7 +190,8 @@ class LRScalingCallback(AdapterCallback):
                 raise UsageError(
                     "with DeepSpeed give LRScalingCallback to Trainer(callbacks=[...]), not add_callback()"
                 )
-            self.scaling = self._decide(optimizer_name(trainer), global_batch_size(trainer))
+            self._optimizer = optimizer_name(trainer)
+            self.scaling = self._decide(self._optimizer, global_batch_size(trainer))
             if state.global_step == 0:
                 scale_to(trainer, self.scaling.factor)
         assert self.scaling is not None
@@ -161,6 +213,42 @@ class LRScalingCallback(AdapterCallback):
         adapter.when_unused("learning rate", lambda: scale_to(trainer, 1.0))
         saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
         adapter.add_metrics(self._keys)
+        self._check_growth(state)
+        self._has_begun = True
+
+    def _check_growth(self, state: TrainerState) -> None:
+        """Refuse a training whose batch would not be what the checkpoint or the options say."""
+        if self._schedule is None:
+            if growing_batch_state(state):
+                name = spelled("batch_schedule")
+                raise UsageError(
+                    f"the checkpoint is of a training whose global batch changes: give {name} again, as its steps do "
+                    "not say how much it has seen"
+                )
+            return
+        if self._growing is None:
+            raise UsageError(
+                "with batch_schedule give the callback to Trainer(callbacks=[...]), not add_callback()"
+            )
+        self._growing.check_loss()
+        self._growing.move_schedule(state)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._growing is not None and logs is not None and NOISE_SCALE in logs:
+            self._growing.noise_measured(state, logs[NOISE_SCALE])
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._growing is not None:
+            self._growing.check_measured()
 
     def _announce(self, trainer: Trainer, state: TrainerState, rates: list[float]) -> None:
         """Log what was done, or warn that the factor does not hold for the rates that are used.
@@ -222,12 +310,28 @@ class LRScalingCallback(AdapterCallback):
         )
 
     def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:
-        return {"lr_scaling/factor": self._factor} if self._factor is not None else {}
+        keys = {}
+        if self._factor is not None:
+            keys["lr_scaling/factor"] = self._factor
+        if self._growing is not None and self._growing.batch is not None:
+            keys["scaling/global_batch"] = float(self._growing.batch)
+        return keys
 
     def _decide(self, optimizer: str, batch_size: int) -> LRScaling:
+        options = self.options
+        base = options.base_global_batch_size
+        if base is None and self._schedule is not None:
+            base = self._schedule.first  # the batch that the given learning rate is for
         with names_of(LRScalingOptions):
             return scale_learning_rate(
-                **vars(self.options), optimizer=optimizer, global_batch_size=batch_size
+                rule=options.rule,
+                optimizer=optimizer,
+                global_batch_size=batch_size,
+                base_global_batch_size=base,
+                block_size=options.block_size,
+                base_block_size=options.base_block_size,
+                critical_batch_size=options.critical_batch_size,
+                warmup_scale=options.warmup_scale,
             )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.loading import discard_conversions
@@ -188,7 +188,7 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
         trainer.args, trainer.get_train_dataloader()
     )
     done = state["global_step"]
-    if done < math.ceil(max_steps):
+    if not _has_trained_all(trainer.args, state, max_steps):
         return False
     if not _has_results(output_folder(trainer.args), Path(checkpoint)):
         logger.info(
@@ -207,6 +207,17 @@ def is_finished(trainer: "Trainer", checkpoint: str | None) -> bool:
     if trainer.is_world_process_zero():
         discard_conversions(output_folder(trainer.args))
     return True
+
+
+def _has_trained_all(args: "TrainingArguments", state: dict[str, Any], max_steps: float) -> bool:
+    """Return whether the state of a checkpoint is that of the last step."""
+    kept = state.get("stateful_callbacks", {}).get("hfscale", {})
+    if "growing_batch" in kept and args.max_steps <= 0:
+        # Where the batch follows a measurement, the steps are at most `max_steps`
+        passes: float = state["epoch"]
+        return passes >= args.num_train_epochs
+    steps: int = state["global_step"]
+    return steps >= math.ceil(max_steps)
 
 
 def _has_results(output_dir: Path, checkpoint: Path) -> bool:

@@ -117,7 +117,8 @@ def start_run(
     )
     with names_of(*OF_CALLBACKS):
         checkpoint = resume_point(training_args, scaling_args.checkpoint_remote)
-    training_args.keep_global_batch(checkpoint, data_parallel_size=layout.data_parallel_size)
+    if scaling_args.batch_schedule is None:  # which decides the global batch of each step itself
+        training_args.keep_global_batch(checkpoint, data_parallel_size=layout.data_parallel_size)
     if is_native(layout):
         check_same_experts(checkpoint, model_args)
     if not parallel_trainer:  # ParallelTrainer converts checkpoints itself

@@ -63,6 +63,13 @@ Replaced until the end of the training
   start method of data loader workers. Test: test_preemption.py.
 - `Trainer.set_initial_training_values` and `Trainer.log` (public). By: `finish_without_steps`. Reason: Trainer takes
   a step even if the checkpoint has all of them. Test: test_resume.py.
+- `Trainer._init_training_state`, `Trainer._run_epoch`, `Trainer.get_batch_samples` (public) and
+  `Trainer._finalize_training`, in a training whose global batch changes. By: `wrap_stepping`, for accumulation.py.
+  Reason: the loop takes one accumulation for all steps, and no event comes before a step's batches are fetched. It
+  reads `args.gradient_accumulation_steps` for each micro-batch, and asks for a remainder. Test: test_growing_batch.py.
+- `Trainer.set_initial_training_values` and `Trainer.create_scheduler` (public). By: `wrap_counting`,
+  `wrap_create_scheduler`. Reason: how many steps a training has is computed from one accumulation, and a learning rate
+  schedule counts steps. Test: test_growing_batch.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
   Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
 - `Accelerator.prepare` (public). By: fsdp2_loading.py. Reason: Accelerate's FSDP2 cannot load persistent buffers.
@@ -88,6 +95,10 @@ Read, called, or set once
   test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
 - `Trainer._globalstep_last_logged`, set. By: `jump_to`. Reason: Trainer divides the logged loss by the steps since
   the last log, and an island that returns has not taken those of the others. Test: test_islands.py.
+- `Trainer._initial_global_step`, read. By: accumulation.py. Reason: Trainer reports samples per second by the share of
+  the steps that a launch has taken, which is not that of the samples. Test: test_growing_batch.py.
+- `DeepSpeedEngine.set_train_batch_size` (public). By: `set_accumulation`. Reason: the engine counts samples by its own
+  accumulation. Test: test_growing_batch.py.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
   continues. Test: test_stream_position.py.
 - `Trainer._train_batch_size`, set before transformers 5.4 if it is read in `on_init_end`. By: `global_batch_size`.

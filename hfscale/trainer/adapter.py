@@ -101,6 +101,9 @@ class TrainerAdapter:
         """Whether the training ends early because of a notice, and another launch is to resume it."""
         self.callback_saves = False
         """Whether a callback saves in this training, although `save_strategy` may be `no`."""
+        self.grows_batch = False
+        """Whether the global batch changes in this training."""
+        self._unmeasured: dict[str, str | None] = {}
         self._resumes_from: str | None = None
         self._wraps_training = False
         self._skips_steps = False
@@ -384,6 +387,29 @@ class TrainerAdapter:
         self.callback_saves = True
         self.at_training_end(lambda: setattr(self, "callback_saves", False))
 
+    def announce_growing_batch(self) -> None:
+        """Set `grows_batch` until the end of the training. Call it before `on_train_begin`, in `before_train`."""
+        self.grows_batch = True
+        self.at_training_end(lambda: setattr(self, "grows_batch", False))
+
+    def announce_measurement(self, key: str, why_not: str | None) -> None:
+        """Say whether a metric key is measured in this training, for a callback that acts on its value.
+
+        Args:
+            key (`str`): the metric key.
+            why_not (`str`, *optional*): why it is not measured; None: it is.
+        """
+        self._unmeasured[key] = why_not
+        self.at_training_end(self._unmeasured.clear)
+
+    def why_unmeasured(self, key: str) -> str | None:
+        """Return why a metric key is not measured in this training; None: it is.
+
+        Args:
+            key (`str`): the metric key.
+        """
+        return self._unmeasured.get(key, "no callback measures it")
+
     def wait_for_save(self) -> None:
         """Wait for the save that is being written in the background, if there is one. Every rank must call it.
 
@@ -563,6 +589,45 @@ class TrainerAdapter:
         """
         self._undo_one((id(self.trainer), "create_optimizer"))
         self._replace(self.trainer, "create_optimizer", wrap(self.trainer.create_optimizer))
+
+    def wrap_create_scheduler(
+        self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Replace `create_scheduler`, which counts optimizer steps, for a schedule that counts something else.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `create_scheduler`; returns the function to use, which takes
+                the same arguments.
+        """
+        self._undo_one((id(self.trainer), "create_scheduler"))
+        self._replace(self.trainer, "create_scheduler", wrap(self.trainer.create_scheduler))
+
+    def wrap_counting(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `set_initial_training_values` as long as the Trainer has one of our callbacks.
+
+        Trainer computes there how many steps a training has, from one accumulation for all of them. A script asks it
+        before a training too.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's method; returns the function to use.
+        """
+        name = "set_initial_training_values"
+        self._undo_lasting.pop((id(self.trainer), name), lambda: None)()
+        values = wrap(getattr(self.trainer, name))
+        self._replace(self.trainer, name, values, undo=self._undo_lasting)
+
+    def wrap_stepping(
+        self, wraps: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+    ) -> None:
+        """Replace the methods by which the loop finds its place and takes steps of one accumulation.
+
+        Args:
+            wraps (`Mapping`): name of a method -> a function that is called with the Trainer's method and returns the
+                one to use.
+        """
+        for name, wrap in wraps.items():
+            self._undo_one((id(self.trainer), name))
+            self._replace(self.trainer, name, wrap(getattr(self.trainer, name)))
 
     def wrap_evaluate(
         self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -823,7 +888,9 @@ class TrainerAdapter:
 
     def _check_support(self) -> None:
         """Refuse a training that the table of what works with what refuses."""
-        Strategy.of(self.trainer).check_support(callback_saves=self.callback_saves)
+        Strategy.of(self.trainer).check_support(
+            callback_saves=self.callback_saves, grows_batch=self.grows_batch
+        )
 
     def _leave_if_unused(self) -> bool:
         """Undo the lasting changes too if no preparation and no `AdapterCallback` needs the adapter any more."""

@@ -20,17 +20,21 @@ _COUNT = "num_items_in_batch"
 _OWN_LOSSES = ("cross_entropy", "mse_loss", "binary_cross_entropy_with_logits")
 
 
-def why_loss_grows(trainer: Trainer) -> str | None:
+def why_loss_grows(trainer: Trainer, micro_batches: int | None = None) -> str | None:
     """Return a warning if the loss grows so, with how to change it; None if it does not, or if that is not known.
 
     Args:
         trainer (`Trainer`): prepared for training. One with a `compute_loss` of its own is left to itself.
+        micro_batches (`int`, *optional*): the most micro-batches of a step; by default those of its arguments.
     """
     args = trainer.args
+    if micro_batches is None:
+        micro_batches = args.gradient_accumulation_steps
     processes = args.world_size // trainer.get_tp_size()
     if not args.average_tokens_across_devices:
         processes = 1
-    factor = processes * args.gradient_accumulation_steps
+    factor = processes * micro_batches
+    # Where the user's code or transformers divides by the items itself, the number of micro-batches has no effect
     is_left_out = (
         factor == 1
         or not trainer.model_accepts_loss_kwargs
@@ -47,7 +51,7 @@ def why_loss_grows(trainer: Trainer) -> str | None:
         return None
     return (
         f"{type(base).__name__} does not divide its loss by num_items_in_batch, as Trainer expects: with {processes} "
-        f"processes and {args.gradient_accumulation_steps} micro-batches per step, loss and gradients are {factor} "
+        f"processes and {micro_batches} micro-batches per step, loss and gradients are {factor} "
         "times too large; set model.accepts_loss_kwargs = False before the Trainer is made"
     )
 

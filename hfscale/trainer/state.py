@@ -13,6 +13,7 @@ from transformers.trainer_utils import has_length
 from hfscale.core.versions import has_epoch_methods
 
 _STATE_KEY = "hfscale"
+_GROWING_BATCH = "growing_batch"
 
 
 def output_folder(args: TrainingArguments) -> Path:
@@ -78,6 +79,31 @@ def drop_saved_state(state: TrainerState, name: str) -> None:
         by_callback.get(_STATE_KEY, {}).pop(name, None)
 
 
+def growing_batch_state(state: TrainerState) -> dict[str, Any]:
+    """Return where a training with a changing global batch is; empty where the batch is constant.
+
+    Args:
+        state (`TrainerState`): the state of the Trainer.
+
+    Returns:
+        `dict[str, Any]`: the live dictionary, not a copy, if the batch changes: `pass` (over the data, from 0),
+            `in_pass` (sequences of it that have been trained on), `samples` (sequences in all).
+    """
+    by_callback: Any = state.stateful_callbacks
+    own: dict[str, Any] = by_callback.get(_STATE_KEY, {})
+    found: dict[str, Any] = own.get(_GROWING_BATCH, {})
+    return found
+
+
+def begin_growing_batch_state(state: TrainerState) -> dict[str, Any]:
+    """Return the dictionary of `growing_batch_state`, which a training from scratch begins.
+
+    Args:
+        state (`TrainerState`): the state of the Trainer.
+    """
+    return saved_state(state, _GROWING_BATCH)
+
+
 def requested_optimizer(args: TrainingArguments) -> str:
     """Return the name of the optimizer that a Trainer's arguments ask for, such as `adamw_torch`.
 
@@ -114,6 +140,23 @@ def steps_per_epoch(trainer: Trainer) -> int:
     if not has_length(loader):
         return 0
     return max(-(-len(loader) // trainer.args.gradient_accumulation_steps), 1)
+
+
+def micro_batches_of_pass(trainer: Trainer, steps: int) -> int:
+    """Return how many micro-batches of its pass over the data each rank has trained on; 0 between two passes.
+
+    Args:
+        trainer (`Trainer`): a Trainer whose training has begun, on data with a length.
+        steps (`int`): the optimizer steps of the run so far.
+    """
+    accumulation = int(trainer.args.gradient_accumulation_steps)
+    growing = growing_batch_state(trainer.state)
+    if not growing:
+        steps_of_pass = steps % steps_per_epoch(trainer)
+        return steps_of_pass * accumulation
+    in_pass: int = growing["in_pass"]
+    micro_batch = global_batch_size(trainer) // accumulation
+    return in_pass // micro_batch
 
 
 def jump_to(trainer: Trainer, step: int) -> None:

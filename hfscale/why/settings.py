@@ -75,6 +75,8 @@ _ABOUT_STEPS = {
             "base_global_batch_size",
             "warmup_scale",
             "base_block_size",
+            "batch_schedule",
+            "lr_clock",
         ),
     ),
     "clipping": ("max_grad_norm",),

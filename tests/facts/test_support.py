@@ -478,6 +478,8 @@ ELSEWHERE = {
         "ParallelTrainer looks at the config itself"
     ),
 }
+GROWING = [rule.name for rule in rules() if "batch_schedule" in rule.when]
+ELSEWHERE |= dict.fromkeys(GROWING, "checked at the start of a training: tests/lr_scaling/test_growing_batch.py")
 ELSEWHERE |= dict.fromkeys(
     [
         "kinds of adapters in `ParallelTrainer` that were not compared with one process",

@@ -62,6 +62,11 @@ ELSEWHERE = {
         "tests/averaging/test_averaging.py, in one process",
     ),
 }
+ELSEWHERE |= {
+    rule.name: "needs a schedule of the batch: tests/lr_scaling/test_growing_batch.py"
+    for rule in rules()
+    if "batch_schedule" in rule.when and "parallel_trainer" not in rule.when.values()
+}
 """Rules that no script of two ranks on a CPU can meet -> why."""
 
 

@@ -49,7 +49,7 @@ from hfscale.trainer.batch_indices import (
     listen_to_stream,
     own_stream_of,
 )
-from hfscale.trainer.state import global_batch_size, steps_per_epoch
+from hfscale.trainer.state import global_batch_size, micro_batches_of_pass, steps_per_epoch
 
 logger = get_logger(__name__)
 
@@ -84,7 +84,8 @@ class DataOrder(BatchListener, TrainerCallback):
         self._launch = {
             "world_size": distributed.world_size(),
             "batch": args.per_device_train_batch_size,
-            "accumulation": self._accumulation,
+            # Batches are counted one by one, so that it does not matter where it changes
+            "accumulation": 0 if adapter.grows_batch else args.gradient_accumulation_steps,
         }
         self._begin = self._states()
         self._begin_counters: dict[str, Any] = {}
@@ -136,9 +137,10 @@ class DataOrder(BatchListener, TrainerCallback):
 
     def _batches_trained(self) -> int:
         """Return how many batches of this pass have been trained on; 0 between two passes."""
-        steps = self._adapter.trainer.state.global_step
+        trainer = self._adapter.trainer
+        steps = trainer.state.global_step
         if self._steps_per_pass:
-            return steps % self._steps_per_pass * self._accumulation
+            return micro_batches_of_pass(trainer, steps)
         if self._begun_at_step is None:
             return 0
         trained = (steps - self._begun_at_step) * self._accumulation
@@ -300,7 +302,8 @@ def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
 
 def _warn_of_workers(adapter: TrainerAdapter) -> None:
     args = adapter.trainer.args
-    is_inside_pass = adapter.trainer.state.global_step % max(steps_per_epoch(adapter.trainer), 1)
+    trainer = adapter.trainer
+    is_inside_pass = micro_batches_of_pass(trainer, trainer.state.global_step) > 0
     if args.dataloader_num_workers and is_inside_pass:
         logger.warning(
             "random numbers that the %d processes of the data loader draw for this pass, such as masks of a collator, "

@@ -30,6 +30,7 @@ from transformers import Trainer, TrainerState
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.meters.meter import Meter, Window
+from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.collector import Columns
 from hfscale.trainer.state import global_batch_size, model_of, saved_state
 from hfscale.trainer.strategies import Strategy
@@ -66,8 +67,10 @@ class NoiseScaleMeter(Meter):
         probe = self._make_probe(trainer)
         self._probe = None if isinstance(probe, str) else probe
         self.watches_steps = self._probe is not None
-        if isinstance(probe, str):
-            logger.info("scaling/noise_scale is not logged: %s", probe)
+        why_not = probe if isinstance(probe, str) else None
+        TrainerAdapter.of(trainer).announce_measurement("scaling/noise_scale", why_not)
+        if why_not is not None:
+            logger.info("scaling/noise_scale is not logged: %s", why_not)
 
     def _make_probe(self, trainer: Trainer) -> "GradientProbe | str":
         """Return the probe for the running strategy, or the reason why there is none."""

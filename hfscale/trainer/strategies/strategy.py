@@ -204,6 +204,13 @@ class Strategy:
         """Return the live config of the engine that steps the optimizer; empty where Trainer steps it itself."""
         return {}
 
+    def set_accumulation(self, micro_batches: int) -> None:
+        """Tell the engine how many micro-batches the next step has; nothing to tell where Trainer steps itself.
+
+        Args:
+            micro_batches (`int`): micro-batches of the step.
+        """
+
     # ---- tensors
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -420,7 +427,11 @@ class Strategy:
         """
 
     def check_support(
-        self, environ: Mapping[str, str] = os.environ, *, callback_saves: bool = False
+        self,
+        environ: Mapping[str, str] = os.environ,
+        *,
+        callback_saves: bool = False,
+        grows_batch: bool = False,
     ) -> None:
         """Refuse a training that the table of what works with what refuses. It needs no prepared model.
 
@@ -429,6 +440,7 @@ class Strategy:
         Args:
             environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
             callback_saves (`bool`): whether a callback writes checkpoints, although `save_strategy` may be `no`.
+            grows_batch (`bool`): whether the global batch changes during the training.
 
         Raises:
             HfScaleError: it does not work; the class is that of the rule, most often `UsageError`.
@@ -436,6 +448,9 @@ class Strategy:
         asked = self.combination(environ)
         if callback_saves:
             asked = replace(asked, saves=True)
+        if grows_batch:
+            finds_batch = self.trainer.args.auto_find_batch_size
+            asked = replace(asked, batch_schedule=True, auto_find_batch_size=finds_batch)
         check_described(asked, self.trainer.args, environ)
 
     def check_versions(self) -> None:

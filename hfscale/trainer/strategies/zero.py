@@ -77,6 +77,16 @@ class Zero(Strategy):
         """Return DeepSpeed's config, with the values that transformers has filled in for `auto`."""
         return deepspeed_config(self.trainer.accelerator.state.deepspeed_plugin)
 
+    def set_accumulation(self, micro_batches: int) -> None:
+        """Tell the engine how many micro-batches the next step has.
+
+        Accelerate tells it in each backward pass whether that ends the step; the engine counts samples by this number.
+        """
+        engine = self._engine
+        if hasattr(engine, "set_train_batch_size"):  # a training that begins has no engine yet
+            per_micro_batch = engine.train_micro_batch_size_per_gpu() * engine.dp_world_size
+            engine.set_train_batch_size(micro_batches * per_micro_batch)
+
     # ---- tensors
 
     @property

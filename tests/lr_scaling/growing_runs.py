@@ -1,0 +1,136 @@
+"""Trainings whose global batch grows, in this process or in forked ranks, and the same by hand in plain torch."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from forked_ranks import run_ranks
+from tiny import RandomTokens, StopAt, logged, tiny_arguments, tiny_model
+from transformers import Trainer, TrainerCallback, default_data_collator
+
+from hfscale import LRScalingCallback, ScalingCallback, ScalingMetricsCallback
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
+
+STAGES = ((0, 4), (20, 8), (60, 16), (150, 24))
+SCHEDULE = ",".join(f"{batch}@{after}samples" if after else f"{batch}@0" for after, batch in STAGES)
+ROWS = 64
+PASSES = 4
+LR = 1e-2
+UNIT = 4  # the greatest common divisor of the batches
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+ARGUMENTS = {
+    "max_steps": -1,
+    "num_train_epochs": PASSES,
+    "per_device_train_batch_size": 2,
+    "lr_scheduler_type": "linear",
+    "learning_rate": LR,
+    "save_strategy": "steps",
+    "save_steps": 1000,
+}
+
+
+class Seen(RandomTokens):
+    """Random tokens that note the order in which they are read."""
+
+    def __init__(self) -> None:
+        super().__init__(ROWS)
+        self.order: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.order.append(int(index))
+        return super().__getitem__(index)
+
+
+def make(
+    folder: Path, *callbacks: TrainerCallback, options: dict[str, Any] | None = None, **arguments: Any
+) -> Trainer:
+    """Return a Trainer whose batch grows by `SCHEDULE`; `options` are those of `LRScalingCallback`."""
+    scaling = LRScalingCallback(**({"batch_schedule": SCHEDULE} | (options or {})))
+    args = tiny_arguments(folder, **(ARGUMENTS | arguments))
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        let_fsdp_run_on_cpu()
+    return Trainer(
+        model=tiny_model(),
+        args=args,
+        train_dataset=Seen(),
+        data_collator=default_data_collator,
+        callbacks=[ScalingCallback(lr_scaling=scaling, metrics=ScalingMetricsCallback(noise_scale=True)), *callbacks],
+    )
+
+
+def train(folder: Path, *, stop: int | None = None, resume: int | None = None, **kwargs: Any) -> Trainer:
+    """Train, until after a step if `stop` names one, and from the checkpoint of a step if `resume` does."""
+    trainer = make(folder, *([] if stop is None else [StopAt(stop)]), **kwargs)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / f"checkpoint-{resume}"))
+    return trainer
+
+
+def result_of(trainer: Trainer) -> dict[str, list[float]]:
+    """Return what was logged in each step."""
+    keys = ("loss", "learning_rate", "scaling/global_batch", "lr_scaling/factor", "epoch")
+    return {key: logged(trainer, key)[: trainer.state.global_step] for key in keys}
+
+
+def on_ranks(folder: Path, strategy: str, ranks: int = 2, **kwargs: Any) -> dict[str, list[float]]:
+    """Train in forked ranks; return what rank 0 has logged."""
+    env = FSDP if strategy == "fsdp2" else {}
+    codes = run_ranks(ranks, _rank, folder, strategy, kwargs, log=folder / "log", env=env)
+    assert codes == [0] * ranks, "\n".join(path.read_text()[-3000:] for path in (folder / "log").glob("*.log"))
+    return json.loads((folder / "result.json").read_text())
+
+
+def _rank(folder: Path, strategy: str, kwargs: dict[str, Any]) -> None:
+    if strategy.startswith("zero"):
+        kwargs["deepspeed"] = zero(int(strategy[-1]))
+    trainer = train(folder, **kwargs)
+    if os.environ["RANK"] == "0":
+        (folder / "result.json").write_text(json.dumps(result_of(trainer)))
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def zero(stage: int, **config: Any) -> dict[str, Any]:
+    """Return a config of DeepSpeed that takes Trainer's optimizer."""
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    } | config
+
+
+def by_hand(order: list[int]) -> dict[str, list[float]]:
+    """Train in plain torch: one backward pass for each step, AdamW with the square-root rule, a linear schedule.
+
+    Args:
+        order (`list[int]`): the rows of all passes, in the order in which they are read.
+    """
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    rows = RandomTokens(ROWS).rows
+    found: dict[str, list[float]] = {"loss": [], "learning_rate": [], "scaling/global_batch": [], "epoch": []}
+    seen = 0
+    while seen < len(order):
+        batch = [size for after, size in STAGES if after <= seen][-1]
+        end_of_pass = (seen // ROWS + 1) * ROWS
+        taken = rows[order[seen : min(seen + batch, end_of_pass)]]
+        rate = LR * (batch / STAGES[0][1]) ** 0.5 * (1 - seen // UNIT / (len(order) / UNIT))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = model(input_ids=taken, labels=taken).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen = min(seen + batch, end_of_pass)
+        found["loss"].append(loss.item())
+        found["learning_rate"].append(rate)
+        found["scaling/global_batch"].append(batch)
+        found["epoch"].append(seen / ROWS)
+    return found
