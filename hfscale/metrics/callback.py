@@ -132,12 +132,16 @@ class ScalingMetricsCallback(AdapterCallback):
         self._sequence_parts = context_parallel_size(trainer) * sequence_parallel_size(trainer)
         for meter in self._meters:
             meter.begin(trainer, state)
+        facts = self._efficiency.facts()
+        if adapter.grows_batch and args.max_steps <= 0:
+            # What ends it: the steps are not equally long
+            facts = {**facts, "passes": args.num_train_epochs}
         self._goodput_tracker = self._recorder.begin(
             adapter.run_dir(),
             args,
             state,
             saved_goodput=saved_state(state, "goodput"),
-            facts=self._efficiency.facts(),
+            facts=facts,
         )
         self._goodput.goodput_tracker = self._goodput_tracker
         if state.is_world_process_zero:

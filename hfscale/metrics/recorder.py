@@ -120,7 +120,7 @@ class RunRecorder:
             pid=os.getpid(),
             previous_alive=last_alive if is_relaunch else None,
             **({"lost_launches": lost_launches} if lost_launches else {}),
-            **{key: facts[key] for key in ("world_size", "strategy") if key in facts},
+            **{key: facts[key] for key in ("world_size", "strategy", "passes") if key in facts},
         )
         lives = lives_of(events, last_alive)
         follows_pause = bool(lives) and lives[-1].is_pause

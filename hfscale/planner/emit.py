@@ -306,7 +306,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         values["block_size"] = job.seq_len
     else:
         values |= task_flags(job)
-    values |= layout_flags(job)
+    values |= layout_flags(job if plan.growing is None else plan.growing.largest(job))
     # In the order in which a reader of the file looks for them: model, layout, precision, method, optimizer.
     values |= PRECISION_FLAGS.get(job.precision, {})
     if job.precision == "fp32" and job.gpu.tf32_tflops:
@@ -325,8 +325,11 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     values["optim"] = TRAINER_OPTIMIZERS[job.optimizer]
     values["learning_rate"] = learning_rate(job)
     values |= {"lr_scheduler_type": "cosine", "warmup_steps": WARM_UP}
-    if plan.tokens is not None:
-        values["max_steps"] = math.ceil(plan.tokens / job.tokens_per_step)
+    if choice.steps is not None:
+        values["max_steps"] = choice.steps
+    if plan.growing is not None:
+        del values["gradient_accumulation_steps"]
+        values["batch_schedule"] = plan.growing.text
     values |= evaluation_flags(choice) | save_flags(choice)
     values["output_dir"] = f"runs/{_name(plan.model)}"
     gpus = f"{job.layout.world_size} {job.gpu.name}"

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from hfscale.core.options import Check
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, ParameterError
+from hfscale.facts.batch_schedule import parse_batch_schedule
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.planner.option_fields import (
@@ -80,6 +81,13 @@ def an_amount(name: str, value: Any) -> None:
     """Check that an amount is above 0 and finite."""
     if not 0 < value < math.inf:
         raise ParameterError(name, value, "it must be a finite number above 0")
+
+
+def a_batch_schedule(name: str, value: Any) -> None:
+    """Check that a batch schedule can be read."""
+    if not isinstance(value, str):
+        raise ParameterError(name, value, "write it as text, such as '256@0,512@1B'")
+    parse_batch_schedule(value)
 
 
 def at_most(limit: int) -> Check:
@@ -376,6 +384,13 @@ class PlanOptions(RunOptions, GpusOption, HardwareOptions):
         check=an_amount,
         text=True,
         help="Tokens to train on, such as 500M or 1T on the command line; hours and cost need them",
+    )
+    batch_schedule: str | None = option(
+        None,
+        group=SEARCH,
+        check=a_batch_schedule,
+        help="Global batch that grows, in sequences @ tokens seen, such as 256@0,512@1B",
+        unset="the global batch is constant",
     )
     objective: Objective = option("time", group=SEARCH, help="What to rank by; gpus: fewest")
     top: int = option(5, group=SEARCH, check=a_count, help="Number of choices to show")

@@ -19,6 +19,7 @@ from hfscale.planner.advice import Advice, advice, assumptions, simplicity
 from hfscale.planner.cost import Cost, compare, cost, reliability
 from hfscale.planner.estimate import Estimate, spread
 from hfscale.planner.frameworks import find_framework
+from hfscale.planner.growing_batch import GrowingPlan, growing_plan
 from hfscale.planner.improvements import Improvement, improvements
 from hfscale.planner.job import layout_sizes, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
@@ -39,6 +40,8 @@ class Choice:
     known."""
     costs: tuple[Cost, ...] = ()
     """Cost at every provider, cheapest first; empty where no price is known."""
+    steps: int | None = None
+    """Optimizer steps of the run; None where the number of tokens is not known."""
 
     def scaled(self, value: float) -> tuple[float, float]:
         """Return the range of a value that is proportional to the step's duration, such as hours or dollars."""
@@ -70,6 +73,7 @@ class Choice:
             "micro_batch": job.micro_batch,
             "grad_accum": job.micro_batches,
             "global_batch": job.global_batch,
+            "optimizer_steps": self.steps,
             "virtual_stages": job.virtual_stages,
             "pipeline_schedule": job.schedule_name if job.layout.pp > 1 else None,
             "expert_parallel": job.expert_parallel,
@@ -118,6 +122,8 @@ class Plan:
     """What the numbers are based on."""
     warnings: tuple[str, ...]
     """What is doubtful about the prices."""
+    growing: GrowingPlan | None = None
+    """The schedule of a global batch that grows; the choices then have the batch that divides all of its batches."""
 
     @property
     def next_launchable(self) -> tuple[int, Choice] | None:
@@ -218,12 +224,19 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         precompute_ref_log_probs=options.precompute_ref_log_probs,
     )
     check_support(saved, "precompute_ref_log_probs")
+    growing = growing_plan(options)
+    if growing is not None:
+        options = replace(options, global_batch=growing.schedule.unit)
     request = _request_of(model, options)
     offers, warnings = _offers(request, all_prices(options.prices), options)
-    pricing = _Pricing(options=options, offers=offers, egress=all_egress(options.prices))
+    pricing = _Pricing(
+        options=options, offers=offers, egress=all_egress(options.prices), growing=growing
+    )
     objective = options.objective
 
     estimates, rejected = search(request, options.gpus)
+    estimates, unable = pricing.able(estimates)
+    rejected += unable
     choices = pricing.choices(estimates)
     if estimates and not choices:
         rejected.append(pricing.over_the_limits(estimates))
@@ -257,6 +270,7 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         advice=tuple(advised),
         assumptions=tuple(assumptions(request, best.job if best else None, options.tokens)),
         warnings=tuple(warnings) if uses_prices else (),
+        growing=growing,
     )
 
 
@@ -341,6 +355,22 @@ class _Pricing:
     """Prices of the GPU."""
     egress: Mapping[str, Egress]
     """Prices of data that leaves a provider, by provider."""
+    growing: GrowingPlan | None
+    """The schedule of a global batch that grows."""
+
+    def able(self, estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Rejected]]:
+        """Split estimates into those that run with the schedule of the batch, and why the others do not."""
+        if self.growing is None:
+            return list(estimates), []
+        able, unable = [], []
+        for item in estimates:
+            reason = self.growing.why_not(item.job)
+            if reason is None:
+                able.append(item)
+                continue
+            name = strategy_of(item.job)
+            unable.append(Rejected(layout=item.job.layout, strategy=name, reason=reason))
+        return able, unable
 
     def choices(self, estimates: Sequence[Estimate]) -> list[Choice]:
         """Compute the costs of the estimates, and leaves out those over the limits."""
@@ -352,6 +382,10 @@ class _Pricing:
             return Choice(estimate=item)
         job = item.job
         rate = item.tokens_per_s_per_gpu * job.layout.world_size
+        steps = math.ceil(tokens / job.tokens_per_step)
+        if self.growing is not None:
+            rate = self.growing.tokens_per_s(item)
+            steps = self.growing.steps(job)
         if self.options.usd_per_gpu_hour is not None:
             own = cost(
                 job,
@@ -360,7 +394,7 @@ class _Pricing:
                 usd_per_gpu_hour=self.options.usd_per_gpu_hour,
                 provider="your price",
             )
-            return Choice(estimate=item, hours=own.hours, costs=(own,))
+            return Choice(estimate=item, hours=own.hours, costs=(own,), steps=steps)
         costs = compare(
             job,
             self.offers,
@@ -374,7 +408,7 @@ class _Pricing:
             hours = costs[0].hours
         else:
             hours = tokens / rate / 3600 / reliability(job, spot=False).goodput
-        return Choice(estimate=item, hours=hours, costs=tuple(costs))
+        return Choice(estimate=item, hours=hours, costs=tuple(costs), steps=steps)
 
     def _keeps_limits(self, choice: Choice) -> bool:
         deadline = self.options.deadline
@@ -409,7 +443,8 @@ def _search_fewer_gpus(
     fewest: int | None = None
     choices: list[Choice] = []
     for gpus in _fewer_gpus(request.gpus, request.gpus_per_node):
-        found = pricing.choices(search(request, gpus)[0])
+        able, _ = pricing.able(search(request, gpus)[0])
+        found = pricing.choices(able)
         if found and stop_at_first:
             return gpus, []
         if found and fewest is None:

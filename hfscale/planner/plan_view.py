@@ -119,7 +119,9 @@ def _answer(plan: Plan) -> str:
     memory = f"{estimate.memory.total:.0f} of {job.gpu.memory_gib:.0f} GiB per GPU, fits: {estimate.fits_word}"
     layout = f"{_strategy(job, plan.request)}, {_layout(choice)}, {batch}{recomputed}"
     answer = f"Choice 1: {layout}: {', '.join(parts)}; {memory}."
-    if plan.request.global_batch is None:
+    if plan.growing is not None:
+        answer += f"\nGlobal batch: {plan.growing.text}, {choice.steps:,} optimizer steps."
+    elif plan.request.global_batch is None:
         unit = {"dpo": "pairs", "grpo": "completions"}.get(plan.request.task, "sequences")
         answer += (
             f"\nGlobal batch: {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step, assumed: give "

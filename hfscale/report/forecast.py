@@ -32,10 +32,20 @@ def forecast(run: Run) -> Forecast | None:
     logs = [record for record in run.records if record.get("time", 0.0) >= launch.begun][
         -NEWEST_LOGS:
     ]
-    if len(logs) < 2 or logs[-1]["step"] <= logs[0]["step"]:
+    if len(logs) < 2:
         return None
-    step_s = (logs[-1]["time"] - logs[0]["time"]) / (logs[-1]["step"] - logs[0]["step"])
-    seconds_left = max(run.max_steps - logs[-1]["step"], 0) * max(step_s, 0.0)
+    key = "step"
+    end: float | None = run.max_steps
+    if "scaling/global_batch" in logs[-1]:
+        # Its steps take longer and longer as it grows; a pass does not
+        key = "epoch"
+        end = run.passes
+    begun = logs[0].get(key, 0.0)
+    reached = logs[-1].get(key, 0.0)
+    if end is None or reached <= begun:
+        return None
+    seconds = max(logs[-1]["time"] - logs[0]["time"], 0.0)
+    seconds_left = max(end - reached, 0) * seconds / (reached - begun)
     price = run.facts.get("usd_per_gpu_hour")
     gpus = launch.world_size or run.facts.get("world_size")
     to_end = None

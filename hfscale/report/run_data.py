@@ -37,6 +37,7 @@ _EVENT_NUMBERS = frozenset(
         *(
             "step",
             "max_steps",
+            "passes",
             "world_size",
             "rank",
             "steps_lost",
@@ -136,6 +137,8 @@ class Run:
     """The alarms of the run that were not withdrawn, oldest first: `kind`, `level`, `text`, `step`, `time`."""
     max_steps: int | None = None
     """Number of steps at which the newest launch ends; None if it is unknown."""
+    passes: float | None = None
+    """Passes over the data after which a launch ends whose global batch changes; None for others."""
     left_out: int = 0
     """How many values in its files cannot be right, and were left out."""
     lost_launches: int = 0
@@ -285,6 +288,7 @@ class RunFiles:
             max_steps=int(launches[-1]["max_steps"])
             if launches and "max_steps" in launches[-1]
             else None,
+            passes=launches[-1].get("passes") if launches else None,
             left_out=self._left_out,
             lost_launches=max(0, int(launches[0].get("lost_launches", 0))) if launches else 0,
         )

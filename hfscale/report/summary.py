@@ -163,7 +163,16 @@ def _tokens(run: Run) -> Tile:
         return _unknown("Tokens", f"{steps:,} steps")
     padding = run.median("scaling/padding_fraction")
     padded = f", {percent(padding)} padding" if padding else ""
-    return Tile(name="Tokens", value=count(tokens), note=f"{steps:,} steps{padded}", number=tokens)
+    note = f"{steps:,} steps{padded}{_batches(run)}"
+    return Tile(name="Tokens", value=count(tokens), note=note, number=tokens)
+
+
+def _batches(run: Run) -> str:
+    """Return how the global batch has grown; nothing where it is constant."""
+    _, batches = run.columns("scaling/global_batch")
+    if not batches:
+        return ""
+    return f", of {batches[0]:,.0f} to {batches[-1]:,.0f} sequences"
 
 
 def _cost(run: Run) -> Tile:

@@ -167,7 +167,8 @@ class ChangingAccumulation(TrainerCallback):
         assert self._data is not None
         if self._trainer.args.ignore_data_skip:
             saved["in_pass"] = 0
-        skipped, rest = divmod(saved["in_pass"], self._data.micro_batch)
+        in_pass: int = saved["in_pass"]
+        skipped, rest = divmod(in_pass, self._data.micro_batch)
         if rest:
             raise CheckpointError(
                 f"the checkpoint continues after {saved['in_pass']} sequences of the pass, which is no number of "
@@ -225,18 +226,18 @@ class ChangingAccumulation(TrainerCallback):
         self._done += self._fetched
         saved["in_pass"] = self._done * data.micro_batch
         saved["samples"] = before + saved["in_pass"]
-        done_in_all = self._done
-        if data.per_pass is not None:
-            done_in_all += saved["pass"] * data.per_pass
-            if self._done >= data.per_pass:
-                saved |= {
-                    "pass": saved["pass"] + 1,
-                    "in_pass": 0,
-                    "samples": before + data.samples_of_pass,
-                }
-                control.should_epoch_stop = True
+        if data.per_pass is None:
+            self._source.stepped(state, saved["samples"])
+            return
+        done_in_all = saved["pass"] * data.per_pass + self._done
+        if self._done >= data.per_pass:
+            saved["pass"] += 1
+            saved["in_pass"] = 0
+            saved["samples"] = before + data.samples_of_pass
+            control.should_epoch_stop = True
         self._source.stepped(state, saved["samples"])
-        if args.max_steps <= 0 and done_in_all >= args.num_train_epochs * data.per_pass:
+        ends = args.max_steps <= 0 and done_in_all >= args.num_train_epochs * data.per_pass
+        if ends:
             # The steps that a measured batch leaves are not known before
             state.max_steps = state.global_step
 

@@ -21,6 +21,11 @@ PASSES = 4
 LR = 1e-2
 UNIT = 4  # the greatest common divisor of the batches
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+SIZES = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
+}
 ARGUMENTS = {
     "max_steps": -1,
     "num_train_epochs": PASSES,
@@ -76,7 +81,7 @@ def result_of(trainer: Trainer) -> dict[str, list[float]]:
 
 def on_ranks(folder: Path, strategy: str, ranks: int = 2, **kwargs: Any) -> dict[str, list[float]]:
     """Train in forked ranks; return what rank 0 has logged."""
-    env = FSDP if strategy == "fsdp2" else {}
+    env = {"fsdp2": FSDP, "hsdp": FSDP | SIZES}.get(strategy, {})
     codes = run_ranks(ranks, _rank, folder, strategy, kwargs, log=folder / "log", env=env)
     assert codes == [0] * ranks, "\n".join(path.read_text()[-3000:] for path in (folder / "log").glob("*.log"))
     return json.loads((folder / "result.json").read_text())

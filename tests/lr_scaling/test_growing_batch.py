@@ -1,6 +1,6 @@
 """A global batch that grows: equal to a loop by hand, under every strategy that allows it, resumed at any step."""
 
-import pickle
+import copy
 from dataclasses import replace
 
 import pytest
@@ -108,6 +108,15 @@ def test_another_number_of_processes_continues(tmp_path, reference, strategy, ra
         folder.mkdir()
         on_ranks(folder, strategy, ranks, stop=step)
         assert_equal(on_ranks(folder, strategy, then, resume=step), hand, rel=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.world(4)
+def test_replicas_of_shards_equal_the_loop_by_hand(tmp_path, reference):
+    *_, hand = reference
+    one_each = {"per_device_train_batch_size": 1}
+    on_ranks(tmp_path, "hsdp", 4, stop=8, **one_each)
+    assert_equal(on_ranks(tmp_path, "hsdp", 4, resume=8, **one_each), hand, rel=2e-6)
 
 
 def test_steps_bound_the_training_and_count_its_passes(tmp_path, reference):
@@ -265,4 +274,4 @@ def test_micro_batches_count_from_their_step():
     number = MicroBatches(3, first=4)
     assert number == 3
     assert [step % number for step in range(4, 8)] == [0, 1, 2, 0]
-    assert type(pickle.loads(pickle.dumps(number))) is int  # in training_args.bin
+    assert type(copy.deepcopy(number)) is int  # as when it is pickled, in training_args.bin

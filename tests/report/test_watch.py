@@ -190,6 +190,16 @@ def test_what_is_left_is_computed_from_the_newest_logs(run_dir):
     assert forecast(load_run(run_dir)) is None
 
 
+def test_the_time_left_of_a_growing_batch_is_that_of_its_passes(run_dir):
+    launch = {"event": "launch", "step": 40, "time": BEGIN + 4000, "world_size": 2, "max_steps": 100}
+    append(run_dir / "hfscale_timeline.jsonl", launch)
+    rows = [log(step, time=BEGIN + 4100 + step, epoch=epoch) for step, epoch in ((50, 1.0), (60, 1.5))]
+    append(run_dir / "scaling.jsonl", *[row | {"scaling/global_batch": 8.0 * row["epoch"]} for row in rows])
+    assert forecast(load_run(run_dir)) is None
+    append(run_dir / "hfscale_timeline.jsonl", launch | {"passes": 3.0})
+    assert forecast(load_run(run_dir)).seconds_left == pytest.approx(1.5 * 10 / 0.5)
+
+
 def test_steps_of_an_earlier_launch_do_not_count_for_the_time_left(run_dir):
     launch = {"event": "launch", "step": 40, "time": BEGIN + 4000, "world_size": 2, "max_steps": 100}
     append(run_dir / "hfscale_timeline.jsonl", launch)

@@ -1,0 +1,60 @@
+"""Plans of a global batch that grows: steps, hours, what is left out, and what is emitted."""
+
+import pytest
+
+import hfscale
+from hfscale.errors import UsageError
+from hfscale.planner.emit import recipe_yaml
+
+RUN = {"gpu": "H100-80GB", "gpus": 64, "tokens": 10e9, "seq_len": 4096, "usd_per_gpu_hour": 2.0}
+SCHEDULE = "256@0,512@1B,1024@4B"
+
+
+def test_steps_and_hours_follow_from_the_schedule(tmp_path):
+    found = hfscale.plan("llama-3.1-8b", **RUN, batch_schedule=SCHEDULE)
+    tokens_per_step = [batch * 4096 for batch in (256, 512, 1024)]
+    parts = [1e9, 3e9, 6e9]
+    expected = sum(part / per_step for part, per_step in zip(parts, tokens_per_step, strict=True))
+    best = found.choices[0]
+    assert best.steps == pytest.approx(expected, abs=3)
+    assert best.to_dict()["optimizer_steps"] == best.steps
+    constant = {batch: hfscale.plan("llama-3.1-8b", **RUN, global_batch=batch) for batch in (256, 1024)}
+    bounds = sorted(_same(best, plan).hours for plan in constant.values())
+    assert bounds[0] <= best.hours <= bounds[1]
+    text = recipe_yaml(found, best, tmp_path)
+    assert f'batch_schedule: "{SCHEDULE}"' in text
+    assert f"max_steps: {best.steps}" in text
+    assert "gradient_accumulation_steps" not in text
+
+
+def _same(choice, plan):
+    job = choice.estimate.job
+    return next(
+        other
+        for other in plan.choices
+        if other.estimate.job.layout == job.layout and other.estimate.job.zero == job.zero
+    )
+
+
+def test_layouts_that_do_not_run_with_it_are_left_out():
+    found = hfscale.plan("llama-3.1-70b", **RUN, batch_schedule="1024@0,2048@1B", top=50)
+    for choice in found.choices:
+        layout = choice.estimate.job.layout
+        assert layout.tp * layout.pp * layout.cp == 1
+        assert choice.estimate.job.offload == "none"
+    assert any("batch_schedule" in rejected.reason for rejected in found.rejected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": None, "usd_per_gpu_hour": None}, "tokens"),
+        ({"global_batch": 256}, "give one of them"),
+        ({"batch_schedule": "auto:256..1024"}, "not known before"),
+        ({"task": "dpo"}, "text and sft"),
+        ({"batch_schedule": "256@0,512"}, "write it as"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        hfscale.plan("llama-3.1-8b", **RUN | {"batch_schedule": SCHEDULE} | changes)
