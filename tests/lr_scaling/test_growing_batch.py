@@ -49,13 +49,21 @@ def test_one_process_equals_a_loop_by_hand(reference):
     assert rate == pytest.approx(PASSES * ROWS, rel=1e-2)
 
 
+@pytest.mark.long
 def test_another_batch_per_device_continues(tmp_path, reference):
     *_, hand = reference
     train(tmp_path, stop=8)
     assert_equal(result_of(train(tmp_path, resume=8, per_device_train_batch_size=4)), hand)
 
 
-@pytest.mark.parametrize("step", [3, 6, 10])  # inside a stage, before a change, at the end of a pass
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(3, marks=pytest.mark.long),  # inside a stage
+        6,  # inside a pass, after a change
+        pytest.param(10, marks=pytest.mark.long),  # at the end of a pass
+    ],
+)
 def test_a_resumed_training_equals_the_uninterrupted_one(tmp_path, reference, step):
     _, whole, _ = reference
     train(tmp_path, stop=step)
@@ -119,6 +127,7 @@ def test_replicas_of_shards_equal_the_loop_by_hand(tmp_path, reference):
     assert_equal(on_ranks(tmp_path, "hsdp", 4, resume=8, **one_each), hand, rel=2e-6)
 
 
+@pytest.mark.long
 def test_steps_bound_the_training_and_count_its_passes(tmp_path, reference):
     _, whole, _ = reference
     trainer = train(tmp_path, max_steps=12, options={"lr_clock": "steps"})
@@ -130,6 +139,7 @@ def test_steps_bound_the_training_and_count_its_passes(tmp_path, reference):
     assert result["learning_rate"] == pytest.approx(rates)
 
 
+@pytest.mark.long
 def test_the_rule_none_keeps_the_rate(tmp_path):
     result = result_of(train(tmp_path, max_steps=11, lr_scheduler_type="constant", options={"rule": "none"}))
     assert set(result["learning_rate"]) == {LR}
@@ -147,6 +157,7 @@ def test_tokens_and_a_warm_up_in_steps_of_the_first_batch(tmp_path):
 
 
 class TestMeasured:
+    @pytest.mark.long
     def test_the_batch_doubles_at_twice_the_noise_scale(self, tmp_path, monkeypatch):
         monkeypatch.setattr("hfscale.metrics.meters.noise_scale.NoiseScale.value", lambda self: 20.0)
         options = {"batch_schedule": "auto:4..32"}
@@ -220,6 +231,7 @@ def test_what_was_not_compared_is_refused(asked):
     assert "batch_schedule" in why_not(replace(combination, batch_schedule=True), "batch_schedule")
 
 
+@pytest.mark.long
 def test_a_constant_batch_continues_with_a_schedule_and_not_the_reverse(tmp_path, reference):
     _, whole, _ = reference
     tiny_trainer(tmp_path / "constant", ScalingCallback(), StopAt(3), **ARGUMENTS | CONSTANT).train()
