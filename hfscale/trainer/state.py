@@ -146,13 +146,13 @@ def micro_batches_of_pass(trainer: Trainer, steps: int) -> int:
     """Return how many micro-batches of its pass over the data each rank has trained on; 0 between two passes.
 
     Args:
-        trainer (`Trainer`): a Trainer whose training has begun, on data with a length.
+        trainer (`Trainer`): a Trainer whose training has begun; 0 is returned for data without a length.
         steps (`int`): the optimizer steps of the run so far.
     """
     accumulation = int(trainer.args.gradient_accumulation_steps)
     growing = growing_batch_state(trainer.state)
     if not growing:
-        steps_of_pass = steps % steps_per_epoch(trainer)
+        steps_of_pass = steps % max(steps_per_epoch(trainer), 1)
         return steps_of_pass * accumulation
     in_pass: int = growing["in_pass"]
     micro_batch = global_batch_size(trainer) // accumulation
