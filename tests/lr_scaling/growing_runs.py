@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,27 @@ def make(
         data_collator=default_data_collator,
         callbacks=[ScalingCallback(lr_scaling=scaling, metrics=ScalingMetricsCallback(noise_scale=True)), *callbacks],
     )
+
+
+class KillAt(TrainerCallback):
+    """Kills this process when a step begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(folder: Path, step: int, ranks: int) -> None:
+    """Train in forked ranks, with a checkpoint every second step, until they are killed."""
+    codes = run_ranks(ranks, _train_until_killed, folder, step, log=folder / "log")
+    assert set(codes) == {-signal.SIGKILL}
+
+
+def _train_until_killed(folder: Path, step: int) -> None:
+    make(folder, KillAt(step), save_steps=2).train()
 
 
 def train(folder: Path, *, stop: int | None = None, resume: int | None = None, **kwargs: Any) -> Trainer:

@@ -4,11 +4,11 @@ import copy
 from dataclasses import replace
 
 import pytest
-from growing_runs import ARGUMENTS, LR, PASSES, ROWS, by_hand, make, on_ranks, result_of, train, zero
+from growing_runs import ARGUMENTS, LR, PASSES, ROWS, by_hand, killed, make, on_ranks, result_of, train, zero
 from tiny import LENGTH, RandomTokens, StopAt, logged, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 
-from hfscale import LRScalingCallback, ScalingCallback
+from hfscale import LRScalingCallback, ScalingCallback, latest_checkpoint
 from hfscale.errors import UsageError
 from hfscale.facts.support import Combination, why_not
 from hfscale.trainer.accumulation import MicroBatches
@@ -116,6 +116,17 @@ def test_another_number_of_processes_continues(tmp_path, reference, strategy, ra
         folder.mkdir()
         on_ranks(folder, strategy, ranks, stop=step)
         assert_equal(on_ranks(folder, strategy, then, resume=step), hand, rel=2e-6)
+
+
+@pytest.mark.long
+@pytest.mark.world(2)
+def test_a_killed_training_continues_on_one_process_less(tmp_path, reference):
+    *_, hand = reference
+    killed(tmp_path, 9, ranks=2)
+    checkpoint = latest_checkpoint(str(tmp_path))
+    step = int(checkpoint.rpartition("-")[2])
+    assert 0 < step < 9
+    assert_equal(result_of(train(tmp_path, resume=step)), hand, rel=2e-6)
 
 
 @pytest.mark.long
