@@ -98,6 +98,11 @@ class BatchSchedule:
         """The sequences in which the learning rate schedule counts: each global batch is a multiple of them."""
         return math.gcd(*self.sizes)
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a threshold is in tokens."""
+        return any(stage.in_tokens and stage.after for stage in self.stages)
+
     def in_samples(self, row_length: int | None) -> "BatchSchedule":
         """Return the schedule with every threshold in sequences.
 

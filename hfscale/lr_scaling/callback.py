@@ -77,10 +77,12 @@ class LRScalingCallback(AdapterCallback):
         self.scaling: LRScaling | None = None
         """The factor and its reason in the last training; None before the first."""
         self._schedule: BatchSchedule | None = None
+        self._row_length: int | None = None
         if options.batch_schedule is not None:
             with names_of(LRScalingOptions):
                 schedule = parse_batch_schedule(options.batch_schedule)
                 self._schedule = schedule.in_samples(options.block_size)
+                self._row_length = options.block_size if schedule.counts_tokens else None
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -117,6 +119,7 @@ class LRScalingCallback(AdapterCallback):
         return GrowingBatch(
             adapter,
             self._schedule,
+            row_length=self._row_length,
             counts_tokens=self.options.lr_clock == "tokens",
             on_change=functools.partial(self._batch_changed, adapter),
         )

@@ -7,11 +7,12 @@ however large the steps have become.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerState
 
+from hfscale.core.collectives import TRAINING
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import has_epoch_methods
 from hfscale.errors import UsageError
@@ -38,6 +39,7 @@ class GrowingBatch:
     Args:
         adapter (`TrainerAdapter`): the adapter of the Trainer.
         schedule (`BatchSchedule`): with thresholds in sequences.
+        row_length (`int`, *optional*): tokens of a row, by which thresholds were computed; None: they count sequences.
         counts_tokens (`bool`): whether the learning rate schedule counts tokens; False: optimizer steps.
         on_change (`Callable`): called when another global batch begins, before its first step.
     """
@@ -47,12 +49,15 @@ class GrowingBatch:
         adapter: TrainerAdapter,
         schedule: BatchSchedule,
         *,
+        row_length: int | None,
         counts_tokens: bool,
         on_change: Callable[[], None],
     ) -> None:
         self._adapter = adapter
         self._trainer = adapter.trainer
         self._schedule = schedule
+        self._row_length = row_length
+        self._has_compared_rows = False
         self._counts_tokens = counts_tokens
         self._on_change = on_change
         self._samples = 0  # of the whole training
@@ -150,6 +155,25 @@ class GrowingBatch:
         self.batch = batch
         self._on_change()
 
+    def fetched(self, batches: list[Any]) -> None:
+        """Refuse rows that have not the length by which the thresholds in tokens were computed, in the first step."""
+        if self._row_length is None or self._has_compared_rows:
+            return
+        self._has_compared_rows = True
+        with TRAINING.agreed("start: row length"):  # the rows of one rank may be shorter
+            for batch in batches:
+                length = _length_of_rows(batch)
+                if length != self._row_length:
+                    found = (
+                        "the batches have no input_ids"
+                        if length is None
+                        else f"rows have {length} tokens"
+                    )
+                    raise _refused(
+                        f"{found}, and thresholds in tokens need rows of {self._row_length} (block_size); count "
+                        "sequences instead, as in 512@100Ksamples"
+                    )
+
     def stepped(self, state: TrainerState, samples: int) -> None:
         """Move the learning rate schedule to where the sequences are; Trainer has moved it by one."""
         saved = growing_batch_state(state)
@@ -223,6 +247,13 @@ class GrowingBatch:
         doubled = 2 * self.batch
         if doubled in self._schedule.sizes and noise_scale >= doubled:
             growing_batch_state(state)["batch"] = doubled
+
+
+def _length_of_rows(batch: Any) -> int | None:
+    """Return the positions of a row of a batch; None where it has no tokens."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        return None
+    return int(batch["input_ids"].shape[-1])
 
 
 def _refused(reason: str) -> UsageError:

@@ -71,6 +71,9 @@ class BatchSource(Protocol):
     def chosen(self, batch: int) -> None:
         """Hear the global batch of the step that is about to be fetched, or in which a training begins."""
 
+    def fetched(self, batches: list[Any]) -> None:
+        """Hear the micro-batches of the step that is about to be taken, on every rank."""
+
     def stepped(self, state: TrainerState, samples: int) -> None:
         """Hear that a step has ended, after which `samples` sequences have been seen."""
 
@@ -202,6 +205,7 @@ class ChangingAccumulation(TrainerCallback):
                 number = min(number, self._data.per_pass - self._done)
             batches, items = fetch(iterator, number, device)
             self._fetched = len(batches)
+            self._source.fetched(batches)
             return batches, items
 
         return fetch_step

@@ -200,6 +200,7 @@ class TestMeasured:
     ("options", "arguments", "message"),
     [
         ({"batch_schedule": "4@0,7@20samples"}, {}, r"use 6 or 8"),
+        ({"batch_schedule": "4@0,8@64", "block_size": 32}, {}, "rows have 16 tokens"),
         ({}, {"gradient_accumulation_steps": 8}, "gradient_accumulation_steps is 8"),
         ({"batch_schedule": "auto:4..16"}, {"max_steps": 4}, "lr_clock='steps'"),
         ({"batch_schedule": "auto:4..16", "lr_clock": "steps"}, {}, "lr_clock='tokens'"),
