@@ -164,11 +164,7 @@ class GrowingBatch:
             for batch in batches:
                 length = _length_of_rows(batch)
                 if length != self._row_length:
-                    found = (
-                        "the batches have no input_ids"
-                        if length is None
-                        else f"rows have {length} tokens"
-                    )
+                    found = f"rows have {length or 'no'} tokens"
                     raise _refused(
                         f"{found}, and thresholds in tokens need rows of {self._row_length} (block_size); count "
                         "sequences instead, as in 512@100Ksamples"
