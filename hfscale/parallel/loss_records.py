@@ -37,10 +37,11 @@ class LossRecords:
     def __init__(self, trainer: Trainer, *, source: int, rank: int, pp: int) -> None:
         self._trainer = trainer
         self._source = source
+        self._rank = rank
         self._is_source = rank == source
         self._pp = pp
         self._logs: list[dict[str, float]] | None = None
-        self._error: str | None = None
+        self._error: Exception | None = None
 
     def take_log(self, logs: Mapping[str, float]) -> bool:
         """Keep a log that `compute_loss` makes until the end of the step.
@@ -56,13 +57,25 @@ class LossRecords:
         self._logs.append(dict(logs))
         return True
 
-    def fail(self, error: UsageError) -> None:
-        """Have all ranks of the replica raise an error at the end of `recording`, and not wait for the last stage.
+    def fail(self, error: Exception) -> None:
+        """Have all ranks raise an error at the end of `recording`, and not wait for the last stage.
 
         Args:
-            error (`UsageError`): what `compute_loss` has raised.
+            error (`Exception`): what `compute_loss` has raised. The ranks on which it has not get its class and first
+                line as a UsageError.
         """
-        self._error = self._error or str(error)
+        self._error = self._error or error
+
+    def _sentence(self) -> str | None:
+        """Return what the other ranks say of the error of `compute_loss`."""
+        error = self._error
+        if error is None or isinstance(error, UsageError):
+            return None if error is None else str(error)
+        first_line = str(error).partition("\n")[0]
+        return (
+            f"compute_loss has failed on rank {self._rank}, whose pipeline stage computes the loss: "
+            f"{type(error).__name__}: {first_line}"
+        )
 
     @contextmanager
     def recording(self) -> Iterator[list[dict[str, float]]]:
@@ -72,7 +85,8 @@ class LossRecords:
             A list that has the logs of the block afterwards, equal on all ranks of the replica.
 
         Raises:
-            UsageError: it keeps what cannot be sent, or `fail` was called.
+            UsageError: it keeps what cannot be sent, or `fail` was called on another rank.
+            Exception: what `fail` was called with on this rank.
         """
         places = self._places()
         before = [_encoded_values(place) for place in places] if self._is_source else []
@@ -86,21 +100,36 @@ class LossRecords:
         message: dict[str, Any] = {}
         if self._is_source:
             changes = [_changes(old, place) for old, place in zip(before, places, strict=True)]
-            message = {"logs": _encode(own_logs), "changes": changes, "error": self._error}
+            message = {"logs": self._encoded_logs(own_logs), "changes": changes}
+        message["error"] = self._sentence()
         messages = TRAINING.gather("what compute_loss has kept and logged", message)
+        if self._error is not None:
+            raise self._error
         # Every rank raises what one of them has found: those of other replicas would wait in the next step
-        for of_rank in filter(None, messages):
+        for of_rank in messages:
             if of_rank["error"] is not None:
                 raise UsageError(of_rank["error"])
-            self._refuse_unknown(
-                [name for changed in of_rank["changes"] for name in changed[_UNKNOWN]]
-            )
+        for of_rank in messages:
+            changed_places = of_rank.get("changes", ())
+            self._refuse_unknown([name for changed in changed_places for name in changed[_UNKNOWN]])
         received = messages[self._source]
         arrived.extend(_decode(received["logs"]))
         if not self._is_source:
             for place, changed in zip(self._places(), received["changes"], strict=True):
                 for name, value in changed[_KNOWN].items():
                     place[name] = _updated(place.get(name), _decode(value))
+
+    def _encoded_logs(self, logs: list[dict[str, float]]) -> Any:
+        try:
+            return _encode(logs)
+        except TypeError as error:
+            self.fail(
+                UsageError(
+                    f"compute_loss gives self.log a value that cannot be sent to the ranks of other pipeline stages "
+                    f"({error}): log numbers"
+                )
+            )
+            return _encode([])
 
     def _refuse_unknown(self, names: list[str]) -> None:
         if names:

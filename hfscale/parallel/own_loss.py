@@ -6,7 +6,9 @@ more, and other ranks do not learn what the function keeps or logs. Therefore:
 - the function gets the micro-batch in the shape in which it came, with its tokens, and complete logits;
 - `model(...)` has to be called with that micro-batch, and once: earlier stages have computed nothing else;
 - what the function keeps in the Trainer's attributes, or logs, is sent to the ranks of the other stages;
-- reading the weights of the whole model, and collectives with ranks of other stages, are errors that name them.
+- reading the weights of the whole model, and collectives with ranks of other stages, are errors that name them;
+- after an error of the function the model is still computed, forward and backward, so that no other rank waits, and at
+  the end of the step all of them raise it.
 """
 
 import copy
@@ -93,6 +95,10 @@ class _MicroBatch:
     """The micro-batch, as `compute_loss` gets it."""
     calls: int = 0
     """How often the model has been called."""
+    output: Any = None
+    """What the model has returned."""
+    is_in_model: bool = False
+    """Whether the model is being called, or has failed."""
 
 
 class LossModel:
@@ -123,6 +129,7 @@ class LossModel:
         self._batch: _MicroBatch | None = None
         self._outputs: set[Any] = set()
         ranks = mesh.device_mesh.mesh[mesh.pp_rank].flatten().tolist()
+        self._is_alone_in_stage = len(ranks) == 1
         self._collectives = _SameStage(frozenset(ranks), self._pp)
         self.model = copy.copy(view)
         """The model to be given to `compute_loss`."""
@@ -160,29 +167,70 @@ class LossModel:
         finally:
             self._batch = None
 
-    def guarded(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(
+        self, compute_loss: Callable[..., Any], fail: Callable[[Exception], None]
+    ) -> Callable[..., Any]:
         """Return a `compute_loss` that ends with an error where it does what it cannot do on this layout.
 
         Args:
             compute_loss (`callable`): the user's.
+            fail (`callable`): called with an error of the function where ranks of other stages wait for its loss. Then
+                the function returns a loss of 0, which all parameters of the stage have a gradient of.
         """
 
         @functools.wraps(compute_loss)
         def guarded(*args: Any, **kwargs: Any) -> Any:
             try:
-                with self._collectives if self._pp > 1 else nullcontext():
-                    result = compute_loss(*args, **kwargs)
-            except RuntimeError as error:
-                if "DTensor" not in str(error):
+                return self._checked(compute_loss, *args, **kwargs)
+            except Exception as error:
+                if self._pp == 1:
                     raise
-                raise self._reads_weights() from error
-            loss = result[0] if isinstance(result, tuple) else result
-            if isinstance(loss, DTensor):
-                raise self._reads_weights()
-            self._check_loss(loss)
-            return result
+                output = self._completed_output(error)
+                fail(error)
+            loss = 0.0 * output.logits.float().nan_to_num().sum()
+            # Trainer gives it by its name
+            return (loss, output) if kwargs.get("return_outputs") else loss
 
         return guarded
+
+    def may_complete(self, error: Exception) -> bool:
+        """Return whether a step can be completed without the model's passes of a micro-batch.
+
+        Args:
+            error (`Exception`): what has been raised instead of the micro-batch's loss.
+        """
+        return isinstance(error, UsageError) or self._is_alone_in_stage
+
+    def _checked(self, compute_loss: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with self._collectives if self._pp > 1 else nullcontext():
+                result = compute_loss(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise self._reads_weights() from error
+        loss = result[0] if isinstance(result, tuple) else result
+        if isinstance(loss, DTensor):
+            raise self._reads_weights()
+        self._check_loss(loss)
+        return result
+
+    def _completed_output(self, error: Exception) -> Any:
+        """Return the model's output of a micro-batch whose `compute_loss` has failed.
+
+        The ranks of this stage exchange activations and gathered parameters in the model's passes, and earlier stages
+        wait for its gradients.
+        """
+        batch = self._batch
+        assert batch is not None
+        if batch.is_in_model:  # it has failed in the middle of its exchanges
+            raise error
+        if batch.output is None:
+            batch.calls = 0
+            self.call(
+                **{key: value for key, value in batch.inputs.items() if key in self._keywords}
+            )
+        return batch.output
 
     def _forward(self) -> Callable[..., Any]:
         @functools.wraps(self._view.forward)  # code reads its signature
@@ -219,11 +267,14 @@ class LossModel:
             self._entry.receive(batch.hidden)
         given.setdefault("use_cache", False)
         self._batch = None  # the model's own code may read its parameters
+        batch.is_in_model = True
         try:
             with self._collectives.suspended():
                 output = type(self._view).forward(self._view, **given)
         finally:
             self._batch = batch
+        batch.is_in_model = False
+        batch.output = output
         tensors = output.values() if isinstance(output, Mapping) else output
         self._outputs |= {tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor)}
         return output

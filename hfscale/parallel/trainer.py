@@ -531,14 +531,17 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             if self._loss_model is None:
                 loss = self._loss_of_micro_batch(view, {**inputs, "use_cache": False})
             else:
-                guarded = self._loss_model.guarded(self.compute_loss)
+                assert self._own_loss is not None  # made together
+                guarded = self._loss_model.guarded(self.compute_loss, self._own_loss.fail)
                 with (
                     self._loss_model.computing(inputs) as own,
                     _replaced(self, "compute_loss", guarded),
                 ):
                     loss = self._loss_of_micro_batch(self._loss_model.model, own)
-        except UsageError as error:
-            if self._own_loss is None or self.layout.pp == 1:
+        except Exception as error:
+            # Errors of the model are raised at once: other ranks of this stage may wait in an exchange of its passes
+            is_own = self._loss_model is not None and self._loss_model.may_complete(error)
+            if self._own_loss is None or self.layout.pp == 1 or not is_own:
                 raise
             # The other stages wait for this one: the step is completed, and then every rank raises the error
             self._own_loss.fail(error)

@@ -22,7 +22,7 @@ from hfscale.cli import main
 from hfscale.core.spelling import speaking
 from hfscale.errors import HfScaleError, UnsupportedModelError
 from hfscale.facts.hardware import accelerator
-from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.models import find_model
 from hfscale.facts.support import LISTS, Combination, check_support, rules, why_not
 from hfscale.parallel.arguments import check_arguments, plan_stages
@@ -126,6 +126,11 @@ def consumers(monkeypatch, tmp_path):
             config.quantization_config = {"quant_method": "gptq"}
         layout = layout_of(layout)
         return message_of(check_config, config, layout, StagePlan(pp=layout.pp), sequence_parallel=sequence_parallel)
+
+    def trainer_experts(family):
+        config = Qwen3MoeConfig(**SMALL, vocab_size=96, num_experts=4)
+        config.model_type = family
+        return message_of(check_config, config, ExpertLayout(dp_shard=2, ep=2), StagePlan(pp=1))
 
     def rows(cp=2, **data):
         data = SimpleNamespace(**data)
@@ -363,6 +368,7 @@ CASES = {
         c.trainer_model("gpt_neo", pp=2),
     ],
     "pipeline stages of families that no test has compared": lambda c: [c.trainer_model("of_tomorrow", pp=2)],
+    "expert parallelism of families that no test has compared": lambda c: [c.trainer_experts("of_tomorrow")],
     "tensor parallelism of families that no test has compared": lambda c: [c.trainer_model("of_tomorrow", tp=2)],
     "tensor parallelism of some families": lambda c: [
         planned(family="doge", layout=TENSOR, zero=3),

@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
+import re
 import tempfile
+import time
 import types
 from collections import defaultdict
 from typing import Any
@@ -137,6 +139,40 @@ class OtherTokens(OwnLoss):
 class KeepsAModel(OwnLoss):
     def own(self, model, inputs, outputs, loss):
         self.probe = torch.nn.Linear(2, 2)
+        return loss
+
+
+class FailsBefore(OwnLoss):
+    """A column that the data has not, as after a wrong `remove_unused_columns`."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        weights = inputs.pop("weights")
+        return weights * model(**inputs).loss
+
+
+class FailsAfter(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        raise ValueError("a loss of NaN\nin the second line")
+
+
+class FailsInTheModel(OwnLoss):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs, labels_of_nothing=1, attention_mask="x").loss
+
+
+class FailsInEvaluation(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        return loss if torch.is_grad_enabled() else loss / self.no_such_attribute
+
+
+class FailsOnOneReplica(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        return {"a": loss}["b" if torch.distributed.get_rank() == 3 else "a"]
+
+
+class LogsAnObject(OwnLoss):
+    def own(self, model, inputs, outputs, loss):
+        self.log({"own": object()})
         return loss
 
 
@@ -327,6 +363,39 @@ def test_what_a_split_model_cannot_do_is_refused(job, layout, line):
     with pytest.raises(AssertionError, match=line) as raised:
         in_world(2, work, [job | {"parallel": layout}])
     assert str(raised.value).count(line) >= 2, "both ranks name the reason"
+
+
+FAILING = [
+    ("FailsBefore", "KeyError: 'weights'"),
+    pytest.param("FailsAfter", "ValueError: a loss of NaN", marks=pytest.mark.long),
+    pytest.param("FailsInTheModel", "AttributeError: 'str' object", marks=pytest.mark.long),
+    pytest.param("FailsInEvaluation", "no_such_attribute", marks=pytest.mark.long),
+    pytest.param("LogsAnObject", "compute_loss gives self.log a value", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("mixin", "line"), FAILING)
+def test_an_error_of_compute_loss_ends_every_rank_with_its_name(mixin, line):
+    _check_that_all_ranks_end({"mixin": mixin, "predicts": True, "parallel": {"pp_size": 2}}, 2, line)
+
+
+@pytest.mark.long
+def test_an_error_of_one_replicas_compute_loss_ends_every_rank_with_its_name():
+    """The ranks of a stage exchange gathered parameters in its passes, which the failing one must take part in."""
+    for sizes in ({"pp_size": 2}, {"pp_size": 2, "dp_replicate_size": 2}, {"pp_size": 2, "tp_size": 2}):
+        job = {"mixin": "FailsOnOneReplica", "parallel": sizes, "batch": 1, "args": {"gradient_accumulation_steps": 4}}
+        _check_that_all_ranks_end(job, 4, "KeyError: 'b'")
+
+
+def _check_that_all_ranks_end(job, size, line):
+    begun = time.monotonic()
+    with pytest.raises(AssertionError) as raised:
+        in_world(size, work, [job])
+    assert time.monotonic() - begun < 60, "none waited for the time-out of the process group"
+    errors = re.split(r"^rank \d+:$", str(raised.value), flags=re.M)[1:]
+    ends = ["\n".join(text.strip().splitlines()[-2:]) for text in errors]
+    assert len(ends) == size
+    assert all(line in end for end in ends), ends
 
 
 def test_ids_beyond_the_vocabulary_are_found_by_the_collator():
