@@ -9,6 +9,8 @@ from typing import Any
 
 from hfscale.trainer.small_model import make_config_small
 
+_ORIGINALS: dict[str, Any] = {}
+
 
 def make_models_small(module: Any) -> None:
     """Change all models that are made later.
@@ -39,5 +41,20 @@ def make_models_small(module: Any) -> None:
             )
         return cls(config)  # not by `_from_config`, which shards it under ZeRO-3
 
+    _ORIGINALS["from_pretrained"] = vars(module.PreTrainedModel)["from_pretrained"].__func__
     module.PreTrainedModel.__init__ = small
     module.PreTrainedModel.from_pretrained = from_pretrained
+
+
+def read_pretrained(model_class: Any, folder: Any, **options: Any) -> Any:
+    """Return a model with the weights of a folder, also in a process whose models are small and random.
+
+    Args:
+        model_class (`type`): the class of the model, of transformers.
+        folder (`Path`): a folder that `save_pretrained` has written.
+        options: keywords of `from_pretrained`.
+    """
+    original = _ORIGINALS.get("from_pretrained")
+    if original is None:
+        return model_class.from_pretrained(folder, **options)
+    return original(model_class, folder, **options)

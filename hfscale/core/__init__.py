@@ -22,6 +22,8 @@ fails when a new version moves it.
   operations of a step is to see those of the thread that runs its backward passes. Test: test_overlap.py.
 - `_version` of tensors. By: torch_internals.py. Reason: nothing public tells whether a tensor was written. Test:
   test_state_hashes.py.
+- `_top_saved_tensors_default_hooks` of `torch._C._autograd`. By: torch_internals.py. Reason: nothing public tells
+  whether hooks for saved tensors are in use, which others would hide. Test: test_expert_adapters.py.
 - `torch._C`. By: torch_internals.py. Reason: torch's flight recorder and its operators have no public names; health
   says which it uses. Test: test_health_hang.py.
 """

@@ -70,3 +70,8 @@ def group_of(argument: Any) -> ProcessGroup | None:
         # Another argument of the operator, such as its reduce operation
         return None
     return None
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Return whether this thread is in `saved_tensors_hooks`, as layers are that are recomputed or offloaded."""
+    return torch_bindings._autograd._top_saved_tensors_default_hooks(False) is not None

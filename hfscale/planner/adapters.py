@@ -12,7 +12,7 @@ from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
 from hfscale.facts.activations import Regime
 from hfscale.planner.experts import layer_parameters
-from hfscale.planner.job import Job
+from hfscale.planner.job import Job, strategy_of
 
 _TABLE: dict[str, dict[str, Any]] = read_table("facts/adapters.toml")
 
@@ -64,6 +64,17 @@ def has_merged_experts(job: Job) -> bool:
     return moe.adapted and target_modules(job) == "all-linear"
 
 
+def keeps_merged_experts(job: Job) -> bool:
+    """Return whether autograd keeps the merged copy of experts until the backward pass.
+
+    It does under DeepSpeed, where PEFT adds the adapters; elsewhere `hfscale.trainer.expert_adapters` does.
+
+    Args:
+        job (`Job`): the run.
+    """
+    return has_merged_experts(job) and strategy_of(job).startswith("zero")
+
+
 def formed_bytes(job: Job, regime: Regime) -> FormedBytes:
     """Compute what the adapters of an average layer need in addition to what `activations.csv` counts.
 
@@ -91,7 +102,9 @@ def formed_bytes(job: Job, regime: Regime) -> FormedBytes:
     if has_merged_experts(job) and shape.moe is not None:
         experts = layer_parameters(job)[1]
         matrices = [one.parameters for one in shape.moe.linears if one.copies > 1]
-        kept += _TABLE["experts"]["kept_per_weight"] * experts
-        smallest = min(matrices) / sum(matrices) * experts
-        working = max(working, _TABLE["experts"]["working_per_weight"] * smallest)
+        factors = _TABLE["experts_of_peft" if keeps_merged_experts(job) else "experts"]
+        kept += factors["kept_per_weight"] * experts
+        # What is kept is freed before the last matrix is reached; what is formed again is largest for the largest one
+        matrix = min(matrices) if factors["kept_per_weight"] else max(matrices)
+        working = max(working, factors["working_per_weight"] * matrix / sum(matrices) * experts)
     return FormedBytes(kept=kept, kept_by_selective=by_selective, working=working)

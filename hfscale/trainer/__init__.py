@@ -78,8 +78,9 @@ Replaced until the end of the training
   `accelerate.skip_first_batches` cannot skip in the loader that it returns. Test: test_integrations.py,
   TestUlyssesLoader.
 - `Module._parameters` of the experts of a layer, while they compute, and `forward` (public) of PEFT's `ParamWrapper`,
-  as long as the model lives. By: expert_adapters.py. Reason: PEFT cannot adapt experts of which a rank has a part, and
-  an assignment to the attribute refuses a tensor that is not a parameter. Test: test_native.py, TestAdapters.
+  as long as the model lives. By: expert_adapters.py. Reason: PEFT cannot adapt experts of which a rank has a part and
+  keeps merged copies of others, and an assignment to the attribute refuses a tensor that is not a parameter. Test:
+  test_native.py, TestAdapters, and test_expert_adapters.py.
 - a state dict post hook of the model (public), as long as it lives. By: weight_wrappers.py. Reason: Trainer cannot
   save the weights that torchao wraps for FP8. Test: test_weight_wrappers.py.
 

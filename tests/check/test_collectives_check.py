@@ -240,3 +240,29 @@ def test_a_script_with_parallel_trainer_is_compared_with_its_cases(parity):
     assert [step["step"] for step in report["steps"]] == [1, 2, 3]
     assert [case["case"] for case in report["cases"]] == ["family"]
     assert all(case["is_equal"] for case in report["cases"])
+    assert {one["what"] for one in report["results"]} == {
+        "evaluation",
+        "exported model",
+        "resumed at step 2",
+        "resumed at step 3",
+        "resumed",
+    }
+    assert report["differing"] == []
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize("fault", ["none", "evaluation", "export", "resume", "gradient"])
+def test_what_differs_from_one_process_is_named(parity, fault):
+    """A program with LoRA on the embedding, a loss of its own, groups of rates, and a fault under the layout."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    command = [*launcher, str(free_port()), SCRIPTS / "parallel_script.py", "--fault", fault]
+    report = parity(*command, code=int(fault != "none"))
+    named = {
+        "none": [],
+        "evaluation": ["evaluation"],
+        "export": ["exported model"],
+        "resume": ["resumed"],
+        "gradient": ["grad_norm"],
+    }
+    assert report["differing"] == named[fault]

@@ -1,5 +1,6 @@
 """docs/support.md lists what works with what; run this file to rewrite its tables."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "support.md"
 BEGIN = "<!-- generated from hfscale/facts/support.toml by tests/facts/test_support_page.py -->\n"
 END = "<!-- end of what is generated -->\n"
+DRAWS = ROOT / "tests" / "parallel" / "draws.json"
+AXES = ("tensor", "sequence", "pipeline", "context", "experts", "data")
 METHODS = {"full": "full", "lora": "LoRA", "qlora": "QLoRA"}
 
 
@@ -50,6 +53,28 @@ def refused(whom: str) -> str:
     return f"| what | why not |\n|---|---|\n{''.join(rows)}"
 
 
+def drawn() -> str:
+    """Return the table of the programs that were drawn for `ParallelTrainer`."""
+    found = json.loads(DRAWS.read_text(encoding="utf-8"))
+    total = sum(len(numbers) for numbers in found["outcomes"].values())
+    rows = []
+    for kind, values in found["kinds"].items():
+        for value, by_axis in values.items():
+            cells = [_drawn_cell(by_axis.get(axis, {})) for axis in AXES]
+            rows.append(f"| {kind} | {value} | {' | '.join(cells)} |\n")
+    return (
+        f"{total} programs were drawn for `ParallelTrainer` (tests/parallel/test_parallel_draws.py), each with one "
+        "value of every kind, and compared with one process. A number counts programs that train, evaluate, resume in "
+        "another layout and export the same; *refused* those that end with one line because of that value:\n\n"
+        f"| kind | value | {' | '.join(AXES)} |\n|---|---|{'---|' * len(AXES)}\n{''.join(rows)}"
+    )
+
+
+def _drawn_cell(counts: dict[str, int]) -> str:
+    parts = [str(counts["equal"])] if "equal" in counts else []
+    return ", ".join([*parts, *(["refused"] if "refused" in counts else [])]) or "-"
+
+
 def generated() -> str:
     """Return the part of the page that this file writes."""
     return (
@@ -62,7 +87,7 @@ def generated() -> str:
         "covered it:\n\n"
         f"{refused('for_recipe')}\n"
         "`hfscale plan` offers no such layouts, although some of them run:\n\n"
-        f"{refused('planned')}\n{END}"
+        f"{refused('planned')}\n{drawn()}\n{END}"
     )
 
 

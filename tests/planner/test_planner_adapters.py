@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from live_bytes import live_bytes
 from parallel_families import small_config
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -15,6 +16,7 @@ from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.planner.adapters import formed_bytes
 from hfscale.planner.memory import GIB, host_gib
+from hfscale.trainer.expert_adapters import add_own_adapters
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 96, "vocab_size": 64, "head_dim": 32}
 TOKENS = 64
@@ -24,7 +26,7 @@ def config_of(family, layers):
     return small_config(family, **SIZES, num_hidden_layers=layers)
 
 
-def kept_by_autograd(family, layers, regime, **options):
+def kept_by_autograd(family, layers, regime, *, by_hfscale=False, **options):
     """Bytes that autograd keeps of a small model with adapters on all linear layers."""
     torch.manual_seed(0)
     is_cast = regime == "lora"
@@ -32,33 +34,27 @@ def kept_by_autograd(family, layers, regime, **options):
     adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM", **options)
     model = get_peft_model(model, adapters, autocast_adapter_dtype=is_cast)
     model.enable_input_require_grads()
-    own = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    seen = {}
+    if by_hfscale:
+        add_own_adapters(model)
 
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            return model.base_model.model.model(torch.randint(0, 64, (1, TOKENS)))
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-        model.base_model.model.model(torch.randint(0, 64, (1, TOKENS)))
-    return sum(size for size, _ in seen.values())
+    return live_bytes(forward, model.parameters())
 
 
 def job_of(shape, regime, **options):
     layout = {"dp_replicate": 2} if regime == "lora" else {"dp_shard": 2}
+    sizes = {"layout": layout, "zero": 0 if regime == "lora" else 3}
     run = estimate(
         shape,
         gpu="H100-80GB",
-        layout=layout,
-        zero=0 if regime == "lora" else 3,
         seq_len=TOKENS,
         method="lora",
         lora_rank=8,
         compile=False,
-        **options,
+        **sizes | options,
     )
     return run.job
 
@@ -66,13 +62,17 @@ def job_of(shape, regime, **options):
 @pytest.mark.parametrize("regime", ["lora", "lora_bf16"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "llama"])
 def test_what_is_formed_from_weights_is_counted(family, regime):
-    found = (kept_by_autograd(family, 3, regime) - kept_by_autograd(family, 1, regime)) / 2
     shape = ModelShape.from_config(config_of(family, 4).to_dict())
     of_tokens = kept_bytes(shape, regime, "none", TOKENS, 8)
-    formed = formed_bytes(job_of(shape, regime), regime).kept
-    assert found == pytest.approx(TOKENS * (of_tokens.unsplit + of_tokens.split) + formed, rel=0.02)
-    if shape.moe:
-        assert formed > 0.2 * found  # without it the check above would fail
+    deepspeed = {"zero": 2, "layout": {"dp_shard": 2}}
+    for by_hfscale in (False, True) if shape.moe else (True,):
+        options = {} if by_hfscale else deepspeed
+        layers = [kept_by_autograd(family, number, regime, by_hfscale=by_hfscale) for number in (1, 3)]
+        found = (layers[1] - layers[0]) / 2
+        formed = formed_bytes(job_of(shape, regime, **options), regime).kept
+        assert found == pytest.approx(TOKENS * (of_tokens.unsplit + of_tokens.split) + formed, rel=0.02)
+        if not by_hfscale:
+            assert formed > 0.2 * found  # without it the check above would fail
 
 
 def test_a_frozen_model_in_4_bits_is_refused_by_transformers_where_the_planner_refuses():
@@ -109,7 +109,7 @@ def test_experts_stay_in_16_bits_on_the_device_on_the_host_and_on_the_way():
     assert qlora.time.communication == pytest.approx(lora.time.communication, rel=0.1)
 
 
-def test_adapters_of_experts_need_a_copy_of_them():
+def test_adapters_of_experts_need_a_copy_of_them_under_deepspeed():
     """By what PEFT computes with, 2 bytes per expert parameter of each layer."""
     shape = find_model("qwen3-30b-a3b")
     run = {"gpu": "H200", "layout": {"dp_replicate": 1}, "seq_len": 4096, "method": "lora"}
@@ -117,10 +117,13 @@ def test_adapters_of_experts_need_a_copy_of_them():
         estimate(shape, **run, lora_target_modules=modules) for modules in (None, "q_proj, k_proj,v_proj,o_proj")
     )
     copies = 2 * shape.layers * shape.mean_expert_parameters / GIB
-    assert experts.memory.activations - attention.memory.activations > copies
-    assert experts.fits_word == "no"
-    recomputed = estimate(shape, **run, activation_checkpointing="full")
-    assert recomputed.memory.total < experts.memory.total - 0.9 * copies
+    assert experts.memory.activations - attention.memory.activations < 0.1 * copies
+    sharded = {"layout": {"dp_shard": 2}, "zero": 2}
+    deepspeed = estimate(shape, **run | sharded)
+    assert deepspeed.memory.activations - attention.memory.activations > copies
+    assert deepspeed.fits_word == "no"
+    recomputed = estimate(shape, **run | sharded, activation_checkpointing="full")
+    assert recomputed.memory.total < deepspeed.memory.total - 0.9 * copies
     assert experts.tokens_per_s_per_gpu < attention.tokens_per_s_per_gpu
     with pytest.raises(UsageError, match="'k_porj'"):
         estimate(shape, **run, lora_target_modules="k_porj")

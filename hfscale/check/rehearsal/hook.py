@@ -25,6 +25,10 @@ FOLDER = "HFSCALE_REHEARSAL_OUTPUT"
 """The variable with the folder that replaces every output directory."""
 COMPARED = "HFSCALE_REHEARSAL_ACCUMULATION"
 """The variable of runs that are compared: how many times as many micro-batches a step has."""
+RESUMED = "HFSCALE_REHEARSAL_CHECKPOINT"
+"""The variable with the checkpoint from which a run with `ParallelTrainer` is resumed."""
+LOADED = "HFSCALE_REHEARSAL_EXPORT"
+"""The variable with the folder that one process loads at its end, as another run has exported it."""
 SMALL = "HFSCALE_REHEARSAL_SMALL_MODEL"
 """The variable that makes models small."""
 _TRACED_STEPS = (1, 2)
@@ -130,9 +134,15 @@ def _ask_for_cases(module: Any) -> None:
 
 
 def _start_parallel_trainers_equally(module: Any) -> None:
-    from hfscale.check.parallel_run import start_parallel_trainers_equally
+    from hfscale.check.parallel_run import keep_results, start_parallel_trainers_equally
 
     start_parallel_trainers_equally(module)
+    keep_results(
+        module,
+        Path(os.environ[FOLDER]),
+        checkpoint=os.environ.get(RESUMED),
+        other_export=os.environ.get(LOADED),
+    )
 
 
 def _shorten_arguments(module: Any) -> None:
