@@ -179,6 +179,8 @@ WORDS = {
     "compute_loss": "loss",
     "optimizer": "optimizer",
     "update": "optimizer",
+    "trained parameters": "optimizer",
+    "tied weight": "optimizer",
     "vocabulary": "vocabulary",
     "adapter": "adapter",
 }
