@@ -156,6 +156,17 @@ def read_results(folder: Path) -> dict[str, dict[str, float]]:
     return dict(read_json(folder / _RESULTS))
 
 
+def data_replicas(trainer: Any) -> int:
+    """Return how many ranks of a Trainer have rows of their own.
+
+    Args:
+        trainer (`Trainer`): any Trainer.
+    """
+    if hasattr(trainer, PARITY):
+        return int(trainer.layout.data_parallel_size)
+    return int(trainer.args.world_size)
+
+
 def keep_cases(trainer: Any, folder: Path) -> None:
     """Write what the main process of a `ParallelTrainer` has compared.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import SequentialSampler, Subset
 
+from hfscale.check.parallel_run import data_replicas
 from hfscale.core.records import append_record
 from hfscale.core.run_files import JSONL_NAME
 
@@ -65,7 +66,7 @@ def shorten_arguments(
         steps (`int`): optimizer steps of a training.
         output_dir (`str`): the folder that replaces the output directory.
         accumulation (`int`, *optional*): for runs that are compared, which compute in fp32: a step has so many times
-            as many micro-batches.
+            as many micro-batches, and a batch of an evaluation so many times as many rows.
         alone (`bool`): whether this is one process for a command of several: no layout is kept.
     """
     post_init = module.TrainingArguments.__post_init__
@@ -85,6 +86,7 @@ def shorten_arguments(
         if accumulation is not None:
             self.bf16 = False
             self.gradient_accumulation_steps *= accumulation
+            self.per_device_eval_batch_size *= accumulation
             self.eval_strategy = self.save_strategy = "no"
             self.load_best_model_at_end = False
         if alone:
@@ -141,7 +143,8 @@ def shorten_trainings(
     def shortened(self: Any, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)
         args = self.args
-        per_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        replicas = data_replicas(self)
+        per_step = args.train_batch_size * args.gradient_accumulation_steps * replicas
         kinds = [] if prepare is not None else _kinds_of_rows(self.train_dataset)
         if len(kinds) > 1 or prepare is not None:
             self._get_train_sampler = lambda *_, **__: SequentialSampler(self.train_dataset)
@@ -153,7 +156,7 @@ def shorten_trainings(
         self.train_dataset = _part(
             self.train_dataset, steps, per_step, kinds, args.train_batch_size
         )
-        per_step = args.eval_batch_size * args.world_size
+        per_step = args.eval_batch_size * replicas
         if isinstance(self.eval_dataset, Mapping):
             self.eval_dataset = {
                 name: _part(one, 2, per_step) for name, one in self.eval_dataset.items()

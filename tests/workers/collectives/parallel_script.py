@@ -42,13 +42,14 @@ class Own(ParallelTrainer):
         self.optimizer = torch.optim.AdamW([group for group in groups if group["params"]])
         return self.optimizer
 
-    def save_model(self, *args, **kwargs):
-        if self.fault == "export":
+    def save_model(self, output_dir=None, *args, **kwargs):
+        # Checkpoints are saved by this method too
+        if self.fault == "export" and str(output_dir).endswith("exported"):
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     if parameter.requires_grad:
                         parameter.mul_(1.5)
-        super().save_model(*args, **kwargs)
+        super().save_model(output_dir, *args, **kwargs)
 
     def train(self, resume_from_checkpoint=None, **kwargs):
         if self.fault == "resume" and "HFSCALE_REHEARSAL_CHECKPOINT" in os.environ:
