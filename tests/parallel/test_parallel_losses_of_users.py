@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from parallel_world import VOCAB, Tokens, in_world, tiny_causal_lm
+from parallel_world import Tokens, in_world, tiny_causal_lm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer
@@ -56,7 +56,7 @@ class LogitsLoss(OwnLoss):
     """A z-loss: it reads complete logits of the tokens that the batch has, and of no others."""
 
     def own(self, model, inputs, outputs, loss):
-        assert outputs.logits.shape == (*inputs["input_ids"].shape, VOCAB)
+        assert outputs.logits.shape == (*inputs["input_ids"].shape, self.model.config.vocab_size)
         return loss + 1e-2 * self.share(outputs.logits.float().logsumexp(-1).pow(2).mean())
 
 
