@@ -137,7 +137,7 @@ def load_exported(model: "nn.Module", folder: Path) -> None:
         from peft import load_peft_weights, set_peft_model_state_dict
 
         state = load_peft_weights(str(folder), device="cpu")
-        expected = set_peft_model_state_dict(model, state)
+        expected: Any = set_peft_model_state_dict(model, state)
         trained = {name for name, one in model.named_parameters() if one.requires_grad}
         missing = sorted(trained.intersection(expected.missing_keys))
     else:

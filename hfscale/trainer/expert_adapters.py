@@ -65,7 +65,8 @@ def add_own_adapters(model: nn.Module) -> None:
         MissingDependencyError: PEFT is too old for experts that ranks share.
     """
     by_experts: dict[nn.Module, list[Any]] = {}
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if is_wrapped_parameter(module) and not hasattr(module, _INSTALLED):
             by_experts.setdefault(module.get_base_layer(), []).append(module)
     for experts, wrappers in by_experts.items():

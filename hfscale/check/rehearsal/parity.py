@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,7 @@ class Parity:
     @property
     def is_good(self) -> bool:
         """Whether the command computes what one process computes."""
-        compared = [*self.steps, *self.results]
-        return self.first_difference["kind"] == "none" and not any(one.differs for one in compared)
+        return self.first_difference["kind"] == "none" and not self.differing
 
     @property
     def differing(self) -> list[str]:
@@ -200,7 +199,7 @@ def _compare_results(one: Path, asked: Path, resumed: Path, ranks: int) -> list[
     trained = split["evaluation"]
     whole = read_run(asked).numbers
     again = read_run(resumed).numbers
-    pairs = [
+    pairs: list[tuple[str, Mapping[str, float], Mapping[str, float]]] = [
         ("evaluation", alone["evaluation"], trained),
         # One process evaluates what the layout has exported: the layout's own evaluation has to come out
         ("exported model", trained, alone["loaded"]),
