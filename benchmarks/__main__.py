@@ -33,6 +33,7 @@ NAMES = (
     "islands",
     "tune_choice",
     "planner_experts",
+    "planner_published",
     "gradient_accumulation",
 )
 NEED_A_GPU = ("memory_options",)

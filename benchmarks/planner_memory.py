@@ -2,8 +2,8 @@
 
 The bytes of states, of what autograd saves, of logits and of gathered parameters are counted, not fitted
 (test_planner_memory.py, test_planner_tracker.py). Two constants are fitted for all frameworks together:
-`fragmentation`, what the allocator reserves in addition to those bytes, and `group_gib`, NCCL's buffers of a group of
-ranks.
+`fragmentation`, what the allocator reserves in addition to those bytes where they are not states, and `group_gib`,
+NCCL's buffers of a group of ranks.
 """
 
 import statistics
@@ -18,8 +18,10 @@ from benchmarks.planner_runs import Constants, Run
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.memory import allocated_gib, memory_of
 
-FITTED = {"fragmentation": (1.05, 0.02), "group_gib": (0.5, 0.15)}
+FITTED = {"fragmentation": (1.07, 0.02), "group_gib": (0.5, 0.15)}
 """Fitted constants with mean and standard deviation of their priors."""
+STEP = 0.05
+"""Change of `fragmentation` with which its effect is measured."""
 HUBER = 0.05
 """Error, in logarithm, from which the absolute value, not the square, is minimised."""
 
@@ -38,13 +40,14 @@ def only_ran(runs: Sequence[Run]) -> list[Run]:
 def error(run: Run, constants: Constants) -> float:
     """Relative error of the predicted peak; if the source gives allocated memory, the allocated part is compared.
 
-    For a run that gives no peak it is the predicted peak relative to the device's memory.
+    For a run that gives no peak it is what is predicted to be needed relative to the device's memory.
     """
     shared = constants["shared"]
     stack = constants[run.job.stack]
     memory = memory_of(run.job, stack, shared)
-    measured = run.memory_gib or run.job.gpu.memory_gib
-    return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / measured - 1
+    if run.memory_gib is None:
+        return memory.needed / run.job.gpu.memory_gib - 1
+    return (allocated_gib(memory, shared) if run.is_allocated else memory.total) / run.memory_gib - 1
 
 
 def with_values(
@@ -64,13 +67,14 @@ def fit_peaks(runs: Sequence[Run], constants: Constants) -> dict[str, Framework 
         counts[run.source] += 1
     weight = np.array([counts[run.source] ** -0.5 for run in runs])
     lowest = np.array([-np.inf if run.memory_gib else 0.0 for run in runs])
-    # Peaks are linear in both constants, so three evaluations of each run are enough.
+    # Peaks are linear in both constants while what is cached has room, so three evaluations of each run are enough.
     once, allocator, groups = (
-        np.array([error(run, with_values(constants, *values)) for run in runs]) for values in ((1, 0), (2, 0), (1, 1))
+        np.array([error(run, with_values(constants, *values)) for run in runs])
+        for values in ((1, 0), (1 + STEP, 0), (1, 1))
     )
 
     def loss(values: tuple[float, float]) -> float:
-        errors = once + (values[0] - 1) * (allocator - once) + values[1] * (groups - once)
+        errors = once + (values[0] - 1) / STEP * (allocator - once) + values[1] * (groups - once)
         size = np.abs(np.log1p(np.maximum(errors, lowest)))
         robust = np.minimum(size, HUBER) * (2 * size - np.minimum(size, HUBER)) / HUBER**2
         pull = sum(((v - at) / spread) ** 2 for v, (at, spread) in zip(values, FITTED.values(), strict=True))

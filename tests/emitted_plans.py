@@ -31,7 +31,7 @@ from hfscale.facts.schedules import supports
 from hfscale.recipe import corpus
 
 NOT_ON_A_CPU = {
-    "qlora": "bitsandbytes stores weights in 4 bits on a GPU: trained as LoRA",
+    "qlora": "bitsandbytes, which the tests do not install, stores 4 bits on a GPU: trained as LoRA",
     "adamw_bnb_8bit": "so are its optimizer's states: trained with AdamW",
     "fp8": "torchao's products in 8 bits need an H100: trained in fp32",
     "fp16, bf16, tf32": "mixed precision of GPUs: trained in fp32",
@@ -49,6 +49,21 @@ ON_A_CPU: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
     "torch_compile_regional": {True: ("--torch_compile_backend", "eager")},
 }
 """Flag -> its value in an emitted recipe.yaml -> the flags with which a CPU runs it."""
+ODD_FOLDERS = (
+    "plan",
+    "a b",
+    "b c'd",
+    'e "f"',
+    "$(touch RAN)",
+    "$HOME",
+    "`id`",
+    "-x",
+    "ü\u2028é",
+    "#m",
+    "null",
+    "a\nb: c",
+)
+"""Names of emitted folders, most of which a shell or YAML would read as something else."""
 MAX_RANKS = 4
 LENGTH = 32
 """Tokens of a started run's sequences."""
@@ -108,13 +123,14 @@ def emit_random_plan(seed: str, folder: Path) -> EmittedPlan:
         if not choices:
             continue
         index = random_choice(random, choices)
+        named = folder / "plans" / random.choice(ODD_FOLDERS)
         if choices[index]["recipe"] is None:
-            assert_not_emitted(request, index, folder / "plan")
+            assert_not_emitted(request, index, named)
             launchable = [choice for choice in choices if choice["recipe"] is not None]
             if not launchable:
                 continue
             index = choices.index(launchable[random_choice(random, launchable)])
-        return emit_choice(request, choices, index, folder / "plan")
+        return emit_choice(request, choices, index, named)
     raise AssertionError(f"none of {TRIES} requests of seed {seed} can be launched")
 
 

@@ -100,6 +100,8 @@ SAMPLERS: Mapping[str, Callable[[Draw], Any]] = {
     "stack": lambda draw: draw.rarely(draw.one_of("hf", "titan", "megatron"), 0.05),
     "method": lambda draw: _weighted(draw, full=0.6, lora=0.25, qlora=0.15),
     "lora_rank": lambda draw: draw.rarely(draw.one_of(1, 8, 64), 0.3),
+    "lora_target_modules": lambda draw: draw.rarely(draw.one_of("q_proj,v_proj", "all-linear")),
+    "lora_dropout": lambda draw: draw.rarely(0.05),
     "precision": lambda draw: _weighted(draw, bf16=0.68, fp16=0.1, fp32=0.1, fp8=0.12),
     "pure_bf16": lambda draw: draw.rarely(True, 0.03),
     "optimizer": lambda draw: _weighted(

@@ -62,5 +62,5 @@ def predict(
     found = json.loads(done.stdout)
     return {
         "predicted_tokens_s": round(found["tokens_per_s_per_gpu"]),
-        "predicted_gib": round(found["memory_gib"]["total"], 1),
+        "predicted_gib": round(found["memory_needed_gib"], 1),
     }

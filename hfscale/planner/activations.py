@@ -4,6 +4,7 @@ All byte counts are per rank unless a docstring states otherwise.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from hfscale.facts.activations import (
@@ -37,6 +38,18 @@ fused_crossentropy`)."""
 FP8_SAVED = {"hidden": 2.0, "query": -1.0, "mlp": 1.0, "plain_mlp": 1.0, "routed": 1.0}
 """Bytes per unit of a width that Transformer Engine keeps less with fp8 than with bf16: a matrix product keeps its
 input in one byte. The attention's output is kept in bf16 too, for attention itself."""
+LIGER_SAVED: Mapping[Regime, float] = {
+    "autocast": 14.0,
+    "mixed": 8.0,
+    "bf16": 8.0,
+    "lora": 4.0,
+    "lora_bf16": 4.0,
+}
+"""Bytes per hidden element of a layer that Liger Kernel's two RMS norms keep less than transformers': each keeps its
+input, and transformers also the input in fp32 and the normed values before they are multiplied by the weight
+(liger-kernel 0.8.5, ops/rms_norm.py; transformers 5.23, `LlamaRMSNorm`)."""
+LIGER_MLP_SAVED = 2.0
+"""Bytes per inner width that its gated activation keeps less: it computes the activation again (ops/swiglu.py)."""
 NORM_KERNEL_BYTES = 8.0
 """Bytes per hidden element of a layer whose two norms are computed by one kernel each: input and output, 2 bytes each
 (torchtitan at 395a526, models/norms.py)."""
@@ -83,7 +96,7 @@ def layer_bytes(job: Job, framework: Framework) -> float:
     # What frameworks keep differs by kernels, which the constants of each were measured or read for.
     compiled = framework.compiled_kept if job.compile else 1.0
     if framework.kept is None:
-        return compiled * _hugging_face_bytes(job, "none")
+        return compiled * _hugging_face_bytes(job, "none") - _liger_saved(job)
     shape = job.shape
     attention = shape.attention
     kept = framework.kept
@@ -103,6 +116,20 @@ def layer_bytes(job: Job, framework: Framework) -> float:
     widths = kept["hidden"] * shape.hidden / split + inside / job.layout.tp
     widths += kept["routed"] * shape.moe_share * shape.top_k * shape.hidden / split
     return job.tokens * compiled * widths
+
+
+def _liger_saved(job: Job) -> float:
+    """Bytes that Liger Kernel's norms and activations keep less of an uncompiled layer than transformers'."""
+    shape = job.shape
+    has_kernels = job.liger and not job.chunked_loss and not job.compile
+    if not has_kernels or shape.norm_parameters != shape.hidden:
+        return 0.0
+    norms = LIGER_SAVED.get(regime_of(job), 0.0) * shape.norms_per_layer / 2
+    inner = 0.0
+    if shape.gated and shape.moe is None:
+        inner = LIGER_MLP_SAVED * shape.mlp_width
+    hidden = norms * shape.hidden
+    return job.tokens * (hidden / job.sequence_split + inner / job.layout.tp)
 
 
 def _hugging_face_bytes(job: Job, recompute: str) -> float:
@@ -301,6 +328,7 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     """
     kept, working = _kept_and_working(job, framework)
     formed = formed_bytes(job, regime_of(job))
+    working += _expert_gradient_bytes(job, framework)
     if job.activation_checkpointing == "none":
         return kept + formed.kept, working + formed.working
     if job.activation_checkpointing == "selective":
@@ -328,6 +356,20 @@ def _kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
         return all_activations - _megatron_dropped(job, framework), scores
     kept = min(all_activations, selective_bytes(job, framework))
     return kept, all_activations + scores - kept
+
+
+def _expert_gradient_bytes(job: Job, framework: Framework) -> float:
+    """Bytes of the gradients inside a layer's experts in Megatron, while its backward pass runs.
+
+    Those of the tokens that the experts get are there before and after they are sent, and those of the gated inner
+    width with those of their product; a dense layer's are no more than what it no longer keeps.
+    """
+    shape = job.shape
+    if framework.name != "megatron" or not shape.moe_share:
+        return 0.0
+    routed = 4.0 * shape.top_k * shape.hidden / job.sequence_split
+    inner = 6.0 * shape.moe_share * shape.mlp_width / job.layout.tp
+    return job.tokens * imbalance_of(job, shared_constants()) * (shape.moe_share * routed + inner)
 
 
 def _boundary_bytes(job: Job, framework: Framework) -> float:

@@ -1,6 +1,7 @@
 """Makes the flags of a command from options (`hfscale.planner.option_fields`)."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, get_type_hints
@@ -8,8 +9,48 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from hfscale.core.options import options_of
-from hfscale.core.spelling import speaking
+from hfscale.core.spelling import speaking, spelled
+from hfscale.errors import UsageError
 from hfscale.planner.option_fields import GROUPS, REQUIRED, PlanOption, default_of, flag_of
+
+_GROUPS_OF_GPUS = re.compile(r"[+;&]|^\s*\d+\s*([,x*:]|$)")
+"""What a name of a GPU has that stands for several groups of them: `A100-80GB+H100-80GB`, `4xA100-80GB`, `4,4`."""
+_ONE_KIND = (
+    "one job on two kinds or groups of GPU is not planned: every GPU would wait for the slowest; give one kind and "
+    "the number of all its GPUs, such as --gpu H100-80GB --gpus 8"
+)
+
+
+def check_one_kind(gpu: str) -> None:
+    """Check that `--gpu` does not describe one job on several kinds of GPU.
+
+    Args:
+        gpu (`str`): the value of the flag.
+
+    Raises:
+        UsageError: it does.
+    """
+    if any(map(_GROUPS_OF_GPUS.search, gpu.split(","))):
+        raise UsageError(f"{spelled('gpu')} is {gpu!r}: {_ONE_KIND}")
+
+
+def parse_gpus(text: str | int) -> int:
+    """Parse the value of `--gpus`.
+
+    Args:
+        text (`str` or `int`): the value.
+
+    Raises:
+        UsageError: it is no integer, or a list of numbers.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    given = f"{spelled('gpus')} is {text!r}"
+    if re.search(r"\d", str(text)) and re.search(r"[,+x*/;& :]", str(text)):
+        raise UsageError(f"{given}: {_ONE_KIND}")
+    raise UsageError(f"{given}: it must be a valid integer")
 
 
 def make_command(

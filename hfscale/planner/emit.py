@@ -19,6 +19,7 @@ from hfscale.core.spelling import spelled
 from hfscale.core.written_files import LAUNCH_FILE, write_files
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
+from hfscale.planner.adapters import target_modules
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.launchable import (
     TRAINER_OPTIMIZERS,
@@ -319,7 +320,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     elif job.liger:
         values["use_liger_kernel"] = True
     if job.method != "full":
-        values |= {"use_peft": True, "lora_r": job.lora_rank}
+        values |= _adapter_flags(job)
     if job.method == "qlora":
         values["load_in_4bit"] = True
     values["optim"] = TRAINER_OPTIMIZERS[job.optimizer]
@@ -473,6 +474,17 @@ def stage_flags(job: Job) -> dict[str, Any]:
     return flags
 
 
+def _adapter_flags(job: Job) -> dict[str, Any]:
+    """The recipe flags of the adapters."""
+    values: dict[str, Any] = {"use_peft": True, "lora_r": job.lora_rank}
+    modules = target_modules(job)
+    if job.lora_target_modules is not None and not isinstance(modules, str):
+        values["lora_target_modules"] = list(modules)
+    if job.lora_dropout:
+        values["lora_dropout"] = job.lora_dropout
+    return values
+
+
 def _model_flags(model: str, *, has_adapters: bool) -> dict[str, Any]:
     """The recipe flag of the model: a checkpoint, or a folder with only a config, which is trained from scratch.
 
@@ -503,7 +515,7 @@ def _scalar(value: object) -> str:
     """A value as YAML."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, dict):
+    if isinstance(value, dict | list):
         return json.dumps(value)  # JSON is YAML
     if isinstance(value, str):
         return yaml_text(value)

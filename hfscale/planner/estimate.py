@@ -25,6 +25,7 @@ from hfscale.planner.memory import (
     node_host_gib,
     peak_of,
 )
+from hfscale.planner.network import datasheet_network_gb_s
 from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
@@ -50,6 +51,32 @@ def spread(value: float, range_80: float) -> tuple[float, float]:
     return value * math.exp(-range_80), value * math.exp(range_80)
 
 
+SLOWER_PCIE = 3.0
+"""How many times slower links over PCIe may be than they are assumed to be: a card may have four to eight of sixteen
+lanes, and an older machine PCIe 3 (AnswerDotAI/fsdp_qlora, benchmarks_03_2024.md: 3 GB/s on two RTX 3090)."""
+SLOWER_NETWORK = 2.0
+"""The same of the network between nodes: many clusters have four cards where the vendor's reference node has eight."""
+
+
+def with_slower_links(job: Job) -> Job:
+    """Return a job with the slowest links that its machine may have, where they are neither given nor measured.
+
+    Args:
+        job (`Job`): the run.
+    """
+    gpu = job.gpu
+    if job.layout.world_size == 1:
+        return job
+    if gpu.link_gb_s is None and gpu.achieved_link_gb_s is None and gpu.host_gb_s is not None:
+        # It stands for the link alone, unless states are offloaded over the same lanes
+        gpu = replace(gpu, host_gb_s=gpu.host_gb_s / SLOWER_PCIE)
+    network = job.network_gb_s
+    has_nodes = job.layout.world_size > job.gpus_per_node
+    if has_nodes and network is None and gpu.achieved_network_gb_s is None:
+        network = datasheet_network_gb_s(gpu, job.gpus_per_node) / SLOWER_NETWORK
+    return replace(job, gpu=gpu, network_gb_s=network)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Holds the memory and the time that a job is expected to need."""
@@ -63,8 +90,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the device's memory, and a node has enough CPU memory."""
-        return self.memory.total <= self.job.gpu.memory_gib and self.fits_host
+        """Whether what is needed is within the device's memory, and a node has enough CPU memory."""
+        return self.memory.needed <= self.job.gpu.memory_gib and self.fits_host
 
     @property
     def host_gib_assumed(self) -> float:
@@ -83,8 +110,14 @@ class Estimate:
         has too little CPU memory."""
         if not self.fits_host:
             return 0.0
-        spread = find_framework(self.job.stack).memory_range / SIGMAS_OF_80_PERCENT
-        return NormalDist(0.0, spread).cdf(math.log(self.job.gpu.memory_gib / self.memory.total))
+        framework = find_framework(self.job.stack)
+        error = framework.memory_range
+        # What Megatron's experts keep differs between its versions (published peaks are up to 9% higher than planned)
+        if self.job.stack == "megatron" and self.job.shape.moe is not None:
+            error = framework.reading_range
+        return NormalDist(0.0, error / SIGMAS_OF_80_PERCENT).cdf(
+            math.log(self.job.gpu.memory_gib / self.memory.needed)
+        )
 
     @property
     def fits_word(self) -> str:
@@ -107,14 +140,33 @@ class Estimate:
         return node_host_gib(self.job)
 
     @property
+    def needed_range(self) -> tuple[float, float]:
+        """Range of what is needed, GiB, that holds for 80% of the published peaks of tensors."""
+        return spread(self.memory.needed, find_framework(self.job.stack).memory_range)
+
+    @property
     def memory_range(self) -> tuple[float, float]:
-        """Range of the peak, GiB, that holds for 80% of the published peaks."""
-        return spread(self.memory.total, find_framework(self.job.stack).memory_range)
+        """Range of the peak that nvidia-smi shows, GiB, that holds for 80% of the published ones."""
+        framework = find_framework(self.job.stack)
+        error = framework.memory_range if self.job.compile else framework.reading_range
+        return spread(self.memory.total, error)
 
     @property
     def time_range(self) -> tuple[float, float]:
-        """Range of the step's duration, seconds, that holds for 80% of the published runs."""
-        return spread(self.time.total, find_framework(self.job.stack).time_range)
+        """Range of the step's duration, seconds, that holds for 80% of the published runs.
+
+        Where the links between the devices are assumed, its upper end is that of slower ones.
+        """
+        framework = find_framework(self.job.stack)
+        shared = shared_constants()
+        error = framework.time_range
+        if self.job.shape.moe is not None:
+            error = max(error, shared.moe_time_range)
+        fastest, slowest = spread(self.time.total, error)
+        job = with_slower_links(self.job)
+        if job != self.job:
+            slowest = spread(step_time(job, framework, shared).total, error)[1]
+        return fastest, slowest
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
@@ -141,6 +193,8 @@ class Estimate:
             "memory_gib": {**asdict(self.memory), "total": self.memory.total},
             "memory_range_gib": list(self.memory_range),
             "memory_allocated_gib": allocated_gib(self.memory),
+            "memory_needed_gib": self.memory.needed,
+            "memory_reserved_gib": self.memory.total - self.memory.context,
             "peak": asdict(self.peak),
             "host_memory_gib_per_node": self.host_gib_per_node,
             "host_memory_saving_gib_per_node": self.saving_host_gib_per_node,
@@ -240,6 +294,6 @@ def with_least_checkpointing(job: Job) -> Job:
     framework = find_framework(job.stack)
     for checkpointing in ("none", "selective"):
         trial = replace(job, activation_checkpointing=checkpointing)
-        if memory_of(trial, framework).total <= job.gpu.memory_gib:
+        if memory_of(trial, framework).needed <= job.gpu.memory_gib:
             return trial
     return replace(job, activation_checkpointing="full", overlapped_experts=False)

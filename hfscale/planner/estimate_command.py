@@ -17,10 +17,10 @@ from hfscale.core.text_files import bounded_lines
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
-from hfscale.planner.command_line import make_command
+from hfscale.planner.command_line import check_one_kind, make_command, parse_gpus
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure
-from hfscale.planner.memory import GIB, allocated_gib
+from hfscale.planner.memory import GIB, Memory, allocated_gib
 from hfscale.planner.option_fields import make_options
 from hfscale.planner.options import (
     MAX_RANKS,
@@ -31,7 +31,7 @@ from hfscale.planner.options import (
     a_zero_stage,
     at_most,
 )
-from hfscale.planner.table import REQUIRED, assumed, is_allocated, job_of
+from hfscale.planner.table import REQUIRED, assumed, is_allocated, is_reserved, job_of
 
 
 def run(
@@ -62,7 +62,9 @@ def run(
         network = parse_network(given["network_gb_s"], given["gpus_per_node"])
         given = given | {"network_gb_s": network}
     gpu = given["gpu"]
-    gpus = gpu_flags["gpus"]
+    gpus = parse_gpus(gpu_flags["gpus"])
+    if gpu is not None:
+        check_one_kind(gpu)
     axes = AxisOptions(**axis_flags)
     check_options(AxisOptions, vars(axes))
     zero = given["zero"]
@@ -192,14 +194,20 @@ def _print_estimate(result: Estimate) -> None:
         verdict = "does NOT fit"
     else:
         verdict = "may not fit"
-    low, high = result.memory_range
+    low, high = result.needed_range
     print(
-        f"memory {memory.total:.1f} GiB ({low:.1f} to {high:.1f}) of {job.gpu.memory_gib:g}: {verdict} "
+        f"memory {memory.needed:.1f} GiB ({low:.1f} to {high:.1f}) of {job.gpu.memory_gib:g}: {verdict} "
         f"({result.fits_word}: {result.fits_probability:.0%})"
     )
     for name, gib in vars(memory).items():
         print(f"  {name:14}{gib:8.2f} GiB")
     print(f"peak: {result.peak.description}")
+    if memory.cached:
+        low, high = result.memory_range
+        print(
+            f"nvidia-smi shows {memory.total:.1f} GiB ({low:.1f} to {high:.1f}): freed blocks are kept while there is "
+            "room (cached)"
+        )
     needed = f"{result.host_gib_per_node:,.0f} GiB of {result.host_gib_assumed:,.0f} assumed"
     saving = f"{result.saving_host_gib_per_node:,.0f} GiB"
     print(
@@ -256,13 +264,20 @@ def table_line(number: int, row: dict[str, Any]) -> dict[str, Any]:
     return {
         "row": number,
         "tokens_per_s_per_gpu": round(result.tokens_per_s_per_gpu, 4),
-        "peak_mem_gib": round(
-            allocated_gib(result.memory) if is_allocated(row) else result.memory.total, 4
-        ),
+        "peak_mem_gib": round(_measured_gib(result.memory, row), 4),
         "mfu": None if mfu is None else round(mfu, 5),
         "error": None,
         **({"assumed": assumptions} if assumptions else {}),
     }
+
+
+def _measured_gib(memory: Memory, row: Mapping[str, str]) -> float:
+    """The part of a peak that the row's source measured, by its column `measure`."""
+    if is_allocated(row):
+        return allocated_gib(memory)
+    if is_reserved(row):
+        return memory.total - memory.context
+    return memory.total
 
 
 COMMAND = make_command(

@@ -32,9 +32,10 @@ class Framework:
     fp8_rowwise_gain: float
     """The same with an fp8 scale per row."""
     attention_ampere: float
-    """Rate of the attention kernel relative to the device's bf16 peak, on Ampere and Ada."""
+    """Rate of the attention kernel relative to the best matrix product measured on the device alone, on Ampere and
+    Ada."""
     attention_hopper: float
-    """The same on Hopper and later, where kernels reach less of the peak."""
+    """The same on Hopper and later, where kernels reach less of it."""
     passes_h: float
     """Reads and writes of a hidden-wide activation per layer's forward pass, outside matrices and attention."""
     passes_f: float
@@ -67,6 +68,8 @@ class Framework:
     """Error of predicted times that 80% of the runs keep, in logarithm."""
     memory_range: float
     """Error of predicted peaks that 80% of the runs keep, in logarithm."""
+    reading_range: float
+    """The same of what nvidia-smi shows where layers are not compiled (benchmarks/planner_published.py)."""
 
     # -- memory -------------------------------------------------------------------------------------------------------
     kept: Mapping[str, float] | None = None
@@ -86,6 +89,8 @@ class Framework:
     """Bytes per reduced gradient."""
     context_gib: float
     """Memory of CUDA context and libraries, GiB."""
+    cached: float
+    """Freed blocks that the allocator keeps while the device has room, relative to what is not states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,12 +113,18 @@ class SharedConstants:
     """Exponent of (power limit / usual power limit of the series) in the sustained rate."""
     node_drift: float
     """Relative slowdown per doubling of the number of nodes, by stragglers and jitter."""
+    first_flash: float
+    """Rate of the first flash attention relative to the second one."""
+    attention_half: float
+    """Tokens per sequence with which attention kernels reach half of their rate for long sequences."""
     ring_attention: float
     """Rate of attention in blocks around a ring of context-parallel ranks, relative to that of unsplit sequences."""
+    moe_time_range: float
+    """Error of predicted times of mixtures of experts that 80% of the runs keep, in logarithm."""
     imbalance: float
     """Tokens of the busiest rank of a mixture of experts, relative to the average."""
     fragmentation: float
-    """Memory that the allocator reserves, relative to what is in use."""
+    """Memory that the allocator reserves for what is not states, relative to what is in use."""
     group_gib: float
     """Memory of NCCL's buffers per group of ranks, GiB."""
 

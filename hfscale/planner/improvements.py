@@ -69,7 +69,7 @@ def _described(
     return Improvement(
         change=change,
         run=run,
-        memory_gib=found.memory.total,
+        memory_gib=found.memory.needed,
         fits_probability=found.fits_probability,
         tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
         speedup=None if best is None else found.tokens_per_s_per_gpu / best.tokens_per_s_per_gpu,
@@ -173,7 +173,7 @@ def _smaller(best: Estimate) -> list[Improvement]:
         estimate = estimate_job(trial)
         if not estimate.fits_host:
             continue
-        if estimate.memory.total < best.memory.total * (1 - MIN_GAIN):
+        if estimate.memory.needed < best.memory.needed * (1 - MIN_GAIN):
             found.append(_described(change, estimate, best))
     return sorted(found, key=lambda item: -(item.speedup or 0.0))
 

@@ -58,6 +58,13 @@ class Job(LayoutOptions):
     """Whether one kernel computes each norm, which keeps nothing but its input and its output (torchtitan's Triton
     kernel of 2024)."""
 
+    first_flash: bool = False
+    """Whether attention runs in the first flash attention (Dao et al., arXiv 2205.14135) or its version in Triton, as
+    in llm-foundry's tables, which were measured with torch 1.13."""
+    bf16_gradients: bool = False
+    """Whether Megatron keeps and reduces gradients in bf16, as NeMo's performance recipes do
+    (`grad_reduce_in_fp32 = False`). Megatron-LM itself accumulates them in fp32 where parameters are in bf16
+    (megatron/training/arguments.py)."""
     bare_experts: bool = False
     """Whether experts that no two ranks share are no unit of FSDP2, which then holds no copy of them and of their
     gradients (NeMo AutoModel, nemo_automodel/components/moe/parallelizer.py). FSDP2 copies also where one rank shards

@@ -24,9 +24,14 @@ from hfscale.planner.job import Job
 from hfscale.planner.options import Precision
 
 _EAGER: dict[str, dict[str, Any]] = read_table("facts/eager_traffic.toml")
+_SAME_OPERATORS = {"mixed": "bf16"}
+"""Regimes whose operators are those of another: FSDP2's weights and residuals are in bf16 before autocast."""
 DEFAULT_ACHIEVED = 0.8
 """Rate of the best matrix product relative to the peak, where none was measured: 80% on H100, 87% on A100 (Bekman, ML
 Engineering, 2025)."""
+GEFORCE_ACHIEVED = 0.95
+"""The same for GeForce cards, which clock higher than the datasheet of the peak says: an RTX 5060 Ti reached 47.0
+of 47.4 TFLOP/s (QuantumDrizzy/BLACKWALL, 2026)."""
 HOPPER_TFLOPS = 700.0
 """bf16 peak, TFLOP/s, from which a device counts as Hopper or later: flash attention 2 reaches 35-40% of its peak
 there, and 50-70% on earlier devices (Shah et al., FlashAttention-3, arXiv 2407.08608)."""
@@ -60,7 +65,7 @@ scales are read and 2 bytes are written, because the product runs on a copy in b
 LONG_CONTEXT = 32_768
 """Tokens per sequence above which attention kernels come nearer to the peak of Hopper and later devices: the constants
 were fitted to shorter sequences."""
-LONG_CONTEXT_GAIN = 0.25
+LONG_CONTEXT_GAIN = 0.21
 """Relative gain per doubling of the sequence above `LONG_CONTEXT`, for at most five doublings. Set by hand so that a
 million tokens run at about 60% of the peak, between what flash attention 2 and 3 reach (arXiv 2407.08608) and what TRL
 published for a million tokens on eight H100."""
@@ -134,13 +139,14 @@ class Rates:
     def __init__(self, job: Work, framework: Framework, shared: SharedConstants) -> None:
         gpu = job.gpu
         peak = _bf16_like_peak(job)
-        self.matmul = _matmul_rate(gpu, peak, shared, job.precision) * framework.matmul
+        best = _matmul_rate(gpu, peak, shared, job.precision)
+        self.matmul = best * framework.matmul
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
             self.matmul *= framework.fp8_rowwise_gain if job.rowwise_fp8 else framework.fp8_gain
         self.is_hopper = peak >= HOPPER_TFLOPS
         share = framework.attention_hopper if self.is_hopper else framework.attention_ampere
-        self.attention = peak * 1e12 * share * _power_factor(gpu, shared)
+        self.attention = best * share
         self.memory = 1e12 * (gpu.achieved_memory_tb_s or gpu.memory_tb_s * shared.memory_rate)
 
 
@@ -180,7 +186,8 @@ def _matmul_rate(
     if measured:
         return measured * 1e12
     best = gpu.achieved_bf16_tflops
-    share = DEFAULT_ACHIEVED
+    is_geforce = any("GeForce" in name for name in gpu.device_names)
+    share = GEFORCE_ACHIEVED if is_geforce else DEFAULT_ACHIEVED
     if best and gpu.bf16_tflops:
         share = best / gpu.bf16_tflops
     return peak * 1e12 * share * _power_factor(gpu, shared)
@@ -276,9 +283,11 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     widths = heads * (attention.head_dim + attention.value_head_dim)
     if not job.writes_scores:
         keys = reach * (1 - reach / (2 * seq_len))
-        rate = rates.attention
+        rate = rates.attention * reach / (reach + shared.attention_half)
+        if job.first_flash:
+            rate *= shared.first_flash
         # The constants were fitted to shorter sequences
-        if rates.is_hopper and job.stack == "hf" and seq_len > LONG_CONTEXT:
+        elif rates.is_hopper and job.stack == "hf" and seq_len > LONG_CONTEXT:
             rate *= 1 + LONG_CONTEXT_GAIN * min(5.0, math.log2(seq_len / LONG_CONTEXT))
         if job.layout.cp > 1:
             rate *= shared.ring_attention
@@ -297,11 +306,11 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
 def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> tuple[float, float]:
     """Duration of the operators outside matrix products and attention, forward and backward.
 
-    Where transformers' layers run uncompiled under autocast, their operators were counted. Otherwise it is a number of
-    passes over the widths, which published runs were fitted to.
+    Where transformers' layers run uncompiled, their operators were counted. Otherwise it is a number of passes over
+    the widths, which published runs were fitted to.
     """
-    counted = _EAGER.get(regime_of(job))
-    if job.stack == "hf" and not job.compile and counted is not None:
+    counted = _counted_operators(job)
+    if counted is not None:
         of_forward = _counted_bytes(job, counted, "forward")
         of_backward = _counted_bytes(job, counted, "backward")
         return of_forward / rates.memory, of_backward / rates.memory
@@ -317,12 +326,25 @@ def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> tuple[float,
     return seconds, 2 * seconds
 
 
+def _counted_operators(job: Job) -> Mapping[str, Any] | None:
+    """What was counted for the run's layers; None where they run compiled, in another framework, or were not counted.
+
+    A layer norm is one kernel, and an RMS norm of transformers several.
+    """
+    if job.stack != "hf" or job.compile:
+        return None
+    regime = regime_of(job)
+    has_layer_norms = job.shape.norm_parameters != job.shape.hidden
+    name = f"{regime}_layer_norm" if has_layer_norms else _SAME_OPERATORS.get(regime, regime)
+    return _EAGER.get(name)
+
+
 def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> float:
     """Bytes that the operators of an uncompiled layer read and write, with those of its adapters' small products."""
     shape = job.shape
     attention = shape.attention
     norms = shape.norms_per_layer / 2
-    gate = 1.0 if shape.gated else 0.5
+    gate = 0.5 if not shape.gated and not counted.get("plain_mlp") else 1.0
     widths = {
         "hidden": norms * shape.hidden,
         "mlp": gate * shape.mlp_width,

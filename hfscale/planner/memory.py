@@ -2,6 +2,8 @@
 
 peak = (states + activations of the micro-batches in flight + the larger of the loss's peak and one layer's backward
 pass + gathered parameters and buckets) x the allocator's fragmentation + CUDA context and communication buffers.
+States are allocated once and stay, so only the rest is fragmented. While the device has room, the allocator also keeps
+blocks that are free again: nvidia-smi counts them, but a run does not need them.
 
 States are parameters, gradients and optimizer states. Mixed precision with AdamW takes 16 bytes per parameter before
 sharding (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1): Hugging Face and FSDP2 hold parameters, gradients
@@ -11,7 +13,7 @@ needs 2 bytes more for gradients that are accumulated in fp32, as the shipped co
 All byte counts are per rank unless a docstring states otherwise.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hfscale.facts.hardware import Accelerator
@@ -167,16 +169,29 @@ def _formats(job: Job, framework: Framework) -> tuple[float, float, float]:
         # DeepSpeed and Megatron hold low-precision parameters, and a master copy with the moments. The shipped
         # DeepSpeed configs accumulate gradients in fp32, ZeRO-1 before they are sharded (DeepSpeed 0.19.8,
         # runtime/bf16_optimizer.py; in fp16 it copies the rank's share). Megatron's fp16 gradients get an fp32 copy of
-        # the rank's share at the update. NeMo's recipes keep bf16 gradients; DeepSpeed's BF16_Optimizer, when it
-        # trained BLOOM, accumulated them in fp32 and kept those of the micro-batch too.
+        # the rank's share at the update. With bf16 parameters it accumulates gradients in fp32, but NeMo's performance
+        # recipes do so in bf16; DeepSpeed's BF16_Optimizer, when it trained BLOOM, kept those of the micro-batch too.
         if framework.name == "hf":
             return 2.0, 4.0, 8.0 if job.precision == "fp16" and job.zero == 1 else 4.0
         if job.precision == "fp16":
             return 2.0, 2.0, 8.0
         if job.is_megatron_deepspeed:
             return 2.0, 6.0, 4.0
-        return 2.0, framework.gradient_bytes, 4.0
+        return 2.0, reduced_gradient_bytes(job, framework), 4.0
     return 4.0, 4.0, 0.0
+
+
+def reduced_gradient_bytes(job: Job, framework: Framework) -> float:
+    """Return the bytes of a gradient as it is accumulated and reduced.
+
+    Args:
+        job (`Job`): the run.
+        framework (`Framework`): constants of the training framework.
+    """
+    is_half = job.precision == "fp16" and framework.name == "megatron"
+    if job.pure_bf16 or job.bf16_gradients or is_half:
+        return 2.0
+    return framework.gradient_bytes
 
 
 # -- the peak ---------------------------------------------------------------------------------------------------------
@@ -204,11 +219,28 @@ class Memory:
     """Gathered parameters, gradient buckets, fragmentation."""
     context: float
     """CUDA context, libraries and NCCL's buffers."""
+    cached: float = 0.0
+    """Blocks that are free again, which the allocator keeps while the device has room for them."""
 
     @property
     def total(self) -> float:
-        """Sum of all parts."""
+        """Sum of all parts: what nvidia-smi shows."""
         return float(sum(vars(self).values()))
+
+    @property
+    def needed(self) -> float:
+        """Sum of all parts without `cached`: with less memory the run ends."""
+        return self.total - self.cached
+
+    @property
+    def needed_parts(self) -> dict[str, float]:
+        """The parts of `needed` by name."""
+        return {name: gib for name, gib in vars(self).items() if name != "cached"}
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer states, and those of a reference model."""
+        return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +249,11 @@ class DpoMemory(Memory):
 
     reference: float
     """Parameters of the reference model, after sharding; 0 where it is the policy without its adapters."""
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer states, and those of a reference model."""
+        return super().states + self.reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,7 +274,8 @@ def allocated_gib(memory: Memory, common: SharedConstants | None = None) -> floa
         common (`SharedConstants`, *optional*): constants of hardware and networks; by default those of
             `frameworks.toml`.
     """
-    return (memory.total - memory.context) / (common or shared_constants()).fragmentation
+    others = memory.needed - memory.context - memory.states
+    return memory.states + others / (common or shared_constants()).fragmentation
 
 
 def memory_of(job: Job, framework: Framework, common: SharedConstants | None = None) -> Memory:
@@ -256,21 +294,26 @@ def memory_of(job: Job, framework: Framework, common: SharedConstants | None = N
     states = state_bytes(job, framework)
     peak = highest_moment(job, framework, states.gradients)
     reference = reference_bytes(job)
-    used = states.parameters + states.optimizer + peak.total + reference
+    others = peak.total - peak.gradients
     parts = {
         "parameters": states.parameters / GIB,
         "gradients": peak.gradients / GIB,
         "optimizer": states.optimizer / GIB,
         "activations": peak.activations / GIB,
         "loss": peak.loss / GIB,
-        "buffers": (peak.buffers + (common.fragmentation - 1) * used) / GIB,
+        "buffers": (peak.buffers + (common.fragmentation - 1) * others) / GIB,
         "context": framework.context_gib + common.group_gib * groups(job),
     }
     if job.task == "dpo":
-        return DpoMemory(**parts, reference=reference / GIB)
-    if job.task == "grpo":
-        return GrpoMemory(**parts, reference=reference / GIB, kv_cache=peak.kv_cache / GIB)
-    return Memory(**parts)
+        memory: Memory = DpoMemory(**parts, reference=reference / GIB)
+    elif job.task == "grpo":
+        memory = GrpoMemory(**parts, reference=reference / GIB, kv_cache=peak.kv_cache / GIB)
+    else:
+        memory = Memory(**parts)
+    # Compiled layers allocate fewer and larger blocks; no published peak says how many of them are kept.
+    kept = 0.0 if job.compile else framework.cached * others / GIB
+    room = max(0.0, job.gpu.memory_gib - memory.total)
+    return replace(memory, cached=min(kept, room))
 
 
 @dataclass(frozen=True, kw_only=True)

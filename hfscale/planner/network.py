@@ -45,9 +45,10 @@ def datasheet_network_gb_s(gpu: Accelerator, node_size: int) -> float:
     return gpu.network_gb_s or DEFAULT_NODE_GB_S / node_size
 
 
-PEER_TO_PEER_PCIE = 0.5
-"""Fraction of the PCIe bandwidth that two devices without NVLink reach: data crosses the host bridge, in both
-directions at once."""
+PEER_TO_PEER_PCIE = 0.31
+"""Fraction of the PCIe bandwidth that two devices without NVLink reach, in both directions at once: 10 of 32 GB/s on
+A40 through the CPU's memory (NVIDIA/nccl-tests#74, P2P disabled), which GeForce cards and most virtual machines
+need."""
 
 
 @dataclass(frozen=True, kw_only=True)

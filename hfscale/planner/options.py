@@ -217,6 +217,15 @@ class RunOptions:
     )
     method: Method = option("full", group=METHOD, help="Which parameters train")
     lora_rank: int = option(16, group=METHOD, help="Rank of the adapters")
+    lora_target_modules: str | None = option(
+        None,
+        group=METHOD,
+        help="Modules with adapters, separated by commas, such as q_proj,v_proj",
+        unset="every linear layer but the head, and the experts where PEFT adapts them",
+    )
+    lora_dropout: float = option(
+        0.0, group=METHOD, check=a_fraction, help="Dropout on the input of the adapters"
+    )
     precision: Precision = option("bf16", group=METHOD, help="Format of the matrix products")
     pure_bf16: bool = option(
         False,
@@ -278,15 +287,6 @@ class LayoutOptions(RunOptions):
         help="Activation recomputation",
     )
     offload: Offload = option("none", group=METHOD, help="States kept in the CPU's memory")
-    lora_target_modules: str | None = option(
-        None,
-        group=METHOD,
-        help="Modules with adapters, separated by commas, such as q_proj,v_proj",
-        unset="every linear layer but the head, and the experts where PEFT adapts them",
-    )
-    lora_dropout: float = option(
-        0.0, group=METHOD, check=a_fraction, help="Dropout on the input of the adapters"
-    )
     use_dora: bool = option(
         False,
         group=METHOD,
@@ -368,6 +368,8 @@ class GpusOption:
         1,
         plan=REQUIRED,
         group=HARDWARE,
+        text=True,
+        unit="number",
         help="Number of GPUs",
         notes={"plan": "with the objective cost or gpus, the most to use"},
     )

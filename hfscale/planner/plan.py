@@ -17,7 +17,7 @@ from hfscale.facts.prices import STALE_DAYS, Egress, Price, all_egress, all_pric
 from hfscale.facts.support import Combination, check_support
 from hfscale.planner.advice import Advice, advice, assumptions, simplicity
 from hfscale.planner.cost import Cost, compare, cost, reliability
-from hfscale.planner.estimate import Estimate, spread
+from hfscale.planner.estimate import Estimate
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.growing_batch import GrowingPlan, growing_plan
 from hfscale.planner.improvements import Improvement, improvements
@@ -45,7 +45,9 @@ class Choice:
 
     def scaled(self, value: float) -> tuple[float, float]:
         """Return the range of a value that is proportional to the step's duration, such as hours or dollars."""
-        return spread(value, find_framework(self.estimate.job.stack).time_range)
+        total = self.estimate.time.total
+        fastest, slowest = (value * seconds / total for seconds in self.estimate.time_range)
+        return fastest, slowest
 
     @property
     def hours_range(self) -> tuple[float, float]:

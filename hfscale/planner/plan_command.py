@@ -16,7 +16,7 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import ParameterError, UsageError
 from hfscale.facts.compression import Compression
 from hfscale.facts.hardware import read_hardware_file, user_hardware_file
-from hfscale.planner.command_line import make_command
+from hfscale.planner.command_line import check_one_kind, make_command, parse_gpus
 from hfscale.planner.islands import Islands, judge_islands
 from hfscale.planner.job import check_pure
 from hfscale.planner.option_fields import default_of, flag_of, make_options
@@ -64,6 +64,8 @@ def run(
     if given["network_gb_s"] is not None:
         network = parse_network(given["network_gb_s"], given["gpus_per_node"])
         given = given | {"network_gb_s": network}
+    check_one_kind(gpu)
+    given = given | {"gpus": parse_gpus(gpus)}
     options = make_options(PlanOptions, "plan", given)
     places = _islands(IslandOptions(**island_flags))
     if "," in gpu:

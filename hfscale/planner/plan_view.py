@@ -116,7 +116,7 @@ def _answer(plan: Plan) -> str:
         cheapest = choice.costs[0]
         usd = _range(choice.scaled(choice.usd), ",.0f")
         parts.append(f"{choice.usd:,.0f} USD ({usd}) at {cheapest.provider}, {cheapest.kind}")
-    memory = f"{estimate.memory.total:.0f} of {job.gpu.memory_gib:.0f} GiB per GPU, fits: {estimate.fits_word}"
+    memory = f"{estimate.memory.needed:.0f} of {job.gpu.memory_gib:.0f} GiB per GPU, fits: {estimate.fits_word}"
     layout = f"{_strategy(job, plan.request)}, {_layout(choice)}, {batch}{recomputed}"
     answer = f"Choice 1: {layout}: {', '.join(parts)}; {memory}."
     if plan.growing is not None:
@@ -185,7 +185,7 @@ def _short_choices(plan: Plan) -> Table:
             _strategy(job, plan.request) + _recomputed(job, "recompute"),
             _layout(choice),
             f"{job.micro_batch} x {job.micro_batches}",
-            f"{estimate.memory.total:.0f}",
+            f"{estimate.memory.needed:.0f}",
             estimate.fits_word,
             f"{estimate.tokens_per_s_per_gpu * job.layout.world_size:,.0f}",
             *(_DAYS_AND_USD[name](choice) for name in time_and_cost),
@@ -269,12 +269,10 @@ def show_details(
         if plan.order is not None:
             console.print(f"Order: {plan.order}.")
         console.print(_ranges(plan))
-        memory = [
-            {**vars(choice.estimate.memory), "total": choice.estimate.memory.total}
-            for choice in plan.choices
-        ]
+        memory = [choice.estimate.memory for choice in plan.choices]
+        parts = [one.needed_parts | {"total": one.needed} for one in memory]
         peaks = [choice.estimate.peak.description for choice in plan.choices]
-        console.print(_parts("GiB per GPU at the peak", memory, "{:.1f}", {"at": peaks}))
+        console.print(_parts("GiB per GPU at the peak", parts, "{:.1f}", {"at": peaks}))
         times = [choice.estimate.time for choice in plan.choices]
         shares = [{name: part / time.total for name, part in vars(time).items()} for time in times]
         console.print(_parts("Share of the step (bubble: waiting stages)", shares, "{:.1%}"))
@@ -321,7 +319,7 @@ def show_gpu_types(plans: Sequence[Plan], failed: Mapping[str, str]) -> None:
         row = [
             f"{job.micro_batch} x {job.micro_batches}",
             job.activation_checkpointing,
-            f"{estimate.memory.total:.0f} of {job.gpu.memory_gib:.0f}",
+            f"{estimate.memory.needed:.0f} of {job.gpu.memory_gib:.0f}",
             estimate.fits_word,
             f"{estimate.tokens_per_s_per_gpu:,.0f}",
         ]
@@ -380,7 +378,7 @@ def _choices(plan: Plan) -> Table:
             str(job.zero),
             _batch(job),
             job.activation_checkpointing,
-            f"{estimate.memory.total:.0f}",
+            f"{estimate.memory.needed:.0f}",
             estimate.fits_word,
             f"{estimate.time.total:.2f}",
             f"{estimate.tokens_per_s_per_gpu:,.0f}",
@@ -422,7 +420,7 @@ def _ranges(plan: Plan) -> Table:
         )
         table.add_row(
             str(number),
-            _range(estimate.memory_range, ".0f"),
+            _range(estimate.needed_range, ".0f"),
             _range(estimate.time_range, ".2f"),
             _range((slow, quick), ",.0f"),
             *(_RANGES[name](choice) for name in time_and_cost),

@@ -43,7 +43,7 @@ def draw(plan: Plan, path: Path) -> None:
     _stacked_bars(
         memory,
         labels,
-        [vars(choice.estimate.memory) for choice in plan.choices],
+        [choice.estimate.memory.needed_parts for choice in plan.choices],
         "GiB per GPU at the peak",
     )
     limit = plan.request.gpu.memory_gib

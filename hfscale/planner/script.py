@@ -54,7 +54,7 @@ class ScriptEstimate:
     @property
     def fits(self) -> bool:
         """Whether the peak is within the device's memory."""
-        return self.memory.total <= self.gpu.memory_gib
+        return self.memory.needed <= self.gpu.memory_gib
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
@@ -174,7 +174,7 @@ def estimate_script(
     parts = {name: size / GIB for name, size in in_use.items()}
     memory = Memory(
         **parts,
-        buffers=sum(parts.values()) * (shared.fragmentation - 1),
+        buffers=(parts["activations"] + parts["loss"]) * (shared.fragmentation - 1),
         context=framework.context_gib,
     )
     rates = Rates(_Work(gpu=gpu, precision=precision), framework, shared)

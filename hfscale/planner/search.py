@@ -404,7 +404,7 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
             trial = replace(trial, overlapped_experts=False)
         if trial.stack == "hf" and not _schedule_runs(trial):
             continue
-        needed = memory_of(trial, framework).total
+        needed = memory_of(trial, framework).needed
         least_gib = needed if least_gib is None else min(least_gib, needed)
         if needed > limit:
             return fitting, least_gib, True

@@ -317,6 +317,14 @@ def is_allocated(row: Mapping[str, str]) -> bool:
     return "allocated" in measure or "active" in measure
 
 
+def is_reserved(row: Mapping[str, str]) -> bool:
+    """Return whether the row's peak memory is what torch's allocator reserved, by its column `measure`.
+
+    Such a peak leaves out the CUDA context and NCCL's buffers.
+    """
+    return "reserved" in text_of(row, "measure").lower()
+
+
 def assumed(row: Mapping[str, str]) -> list[str]:
     """List what was inferred from a row that no column of its own states, one line each."""
     assumptions = []
@@ -413,12 +421,14 @@ def _as_given(
         compiled_loss=framework == "hf" or loss == "compiled",
         loss_kernel=loss == "kernel",
         norm_kernel=text_of(row, "norm").lower() == "kernel",
+        bf16_gradients="bf16 gradients" in text_of(row, "states").lower(),
         activation_checkpointing=_recompute_of(row) or "none",
         method=method_of(row)[0],
         virtual_stages=stages,
         sequence_parallel=splits_sequences or (not is_old and framework != "hf"),
         loss_parallel=framework != "hf",
         flash_attention=not is_old,
+        first_flash=text_of(row, "attention").lower() == "flash1",
         expert_parallel=_expert_parallel(shape, layout, framework),
         network_gb_s=interconnect_gb_s(text_of(row, "interconnect")),
     )
@@ -548,7 +558,7 @@ def _largest_micro_batch(job: Job) -> Job:
     best = job
     for micro in (2, 4, 8, 16):
         trial = replace(job, micro_batch=micro)
-        if per_rank % micro or memory_of(trial, constants).total > job.gpu.memory_gib:
+        if per_rank % micro or memory_of(trial, constants).needed > job.gpu.memory_gib:
             break
         best = trial
     return best

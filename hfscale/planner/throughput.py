@@ -25,7 +25,7 @@ from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.frozen import dense_bytes
 from hfscale.planner.job import OPTIMIZERS, Job
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
-from hfscale.planner.memory import trained_parameters
+from hfscale.planner.memory import reduced_gradient_bytes, trained_parameters
 from hfscale.planner.network import Group, Network, exposed_s
 from hfscale.planner.tasks import generation_s, reference_s
 
@@ -271,7 +271,9 @@ def _sharded_traffic(
     # Parameters are sharded over context-parallel ranks too (torchtitan's dp_shard_cp axis).
     shard = Group(size=layout.dp_shard * layout.cp, stride=layout.tp)
     replicas = Group(size=layout.dp_replicate, stride=layout.tp * layout.cp * layout.dp_shard)
-    gradient = _gradient_bytes(job, framework) * trained_parameters(job) / shape.total_parameters
+    gradient = (
+        reduced_gradient_bytes(job, framework) * trained_parameters(job) / shape.total_parameters
+    )
     dense, experts = layer_parameters(job)
     expert_weight = job.value_bytes
     gather = _layer_gather_s(job, network, shard, dense_bytes(job), expert_weight)
@@ -333,11 +335,6 @@ def _layer_gather_s(
     return network.gather_s(of_dense * dense, shard) + network.gather_s(of_experts * experts, same)
 
 
-def _gradient_bytes(job: Job, framework: Framework) -> float:
-    """Bytes per reduced gradient."""
-    return 2.0 if job.pure_bf16 else framework.gradient_bytes
-
-
 def _pipeline_sends(job: Job, network: Network) -> float:
     """Time to send one micro-batch's activations and their gradients to the neighbouring stages, for all stages of a
     rank."""
@@ -371,7 +368,7 @@ def _once_per_step(
         return 0.0
     trained = trained_parameters(job) / (layout.tp * layout.pp)
     experts = shape.mean_expert_parameters * shape.layers / shape.total_parameters
-    gradient = _gradient_bytes(job, framework)
+    gradient = reduced_gradient_bytes(job, framework)
     if job.spreads_experts:
         own = trained * experts * layout.tp / job.expert_parallel
         reduced = network.reduce_s(gradient * trained * (1 - experts), group)

@@ -80,7 +80,7 @@ def _other_micro_batches(job: Job) -> Iterator[Estimate]:
     for size in (job.micro_batch // 2, job.micro_batch * 2):
         if size >= 1 and job.global_batch // job.data_parallel % size == 0:
             estimate = estimate_job(replace(job, micro_batch=size))
-            if estimate.memory.total <= MAX_MEMORY_RATIO * job.gpu.memory_gib:
+            if estimate.memory.needed <= MAX_MEMORY_RATIO * job.gpu.memory_gib:
                 yield estimate
 
 

@@ -367,7 +367,7 @@ class Tuning:
             "measured_tokens_per_s": measured,
             "error": None if measured is None else candidate.predicted_tokens_per_s / measured - 1,
             "reason": reason,
-            "predicted_memory_gib": estimate.memory.total,
+            "predicted_memory_gib": estimate.memory.needed,
             "measured_memory_gib": None if trial is None else trial.memory_gib,
             "steps": steps,
             **{key: described[key] for key in layout},

@@ -182,7 +182,7 @@ def test_rows_have_sources_and_plausible_values(row: Accelerator) -> None:
         for other, ratio in ((row.tf32_tflops, 0.5), (row.fp8_tflops, 2.0)):
             assert other is None or other / row.bf16_tflops == pytest.approx(ratio, rel=0.02)
     if row.achieved_bf16_tflops is not None and row.bf16_tflops is not None:
-        assert 0.6 < row.achieved_bf16_tflops / row.bf16_tflops < 1
+        assert 0.5 < row.achieved_bf16_tflops / row.bf16_tflops < 1
     # What torch reports is no more than what the vendor prints, and no less than 85% of it.
     for printed in re.findall(r"-(\d+)GB", " ".join((row.name, *row.aliases))):
         assert 0.85 * int(printed) < row.memory_gib <= int(printed)

@@ -22,7 +22,7 @@ PLAN = ["plan", "llama-3.1-8b", "--gpu", "H100-80GB", "--gpus", "8"]
 ESTIMATE = ["estimate", "llama-3.1-8b", "--gpu", "h100-80gb", "--gpus", "8"]
 PLANNER_PAGE = REPOSITORY / "docs" / "planner.md"
 TABLE = REPOSITORY / "benchmarks" / "data" / "throughput.csv"
-MEMORY = {"parameters", "gradients", "optimizer", "activations", "loss", "buffers", "context", "total"}
+MEMORY = {"parameters", "gradients", "optimizer", "activations", "loss", "buffers", "context", "cached", "total"}
 
 
 def run(capsys, *argv, code=0):
@@ -196,6 +196,12 @@ class TestPlan:
             (["plan", "llama-3.1-8b", "--gpu", "H1000", "--gpus", "8"], ["'H1000'", "H100"]),
             (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "0"], ["--gpus is 0"]),
             (["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "eight"], ["--gpus is 'eight'", "integer"]),
+            (
+                ["plan", "llama-3.1-8b", "--gpu", "H100", "--gpus", "4,4"],
+                ["--gpus is '4,4'", "groups of GPU is not planned"],
+            ),
+            (["plan", "llama-3.1-8b", "--gpu", "4xA100+4xH100", "--gpus", "8"], ["--gpu is", "is not planned"]),
+            (["estimate", "llama-3.1-8b", "--gpu", "8x H100"], ["--gpu is '8x H100'", "is not planned"]),
             (["check", "--deadline", "soon"], ["--deadline is 'soon'", "number"]),
             ([*PLAN, "--budget=cheap"], ["--budget is 'cheap'", "number"]),
             ([*PLAN, "--tokens", "many"], ["--tokens is 'many'", "1T"]),
@@ -229,6 +235,10 @@ class TestPlan:
         assert found.out == ""
         assert len(found.err.splitlines()) == 1, found.err
         assert all(part in found.err for part in parts), found.err
+
+    @pytest.mark.parametrize("gpu", ["A100 80GB", "H100-94/95GB-HBM2e-lowTDP"])
+    def test_a_name_with_a_number_is_one_gpu(self, capsys, gpu):
+        assert "fits" in run(capsys, "estimate", "smollm2-360m", "--gpu", gpu).out
 
     def test_an_unsupported_config_is_one_line(self, capsys, tmp_path):
         (tmp_path / "config.json").write_text('{"model_type": "resnet"}')
@@ -433,9 +443,9 @@ class TestEstimate:
         assert "does NOT fit" in run(capsys, *ESTIMATE, "--micro-batch", "64").out
 
     def test_a_memory_within_the_error_may_not_fit(self, capsys):
-        layout = ("--dp-replicate", "128", "--tp", "8", "--pp", "16", "--gpus", "16384", "--zero", "1")
-        argv = ("estimate", "llama-3.1-405b", "--gpu", "H100-80GB", "--seq-len", "8192", "--global-batch", "2048")
-        out = run(capsys, *argv, *layout, "--stack", "megatron").out
+        layout = ("--dp-replicate", "128", "--tp", "8", "--pp", "16", "--gpus", "16384", "--zero", "2")
+        argv = ("estimate", "llama-3.1-405b", "--gpu", "H100-80GB", "--seq-len", "8448", "--global-batch", "2048")
+        out = run(capsys, *argv, *layout, "--stack", "megatron", "--virtual-stages", "2").out
         assert "may not fit (uncertain" in out
         assert "peak: backward pass, first pipeline rank" in out
 

@@ -83,7 +83,7 @@ class TestSearch:
             job.check()
             assert job.layout.world_size == gpus
             assert job.global_batch == job.micro_batch * job.micro_batches * job.data_parallel
-            assert estimate.memory.total <= USABLE_MEMORY_FRACTION * job.gpu.memory_gib
+            assert estimate.memory.needed <= USABLE_MEMORY_FRACTION * job.gpu.memory_gib
             assert job.layout.tp <= 8
         assert [e.time.total for e in chosen] == sorted(e.time.total for e in chosen)
 
@@ -259,6 +259,7 @@ class TestUncertainty:
         found = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, tokens=1e9).choices[0]
         framework = find_framework("hf")
         for value, (low, high), error in (
+            (found.estimate.memory.needed, found.estimate.needed_range, framework.memory_range),
             (found.estimate.memory.total, found.estimate.memory_range, framework.memory_range),
             (found.estimate.time.total, found.estimate.time_range, framework.time_range),
             (found.hours, found.hours_range, framework.time_range),
@@ -298,11 +299,11 @@ class TestImprovements:
         assert result.improvements
         for item in result.improvements:
             faster = item.tokens_per_s_per_gpu > first.tokens_per_s_per_gpu
-            assert faster or item.memory_gib < first.memory.total, item
+            assert faster or item.memory_gib < first.memory.needed, item
             assert item.speedup == pytest.approx(item.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu)
         full = next(item for item in result.improvements if item.change == "recomputation full")
         job = replace(first.job, activation_checkpointing="full")
-        assert full.memory_gib == pytest.approx(estimate_job(job).memory.total)
+        assert full.memory_gib == pytest.approx(estimate_job(job).memory.needed)
         assert {item.change for item in result.improvements if item.changes_results} >= {
             "fp8 matrix products: --precision fp8"
         }

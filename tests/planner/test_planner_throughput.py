@@ -58,7 +58,7 @@ class TestNetwork:
 
     def test_without_nvlink_ranks_communicate_over_pcie(self):
         slow = Network.of(accelerator("RTX4090"), node_size=8, network_gb_s=None, shared=PERFECT)
-        assert slow.bandwidth(Group(size=2)) == pytest.approx(16e9)
+        assert slow.bandwidth(Group(size=2)) == pytest.approx(0.31 * 32e9)
 
     def test_one_rank_sends_nothing(self):
         assert network(shared_constants()).gather_s(1e9, Group(size=1)) == 0.0
@@ -191,7 +191,8 @@ class TestStep:
         assert (own.is_megatron_deepspeed, shared_states.is_megatron_deepspeed) == (False, True)
         before, after = (estimate_job(run).time for run in (own, shared_states))
         assert after.compute - before.compute == pytest.approx(32 * 4 * find_framework("megatron").pass_s)
-        assert after.communication > 1.4 * before.communication  # updated parameters are gathered besides
+        # Updated parameters are gathered besides, in 2 bytes; gradients are reduced in 4
+        assert after.communication > 1.2 * before.communication
         with_flash = estimate_job(replace(shared_states, flash_attention=True))
         assert with_flash.time.communication < 0.75 * after.communication
 
@@ -307,7 +308,7 @@ class TestPublishedRuns:
 
     def test_wrong_constants_give_bad_peaks(self):
         peaks = planner_memory.stated(planner_runs.load()[0])
-        waste = planner_memory.with_values(planner_fit.current(), 1.3, 0.5)
+        waste = planner_memory.with_values(planner_fit.current(), 1.5, 0.5)
         assert planner_memory.figures([(r, planner_memory.error(r, waste)) for r in peaks])["median_error"] > 0.1
 
     def test_the_committed_figures_match_this_code(self, runs):

@@ -75,7 +75,7 @@ def predicted_gb(recipe, **changes):
         liger=bool(flags.get("use_liger_kernel")),
         **lora,
     )
-    return found.memory.total * 2**30 / 1e9
+    return found.memory.needed * 2**30 / 1e9
 
 
 def test_the_alternatives_that_the_files_of_trl_name_agree_too():
