@@ -120,7 +120,7 @@ def test_adapters_of_experts_need_a_copy_of_them_under_deepspeed():
     assert experts.memory.activations - attention.memory.activations < 0.1 * copies
     sharded = {"layout": {"dp_shard": 2}, "zero": 2}
     deepspeed = estimate(shape, **run | sharded)
-    assert deepspeed.memory.activations - attention.memory.activations > copies
+    assert deepspeed.memory.activations - attention.memory.activations > 0.9 * copies
     assert deepspeed.fits_word == "no"
     recomputed = estimate(shape, **run | sharded, activation_checkpointing="full")
     assert recomputed.memory.total < deepspeed.memory.total - 0.9 * copies
