@@ -294,7 +294,7 @@ class TestUncertainty:
 
 class TestImprovements:
     def test_what_is_faster_or_smaller_is_computed_for_the_first_choice(self):
-        result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8, liger=False, compile=False)
+        result = plan("llama-3.1-8b", gpu="H100-80GB", gpus=8)
         first = result.choices[0].estimate
         assert result.improvements
         for item in result.improvements:
