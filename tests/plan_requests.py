@@ -21,6 +21,7 @@ NOT_SAMPLED = {
     "choice": "the harness chooses a strategy first, so that all of them are started",
     "as_json": "always given",
     "calibrate": "measures this machine and plans nothing",
+    "batch_schedule": "its recipes are started by tests/lr_scaling",
     "plot": "draws the choices and changes no file",
     "details": "prints more and changes no file",
     "provider": "chooses prices and changes no file",

@@ -157,11 +157,11 @@ class JitterWatch:
         now = {name: columns[name] / window_s for name in ("gc_s", "cpu_wait_s", "faults")}
         now["compiled"] = np.asarray(columns["compiled"], dtype=np.float64)
         self._windows.append(now)
-        keys = {check.key: float(np.max(now[check.name])) for check in _CHECKS if check.key}
-        limits = {check.key: check.limit for check in _CHECKS}
+        keys = {check.key: float(np.max(now[check.name])) for check in CHECKS if check.key}
+        limits = {check.key: check.limit for check in CHECKS}
         found: list[Finding] = []
         if time.monotonic() - self._begun >= REPORT_AFTER_S:
-            found = [finding for finding in map(self._finding, _CHECKS) if finding is not None]
+            found = [finding for finding in map(self._finding, CHECKS) if finding is not None]
         return {
             "keys": {
                 key: value for key, value in keys.items() if value > LOGGED_FROM * limits[key]
@@ -219,7 +219,7 @@ class _Check:
     """The metric key of the worst rank."""
 
 
-_CHECKS = (
+CHECKS = (
     _Check(
         name="gc_s",
         limit=0.01,

@@ -574,6 +574,7 @@ def sites():
 SITES = {
     "check/doctor.py:_probe": PROGRAM,
     "check/parallel_run.py:read_cases": PROGRAM,
+    "check/parallel_run.py:read_results": PROGRAM,
     "check/rehearsal/launch.py:messages": PROGRAM,
     "check/rehearsal/launch.py:run_watched": PROGRAM,
     "checkpoint/best.py:best_step_of": "state of Trainer",
@@ -698,6 +699,7 @@ SITES = {
     "report/sweep.py:_launch": PROGRAM,
     "report/sweep.py:failure_reason": PROGRAM,
     "report/watch/page.py:": OURS,
+    "trainer/accumulation.py:_after_constant_batch": VERIFIED,
     "trainer/parameter_groups.py:why_not_loadable": OTHER,
     "tune/launch_command.py:read_command": CALLER,
     "tune/trial.py:_error": PROGRAM,

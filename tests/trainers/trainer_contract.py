@@ -38,7 +38,7 @@ PAD = 0
 """The token of this id is padding and nothing else."""
 PEAK_TFLOPS = 1e-3
 
-OWN_KEYS = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "moe/")
+OWN_KEYS = ("scaling/", "checkpoint/", "gpu/", "lr_scaling/", "moe/", "health/")
 FILES_THAT_DIFFER = (
     "README.md",
     "trainer_state.json",
