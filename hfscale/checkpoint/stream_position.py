@@ -14,7 +14,6 @@ A stream of a user's own class has no position that is known, so its pass is rea
 random numbers with which it is read.
 """
 
-import sys
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -26,7 +25,7 @@ from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.batch_indices import is_own_stream
+from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
 from hfscale.trainer.state import global_batch_size, saved_state
 
 logger = get_logger(__name__)
@@ -239,11 +238,13 @@ def track_stream(adapter: TrainerAdapter) -> None:
     if is_own_stream(dataset) and not has_length(dataset):
         adapter.append_callback(StreamPosition(adapter, OwnStream(adapter, dataset)))
         return
-    # Trainer works without it; a stream of it exists only where it is imported
-    hub = sys.modules.get("datasets")
-    if hub is not None and type(dataset) is hub.IterableDataset:
-        from hfscale.checkpoint.positioned_stream import PositionedStream
+    if not is_hub_stream(dataset):
+        return
+    import datasets
 
+    from hfscale.checkpoint.positioned_stream import PositionedStream
+
+    if type(dataset) is datasets.IterableDataset:
         stream = PositionedStream(dataset)
         adapter.replace_train_dataset(stream)
         adapter.append_callback(StreamPosition(adapter, stream))

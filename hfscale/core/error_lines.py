@@ -22,12 +22,13 @@ def show_in_one_line() -> None:
 
 
 def _print_one_line(kind: type[BaseException], error: Any, traceback: TracebackType | None) -> None:
-    exit_code = getattr(kind, "exit_code", None)
-    if exit_code is None:
+    from hfscale.errors import HfScaleError  # which imports this module
+
+    if not issubclass(kind, HfScaleError):  # errors of click have an `exit_code` too
         sys.__excepthook__(kind, error, traceback)
         return
     rank = os.environ.get("RANK")
     where = f" on rank {rank}" if rank not in (None, "0") else ""
     print_line(f"hfscale: error{where}: {error}")
     # Python exits with the code of a `SystemExit` that its excepthook raises
-    raise SystemExit(exit_code)
+    raise SystemExit(kind.exit_code)

@@ -27,9 +27,11 @@ from hfscale.core.versions import has_epoch_methods
 from hfscale.trainer.collector import Judge, LogCollector, LogPart
 from hfscale.trainer.expert_adapters import spread_expert_adapters
 from hfscale.trainer.frames import calling_trainer, resumed_from, training_frame
+from hfscale.trainer.fsdp2_loading import name_layers_that_are_there
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
 from hfscale.trainer.loss_rule import why_loss_grows
+from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.weight_wrappers import keep_stored_weights
 
@@ -113,6 +115,7 @@ class TrainerAdapter:
             push = without_working_files(trainer, getattr(trainer, name))
             self._replace(trainer, name, push, undo=self._undo_lasting)
         if trainer.is_fsdp_enabled:
+            name_layers_that_are_there(model_of(trainer))
             save = self._saving_complete_weights(trainer.save_model)
             self._replace(trainer, "save_model", save, undo=self._undo_lasting)
         remove_locks_before_deepspeed()

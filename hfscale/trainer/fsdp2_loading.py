@@ -1,4 +1,4 @@
-"""What Accelerate's FSDP2 needs in order to load a model on rank 0 alone (`fsdp_cpu_ram_efficient_loading`)."""
+"""What Accelerate's FSDP needs of a model: layers that it has, and buffers that can be loaded on rank 0 alone."""
 
 import functools
 from collections.abc import Iterator
@@ -13,6 +13,22 @@ from hfscale.trainer.state import model_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
+
+
+def name_layers_that_are_there(model: nn.Module) -> None:
+    """Leave out of `_no_split_modules` the layers that a model does not have.
+
+    Accelerate (1.15, `set_auto_wrap_policy`) wraps the layers that are named there, and fails at one that is missing.
+    transformers (5.23) names those of the vision tower for the language models of Qwen3.5 too.
+
+    Args:
+        model (`nn.Module`): the model of a Trainer that trains with FSDP.
+    """
+    named = getattr(model, "_no_split_modules", None) or ()
+    there = {type(module).__name__ for module in model.modules()}
+    kept = [name for name in named if name in there]
+    if 0 < len(kept) < len(named):
+        model._no_split_modules = set(kept)  # type: ignore[assignment]
 
 
 def load_buffers_under_fsdp2(trainer: "Trainer") -> None:

@@ -39,6 +39,7 @@ def test_an_error_of_hfscale_is_one_line(end, environment, line, code):
     ("end", "environment"),
     [
         ("raise KeyError('mine')", {}),
+        ("raise type('OfClick', (Exception,), {'exit_code': 2})('mine')", {}),
         ("raise UsageError('x is 3')", {"HFSCALE_TRACEBACK": "1"}),
     ],
 )

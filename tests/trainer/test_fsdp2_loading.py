@@ -6,15 +6,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
 from forked_ranks import run_ranks
 from recipe_runs import environment_of, warm_up
 from tiny import RandomTokens
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Trainer, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Qwen3_5TextConfig,
+    Trainer,
+    default_data_collator,
+)
 
 from hfscale import ParallelArguments, ScalingCallback
 from hfscale.recipe import train
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.layout import set_up_parallelism
+from hfscale.trainer.fsdp2_loading import name_layers_that_are_there
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -77,3 +86,18 @@ def test_all_ranks_train_with_the_buffers_of_rank_0_which_stay_in_the_state_dict
     values, is_saved = json.loads(result.read_text())
     assert values == [[0.5, -0.5, 0.25, 1.0]] * 2
     assert is_saved
+
+
+def test_layers_that_a_model_does_not_have_are_not_named():
+    config = Qwen3_5TextConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=64, head_dim=8
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    with pytest.raises(ValueError, match="Qwen3_5VisionBlock"):  # once it does not, the workaround can go
+        plugin.set_auto_wrap_policy(model)
+    name_layers_that_are_there(model)
+    plugin.transformer_cls_names_to_wrap = None
+    plugin.set_auto_wrap_policy(model)
+    assert plugin.transformer_cls_names_to_wrap == ["Qwen3_5DecoderLayer"]

@@ -115,9 +115,8 @@ class DataOrder(BatchListener, TrainerCallback):
 
     def saved(self) -> dict[str, Any]:
         """Return what a checkpoint of this step keeps, as JSON values."""
-        if (
-            self._unread is not None
-        ):  # an evaluation that is made up may save before anything is read
+        if self._unread is not None:
+            # An evaluation that is made up may save before anything is read
             return self._unread
         trained = self._batches_trained()
         before = {n: plain(states) for n, states in self._before.items() if n >= trained}
@@ -249,6 +248,7 @@ class DataOrder(BatchListener, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._unread = None  # of a process that reads nothing
         if self._resumed is not None:  # fewer workers read ahead than in the launch that saved
             self._finish(self._resumed)
 
