@@ -36,7 +36,7 @@ class HfScaleError(Exception):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        show_in_one_line()
+        show_in_one_line(HfScaleError)
 
 
 class UsageError(HfScaleError, ValueError):
