@@ -24,9 +24,12 @@ PROCESSES ?= $(if $(filter 0,$(GPUS)),2,$(GPUS))
 OUTPUT_DIR ?= runs/train
 # No target contacts a hub, an account or a cloud; W&B writes its files into the output directory.
 OFFLINE := HF_HUB_OFFLINE=1 WANDB_MODE=offline WANDB_SILENT=true HFSCALE_CLOUD=none
-# Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer.
+# Modules are compiled to bytecode when they are first imported: compiling all of torch takes longer. Some images forbid
+# Python to keep it, and then every process that imports torch and transformers begins with 15 s of compiling.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 PYTEST := $(OFFLINE) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=15
+TIMED = $(shell grep -rl --include='test_*.py' 'mark\.timing' tests)
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test check docs test-long test-recipes test-trainers test-finetuning test-versions test-faults test-mutations test-differential test-gpu gpu-day gpu-wheels bench clean
@@ -37,11 +40,11 @@ train: $(VENV)/installed
 	$(OFFLINE) WANDB_DIR=$(OUTPUT_DIR) $(BIN)/accelerate launch --config_file accelerate_configs/ddp.yaml \
 	  --num_processes $(PROCESSES) recipes/ddp/train.py --output_dir $(OUTPUT_DIR) --report_to wandb $(ARGS)
 
-# Folders and files in ARGS limit what is collected. Few of them have a test that compares wall-clock times, so that the
-# second command may select none, which is pytest's exit code 5.
+# Folders and files in ARGS limit what is collected. Few files have a test that compares wall-clock times: the second
+# command imports those only, and may select none of ARGS, which is pytest's exit code 5.
 test: $(VENV)/installed-dev
 	$(PYTEST) $(PARALLEL) -m "not (gpu or faults or timing or long or trainers or finetuning or recipes)" $(ARGS)
-	$(PYTEST) -m "timing and not (gpu or faults or long)" $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m "timing and not (gpu or faults or long)" $(or $(ARGS),$(TIMED)) || [ $$? -eq 5 ]
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .

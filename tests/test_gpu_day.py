@@ -132,6 +132,7 @@ def test_a_part_that_cannot_run_says_why(changes, reason):
     assert runner.reason_not_to_run(part, gpus=0, nodes=1, left_s=100) is not None
 
 
+@pytest.mark.long
 def test_a_part_ends_with_all_that_it_has_started_and_every_part_has_a_result_or_a_reason(tmp_path):
     (tmp_path / "sleepers.py").write_text(SLEEPERS)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}

@@ -44,6 +44,7 @@ def imported_by(code):
 
 
 @cache
+@cache
 def modules():
     """Every module of the package: (whole module path, file)."""
     paths = sorted(PACKAGE.rglob("*.py"))
@@ -89,7 +90,12 @@ def nodes_that_run(tree):
             yield from nodes_that_run(node)
 
 
+@cache
 def hfscale_imports(path, nodes=ast.walk):
+    return tuple(_hfscale_imports(path, nodes))
+
+
+def _hfscale_imports(path, nodes):
     known = {name for name, _ in modules()}
     for node in nodes(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "hfscale":

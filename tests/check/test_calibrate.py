@@ -78,6 +78,7 @@ class TestOnThisMachine:
                 assert row["gb_s"] * 1e9 * row["seconds"] == pytest.approx(2 * row["bytes"])
 
     @pytest.mark.world(2)
+    @pytest.mark.long
     def test_two_processes_measure_the_collectives(self, launch, tmp_path, capsys):
         path = tmp_path / "two.toml"
         done = launch(2, "-m", "hfscale", "plan", "--calibrate", path)

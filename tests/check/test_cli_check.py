@@ -85,6 +85,7 @@ def test_nccl_without_a_gpu_is_wrong_usage(capsys):
     assert "--backend nccl" in run(capsys, "--backend", "nccl", code=2).err
 
 
+@pytest.mark.long
 def test_a_store_that_does_not_answer_is_an_error_with_its_address(python):
     rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     done = python("-m", "hfscale", "check", "--backend", "gloo", "--deadline", "5", env=rank)
@@ -103,6 +104,7 @@ def test_under_a_launcher_all_ranks_and_links_are_checked(launch):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_the_report_of_all_ranks_names_gloo(launch):
     done = launch(2, "-m", "hfscale", "check", "--short")
     assert done.code == 0, done.err[-3000:]

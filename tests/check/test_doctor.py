@@ -75,6 +75,7 @@ def test_wrong_usage():
     assert "--wide" in done.stderr
 
 
+@pytest.mark.long
 def test_a_module_that_fails_and_one_that_ends_the_interpreter_are_reported(tmp_path, monkeypatch):
     (tmp_path / "broken_module.py").write_text(
         "import json\nprint(json.dumps({'failed': 1}) + 'x')\nfrom json import no_name\n"

@@ -210,6 +210,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.faults) for name in ("zero2", "zero3"))]
 )
+@pytest.mark.long
 def test_two_ranks_resume_adapters_exactly_or_refuse_them_at_the_start(tmp_path, launch, strategy):
     shutil.copytree(REPOSITORY / "ds_configs", tmp_path / "ds_configs")
     config = REPOSITORY / "accelerate_configs" / f"{strategy}.yaml"

@@ -58,7 +58,7 @@ def test_on_one_process(tmp_path, adapters):
     ("strategy", "expected"),
     [
         ("ddp", "model.safetensors"),
-        ("fsdp2", "optimizer_0/__1_0.distcp"),
+        pytest.param("fsdp2", "optimizer_0/__1_0.distcp", marks=pytest.mark.long),
         pytest.param("zero2", "global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt", marks=pytest.mark.faults),
     ],
 )
@@ -71,6 +71,7 @@ def test_on_two_ranks(tmp_path, launch, strategy, expected):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_of_a_model_that_transformers_distributes(tmp_path):
     contract = ObeysContract(tmp_path / "written")
     model = make_model(tmp_path / "model")
@@ -95,6 +96,7 @@ def train_parallel(job):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_of_the_parallel_trainer(tmp_path):
     arguments = ARGUMENTS | {"eval_strategy": "no"}
     job = SimpleNamespace(output_dir=str(tmp_path / "out"), written=tmp_path / "written", args=arguments)

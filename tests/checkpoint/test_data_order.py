@@ -251,7 +251,7 @@ def test_a_sampler_repeats_its_order(tmp_path, sampler):
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "own"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_collator_draws_the_same_masks(tmp_path, kind, accumulation):
     stops = [stop // accumulation for stop in (2, EPOCH + 4)]
     check_equal(tmp_path, stops, collator=kind, accumulation=accumulation)

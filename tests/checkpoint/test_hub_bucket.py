@@ -87,6 +87,7 @@ class TestStore:
             store.upload(make_checkpoint(tmp_path, 3))
         assert store.committed_steps() == []
 
+    @pytest.mark.long
     def test_a_damaged_copy_is_rejected_and_the_one_before_it_is_used(self, hub, tmp_path):
         store = fast_store(URL)
         for step in (2, 4, 6):

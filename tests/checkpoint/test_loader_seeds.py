@@ -49,7 +49,11 @@ def plain(tmp_path_factory):
     return train(tmp_path_factory.mktemp("plain"))
 
 
-@pytest.mark.parametrize("stop_at", [1, EPOCH, EPOCH + 3], ids=["first epoch", "its end", "second epoch"])
+@pytest.mark.parametrize(
+    "stop_at",
+    [pytest.param(1, marks=pytest.mark.long), pytest.param(EPOCH, marks=pytest.mark.long), EPOCH + 3],
+    ids=["first epoch", "its end", "second epoch"],
+)
 def test_losses_are_those_of_an_uninterrupted_run(plain, tmp_path, stop_at):
     train(tmp_path, SpotCheckpointCallback(), StopAt(stop_at))
     assert train(tmp_path, SpotCheckpointCallback(), resume=str(tmp_path / f"checkpoint-{stop_at}")) == plain

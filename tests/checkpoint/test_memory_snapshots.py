@@ -321,6 +321,7 @@ class CompareSamples(TrainerCallback):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.long
 def test_the_samples_of_each_step_are_recorded_also_after_a_resume(memory, tmp_path, workers):
     for resume in (None, True):
         compare = CompareSamples(memory)

@@ -85,7 +85,7 @@ class TestResume:
         [
             # The test of accumulated gradients has this layout, too.
             pytest.param(Layout(fsdp=2), marks=pytest.mark.faults),
-            Layout(rep=2),
+            pytest.param(Layout(rep=2), marks=pytest.mark.long),
             Layout(tp=2),
             pytest.param(Layout(tp=2, ep=2), marks=pytest.mark.faults),
         ],
@@ -95,12 +95,14 @@ class TestResume:
         launch(Run(layout=layout), model, interrupted)
         assert_same_end(interrupted, trained)
 
+    @pytest.mark.long
     def test_a_shard_of_several_rectangles_is_read_by_other_layouts(self, trained, model, tmp_path):
         """Gate and up of all experts are one parameter, of which tensor parallelism shards each by itself."""
         launch(Run(layout=Layout(tp=2)), model, tmp_path)
         launch(Run(layout=EXPERTS), model, lose_the_end(tmp_path))
         assert_same_end(tmp_path, trained)
 
+    @pytest.mark.long
     def test_random_numbers_continue(self, tmp_path):
         """Bit by bit with dropout: each rank restores its own generators."""
         model = make_model(tmp_path / "model", attention_dropout=0.2)
@@ -117,6 +119,7 @@ class TestResume:
 
 @pytest.mark.world(2)
 class TestSave:
+    @pytest.mark.long
     def test_save_only_model_saves_the_complete_state_too(self, model, trained, tmp_path):
         """At the Trainer's own steps, and the best model is loaded at the end."""
         arguments = SAVED_BY_TRAINER | {"eval_strategy": "steps", "eval_steps": EVERY, "load_best_model_at_end": True}
@@ -135,17 +138,20 @@ class TestSave:
         launch(Run(layout=EXPERTS, every=None, arguments=arguments), model, lose_the_end(tmp_path))
         assert_same_end(tmp_path, trained, tolerance=0)
 
+    @pytest.mark.long
     def test_nothing_is_saved_unless_it_is_asked_for(self, model, tmp_path):
         printed = launch(Run(layout=EXPERTS, every=None, steps=2), model, tmp_path)
         assert list((tmp_path / "out").glob("checkpoint-*")) == []
         assert "nothing will be saved" in printed
 
     @pytest.mark.parametrize("every", [1, None])
+    @pytest.mark.long
     def test_the_space_for_checkpoints_is_checked_if_some_are_saved(self, model, tmp_path, every):
         printed = launch(Run(layout=EXPERTS, every=every, steps=1, prepare=on_a_full_disk), model, tmp_path)
         assert ("two checkpoints need" in printed) == (every is not None)
 
     @pytest.mark.parametrize("layout", [EXPERTS, pytest.param(Layout(tp=2), marks=pytest.mark.faults)], ids=str)
+    @pytest.mark.long
     def test_a_synchronous_save_has_the_same_content(self, model, trained, tmp_path, layout):
         printed = launch(Run(layout=layout, spot={"asynchronous": False}), model, tmp_path)
         assert "training waits for each save" not in printed
@@ -161,6 +167,7 @@ class TestSave:
         assert list(records(tmp_path)) == list(range(step + 1, STEPS + 1))
         assert records(tmp_path)[STEPS] == records(trained)[STEPS]
 
+    @pytest.mark.long
     def test_a_remote_copy_is_fetched(self, model, trained, tmp_path):
         remote = {"remote": f"file://{tmp_path}/remote"}
         launch(Run(layout=EXPERTS, spot=remote), model, tmp_path / "run")
@@ -258,6 +265,7 @@ class TestAdapters:
             pytest.param("spread experts", marks=[pytest.mark.faults, pytest.mark.world(4)]),
         ],
     )
+    @pytest.mark.long
     def test_they_resume_under_another_layout(self, model, tmp_path, target):
         single = {"save_strategy": "steps", "save_steps": EVERY}
         prepare, saved, other = {

@@ -282,7 +282,7 @@ def test_sigterm_before_training_ends_the_process_once_another_rank_of_its_launc
 
 
 class TestProtectedWorkers:
-    @pytest.mark.parametrize("method", ["fork", "spawn"])
+    @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
     def test_survive_the_signals_of_their_rank(self, method):
         loader = DataLoader(SlowRows(), batch_size=1, num_workers=2, multiprocessing_context=method)
         shield_workers(loader)

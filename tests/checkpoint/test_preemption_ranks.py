@@ -42,6 +42,7 @@ class TestTwoRanks:
         assert log.count("(exit code 75)") == 2
         assert "relaunch" not in (run / "log-1").read_text()
 
+    @pytest.mark.long
     def test_both_ranks_cut_an_evaluation_short(self, trials, tmp_path):
         """Rank 1 alone is signalled during an evaluation that would take a minute."""
         arguments = SAVING | {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1}
@@ -77,6 +78,7 @@ class TestTwoRanks:
         assert "60.0 s" in outcome["status"]["reason"]
         assert list((tmp_path / "out").glob("checkpoint-*")) == []
 
+    @pytest.mark.long
     def test_a_rank_that_is_blocked_in_c_ends_when_its_peer_is_dead(self, trials, tmp_path):
         """Rank 1 is killed, and the launcher signals rank 0, whose main thread cannot run the signal's handler."""
         kill = [{"to": [1], "signal": "SIGKILL"}]

@@ -105,7 +105,7 @@ def test_a_synchronous_deepspeed_checkpoint_can_be_resumed(workplace, runs, tmp_
 @pytest.mark.parametrize(
     ("source", "target", "ranks"),
     [
-        ("ddp", "zero3", 3),
+        pytest.param("ddp", "zero3", 3, marks=pytest.mark.long),
         ("zero3", "single", 1),
         pytest.param("zero2", "parallel", 4, marks=pytest.mark.faults),
     ],

@@ -174,6 +174,7 @@ def _resume_late(folder, appears, limit_s):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("appears", [True, False])
+@pytest.mark.long
 def test_a_rank_that_sees_the_checkpoint_late_waits_for_it(tmp_path, appears):
     """As on NFS, whose clients cache a folder's content for up to a minute."""
     run = tmp_path / "run"

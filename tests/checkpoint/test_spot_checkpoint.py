@@ -394,6 +394,7 @@ class TestStatus:
             "reason": "RuntimeError: simulated failure",
         }
 
+    @pytest.mark.long
     def test_a_failure_does_not_overwrite_the_status_of_a_later_training(self, tmp_path, python):
         done = python(REPOSITORY / "tests" / "workers" / "failing.py", "again")
         assert done.code == 0

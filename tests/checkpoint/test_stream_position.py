@@ -117,6 +117,7 @@ def test_a_resumed_run_is_the_one_without_the_callback(plain, tmp_path, prepare,
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_two_processes_read_what_they_read_without_the_callback(launch, tmp_path):
     """Also where Accelerate gives each process its own files, and where it splits a batch between the processes.
 
@@ -188,6 +189,7 @@ def noisy_rows(dataset):
         *(pytest.param(2, noisy_rows, step, marks=pytest.mark.faults) for step in (7, 23)),
     ],
 )
+@pytest.mark.long
 def test_with_data_loader_workers_the_stream_is_read_again_exactly(tmp_path, caplog, workers, prepare, stop_at):
     """Also in the second pass and between the two, with functions that draw random numbers in the workers."""
     arguments = {"dataloader_num_workers": workers, "save_steps": 1000}

@@ -91,6 +91,7 @@ def test_without_deepspeed_locks_are_kept(locks, tmp_path):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_a_recipe_removes_the_lock_before_the_trainer_exists(tmp_path: Path) -> None:
     """On a CPU DeepSpeed loads an extension before the Trainer exists, and torch silently waits for its lock."""
     lock = tmp_path / "extensions" / "deepspeed_shm_comm" / "lock"

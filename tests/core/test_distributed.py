@@ -120,6 +120,7 @@ def test_ranks_with_different_step_times_read_the_value_at_the_same_step(python)
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_two_processes_save_at_the_same_step_though_their_clocks_differ(launch, tmp_path):
     """On rank 1 the save is overdue long before it is on rank 0: both must save, at the same step, without a hang."""
     done = launch(2, REPOSITORY / "tests" / "workers" / "agreement.py")

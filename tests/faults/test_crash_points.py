@@ -154,6 +154,7 @@ def commits(crash_server, tmp_path_factory):  # noqa: F811
     return outcome
 
 
+@pytest.mark.long
 def test_commits_survive_a_machine_loss_after_every_operation(commits, tmp_path):
     for cwd, committed, twice in disks_after_loss(commits, tmp_path):
         out = cwd / "out"
@@ -208,6 +209,7 @@ def test_a_conversion_survives_a_machine_loss_after_every_operation(commits, cra
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_kills_at_some_operations(crashes):
     if (crashes.ranks, crashes.kind) in LONG:
         pytest.skip("the next test covers all operations")

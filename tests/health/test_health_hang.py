@@ -592,6 +592,7 @@ def watched_over(store_process, rank, world_size, folder, **flags):
 
 
 @pytest.mark.parametrize("abort", [False, True])
+@pytest.mark.long
 def test_a_rank_that_the_store_does_not_answer_reports_its_hang_by_itself(tmp_path, store_process, monkeypatch, abort):
     ended, logged, lines = threading.Event(), threading.Event(), []
     monkeypatch.setattr(hang_module, "os", SimpleNamespace(_exit=lambda code: ended.set()))
@@ -610,6 +611,7 @@ def test_a_rank_that_the_store_does_not_answer_reports_its_hang_by_itself(tmp_pa
         assert [finding.ranks for finding in watchdog.findings] == [(0,)]
 
 
+@pytest.mark.long
 def test_a_rank_that_makes_progress_without_an_answer_of_the_store_reports_no_hang(tmp_path, store_process):
     limits = Limits(floor_s=2.0, outside_s=2.0, grace_s=0.05, poll_s=0.02)
     with watched_over(store_process, 0, 1, tmp_path, limits=limits) as watchdog:
@@ -627,7 +629,7 @@ def test_healthy_ranks_are_not_blamed(tmp_path):
 
 
 @pytest.mark.world(3)
-@pytest.mark.parametrize(("fault", "guilty"), [("stop", 0), ("skip", 1)])
+@pytest.mark.parametrize(("fault", "guilty"), [pytest.param("stop", 0, marks=pytest.mark.long), ("skip", 1)])
 def test_the_rank_that_hangs_is_named(tmp_path, fault, guilty):
     ended = run(3, fault, guilty, QUICK, tmp_path)
     assert len(ended.results) == (2 if fault in ("stop", "kill") else 3)

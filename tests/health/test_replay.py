@@ -55,6 +55,7 @@ class Noisy(torch.nn.Module):
         return self.layer(x) * (1 + int.from_bytes(os.urandom(2), "little") * 1e-6)
 
 
+@pytest.mark.long
 def test_the_flag_of_a_recipe_replays(python, tmp_path):
     short = "--max_steps 4 --block_size 32 --max_train_samples 16 --logging_steps 1 --disable_tqdm true"
     flags = f"{short} --replay_every_steps 2 --hang_after_s none --preflight false --output_dir out".split()
@@ -121,7 +122,7 @@ def train_with_a_flip(folder, layout, call):
     assert logged(trainer, "health/replay_mismatches") == [0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("call", "codes"), [(6, [1, 1]), (0, [0, 0])])
 def test_all_ranks_end_and_name_the_rank(tmp_path, layout, call, codes):
     log = tmp_path / "log"

@@ -151,7 +151,9 @@ def answer_go_twice():
     IslandClient.exchange = lambda client, *args, **kwargs: next(answers, None) or exchange(client, *args, **kwargs)
 
 
-@pytest.mark.parametrize(("strategy", "env", "fragments"), [("ddp", {}, 1), ("fsdp2", FSDP2, 2)])
+@pytest.mark.parametrize(
+    ("strategy", "env", "fragments"), [("ddp", {}, 1), pytest.param("fsdp2", FSDP2, 2, marks=pytest.mark.long)]
+)
 def test_islands_of_two_ranks_end_with_the_weights_of_islands_of_one(tmp_path, strategy, env, fragments):
     """Rank i of one island exchanges with rank i of the other: the outer step is the same on shards."""
 
@@ -215,6 +217,7 @@ class KilledAt(TrainerCallback):
 
 
 @pytest.mark.parametrize("bits", [32, 4])
+@pytest.mark.long
 def test_overlapped_rounds_of_equal_islands_change_nothing(tmp_path, bits):
     """With equal data and an outer SGD of rate 1 the mean is what each has trained, also during the exchange."""
 
@@ -363,6 +366,7 @@ def test_a_withdrawn_pseudo_gradient_is_not_sent_twice(fragment):
 
 
 @pytest.mark.parametrize(("every", "fragments"), [(2, 1), (4, 2)])
+@pytest.mark.long
 def test_an_island_that_dies_and_returns_ends_with_the_weights_of_the_other(tmp_path, every, fragments):
     """The other island continues; the relaunched one takes its state, and both end at the same step."""
     saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 40, "logging_steps": 1}
@@ -529,6 +533,7 @@ class Skips(TrainerCallback):
 
 
 @pytest.mark.parametrize(("bits", "fragments"), [(32, 1), (4, 2)])
+@pytest.mark.long
 def test_islands_resume_with_their_outer_state(tmp_path, bits, fragments):
     """Two runs of six steps and one of twelve end with equal weights, also where error feedback is carried over.
 

@@ -316,7 +316,12 @@ def test_an_unknown_rule_is_an_error_when_the_trainer_is_made(tmp_path):
 
 @pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.world(2))])
 @pytest.mark.parametrize(
-    "case", ["hf", pytest.param("deepspeed_optimizer", marks=pytest.mark.faults), "deepspeed_both"]
+    "case",
+    [
+        "hf",
+        pytest.param("deepspeed_optimizer", marks=pytest.mark.faults),
+        pytest.param("deepspeed_both", marks=pytest.mark.long),
+    ],
 )
 def test_in_several_processes(launch, tmp_path, processes, case):
     """Two processes of two sequences: kappa 4, with DDP, a DeepSpeed optimizer, and its scheduler too."""

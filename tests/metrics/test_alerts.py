@@ -262,6 +262,7 @@ raise_alarm(END, "it ends", step=1)
 """
 
 
+@pytest.mark.long
 def test_the_process_waits_for_the_last_message_but_not_for_long(python):
     with receiving() as receiver:
         assert python("-c", ENDS, receiver.url, "60").code == 0

@@ -96,6 +96,7 @@ def test_a_step_is_computed_from_its_last_two_micro_batches():
     assert found(part(exposed=0, computed=0), part(exposed=500, computed=900)) == (500, 2800 + 1400)
 
 
+@pytest.mark.long
 def test_a_million_events_are_read_once_each(monkeypatch):
     """Most events are calls of the CUDA runtime, of which only the kind is asked for, and none is converted."""
     monkeypatch.setattr(Event, "reads", 0)
@@ -207,6 +208,7 @@ def test_cuda_graphs_are_not_profiled(tmp_path, monkeypatch, caplog, mode, is_sa
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_two_processes_measure_known_communication_and_noise(launch, tmp_path):
     """Check DDP's counters, profiled FSDP2 steps, and the noise scale under both."""
     done = launch(2, REPOSITORY / "tests" / "workers" / "exchange.py")

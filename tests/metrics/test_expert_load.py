@@ -87,6 +87,7 @@ def test_nothing_stays_on_the_model_after_training(tmp_path):
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.long
 def test_compiled_layers_are_counted(tmp_path, recomputed):
     """Also where they are computed again in the backward pass, whose inputs must not change meanwhile."""
     trainers = []

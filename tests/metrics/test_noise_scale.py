@@ -112,6 +112,7 @@ def test_is_off_by_default(tmp_path):
     assert logged(trainer, "scaling/noise_scale") == []
 
 
+@pytest.mark.long
 def test_one_step_in_fifty_is_sampled_however_often_is_logged(tmp_path):
     trainer = tiny_trainer(
         tmp_path, ScalingMetricsCallback(noise_scale=True), gradient_accumulation_steps=2, max_steps=105

@@ -127,6 +127,7 @@ def test_the_time_counts_as_evaluation_and_not_as_training(tmp_path):
     assert seconds["evaluate"] > 0
 
 
+@pytest.mark.long
 def test_wandb_gets_a_table(tmp_path):
     import wandb
 

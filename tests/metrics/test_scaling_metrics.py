@@ -418,6 +418,7 @@ class TestWandb:
         assert {"train/loss", "train/scaling/tokens_per_s", "*"} <= step_metrics(file)
         assert run_id(train()) != run_id(file), "a fresh training has continued the run"
 
+    @pytest.mark.long
     def test_a_resume_continues_the_run_whose_files_have_no_secrets_and_records_the_rewind(self, train, tmp_path):
         """And uploads the report."""
         planted = {
@@ -492,6 +493,7 @@ def test_every_key_reaches_trackio(tmp_path):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_two_processes_are_counted_together(launch, tmp_path):
     done = launch(2, REPOSITORY / "tests" / "workers" / "metrics.py")
     assert done.code == 0, done.err[-3000:]

@@ -55,6 +55,7 @@ def check(size, jobs):
         assert all(0 <= bubble < 1 for bubble in found["bubble"])
 
 
+@pytest.mark.long
 def test_tensor_pipeline_and_data_parallel_on_eight_processes():
     check(8, [{"parallel": CUBE, "empty": True, "model": TIED}])
 

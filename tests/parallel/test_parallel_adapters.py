@@ -260,7 +260,11 @@ DRAWN = [_lora(name) for name in LORA] + [
 ]
 
 
-@pytest.mark.parametrize("case", DRAWN, ids=lambda case: f"{case['kind']} {case['options']}")
+@pytest.mark.parametrize(
+    "case",
+    [case if number % 4 == 0 else pytest.param(case, marks=pytest.mark.long) for number, case in enumerate(DRAWN)],
+    ids=lambda case: f"{case['kind']} {case['options']}",
+)
 def test_adapters_on_the_meta_device_begin_as_those_of_peft(case: dict[str, Any]) -> None:
     """What does not depend on chance is equal; what does has the same scale."""
     made = []

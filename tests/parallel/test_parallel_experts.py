@@ -66,6 +66,7 @@ def check_weights(found, expected):
     assert max((one[name] - other[name]).abs().max().item() for name in one) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_experts_on_two_ranks_train_and_resume_as_in_one_process(tmp_path):
     """Losses, gradient norms before they are clipped, evaluations, and the weights after three steps; the third step
     again from a checkpoint, with other ranks."""
@@ -183,6 +184,7 @@ def test_adapters_of_experts_are_those_of_one_process(tmp_path):
     check_adapters(2, [{"parallel": {"ep_size": 2, "tp_size": 2}}, {"parallel": {"ep_size": 2}}], tmp_path)
 
 
+@pytest.mark.long
 def test_adapted_experts_are_read_from_files_and_their_adapters_drawn(tmp_path):
     tiny_causal_lm("qwen3_moe", seed=7, **EXPERTS).save_pretrained(tmp_path / "base")
     job = ADAPTED_JOB | {"empty": True, "weights_from": str(tmp_path / "base"), "output_dir": str(tmp_path / "run")}

@@ -316,6 +316,7 @@ def test_programs_do_what_they_do_in_one_process(programs):
             np.testing.assert_allclose(got[key], value, rtol=2e-4, atol=2e-4, err_msg=difference)
 
 
+@pytest.mark.long
 def test_evaluation_of_a_loss_of_the_users_by_two_replicas_is_that_of_trainer():
     job = {"predicts": True, "mixin": "LogitsLoss"}
     stock, own = in_world(2, work, [job | {"parallel": None}, job | {"parallel": {}}])
@@ -432,6 +433,7 @@ def test_an_error_in_a_worker_that_loads_data_is_one_line():
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.long
 def test_what_compute_loss_keeps_is_sent_as_it_is():
     kept = {"a": [1, 2.5, None, "x"], 3: (True, {"b"}), "t": torch.tensor([1.5, 2.0])}
     sent = _decode(_encode(kept))

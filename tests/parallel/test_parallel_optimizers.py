@@ -149,6 +149,7 @@ def run(job):
 
 
 @pytest.mark.parametrize("names", [SHORT, pytest.param(sorted(CASES.keys() - SHORT), marks=pytest.mark.long)])
+@pytest.mark.long
 def test_groups_resume_in_every_layout(names, tmp_path):
     """One process writes a checkpoint, from which stages resume, from theirs another layout, and one process again."""
     runs = [{"case": case, "layout": "single", "folder": str(tmp_path / f"{n}-0")} for n, case in enumerate(names)]

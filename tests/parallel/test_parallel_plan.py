@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from functools import cache
 
 import pytest
 import torch
@@ -317,6 +318,7 @@ def test_internals_of_libraries_are_where_this_package_uses_them():
     assert torch.nn.Sequential(torch.nn.ReLU())._modules.keys() == {"0"}
 
 
+@cache
 def names_in(path):
     """All names that a module's code contains, without its comments and docstrings."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))

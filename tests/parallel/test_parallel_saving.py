@@ -109,6 +109,7 @@ def output_of(capsys, *argv, code=0):
     return capsys.readouterr()
 
 
+@pytest.mark.long
 def test_the_commands_list_export_and_convert_it(runs, tmp_path, capsys):
     run = runs / "asynchronous" / "run"
     rows = json.loads(output_of(capsys, "list", run, "--json").out)

@@ -395,6 +395,7 @@ class TestSearch:
             for line in assumptions(found.request, runs["native"].job, None)
         )
 
+    @pytest.mark.long
     def test_every_choice_is_valid(self):
         found = plan("qwen3-30b-a3b", gpu="B200", gpus=32, global_batch=64, top=1000)
         jobs = [choice.estimate.job for choice in found.choices]

@@ -110,6 +110,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("start_step", [0, 2])
+@pytest.mark.long
 def test_all_buckets_start_in_the_same_step_and_survive_that_ddp_rebuilds_them(tmp_path, python, start_step):
     """In the first step of DDP there are other buckets than in the later ones."""
     done = python("-c", BUCKETS, str(start_step))

@@ -81,6 +81,7 @@ def test_a_python_without_sources_says_what_to_give(tmp_path: Path, monkeypatch:
     assert str(tmp_path) in str(caught.value)
 
 
+@pytest.mark.long
 def test_source_text_is_decoded_exactly(tokenizer: PreTrainedTokenizerFast) -> None:
     paths = [path for path in corpus.source_files() if path.name in ("ast.py", "this.py", "unicode_escape.py")]
     assert len(paths) == 3

@@ -58,6 +58,7 @@ def found_prepared(folder, ranks):
 
 
 @pytest.mark.world(3)
+@pytest.mark.long
 def test_the_others_wait_longer_than_a_collective_may_take(run, tmp_path):
     codes = run(3, lambda: prepare(tmp_path, seconds=2 * TIME_LIMIT_S, limit_s=TIME_LIMIT_S))
     assert codes == [0, 0, 0]
@@ -69,6 +70,7 @@ def test_the_others_wait_longer_than_a_collective_may_take(run, tmp_path):
 @pytest.mark.parametrize(
     ("cache", "expected"), [("cache", [False, True, True, True]), ("cache-{node}", [False, True, False, True])]
 )
+@pytest.mark.long
 def test_nodes_share_one_preparation_only_if_they_share_the_cache(run, tmp_path, cache, expected):
     """Two nodes of two processes."""
     codes = run(4, lambda: prepare(tmp_path, lambda rank: time.sleep(rank / 2), cache=cache, node_size=2))

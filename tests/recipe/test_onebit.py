@@ -49,7 +49,10 @@ def random_vector(size, seed=0):
 
 
 class TestSignMean:
-    @pytest.mark.parametrize(("world_size", "size"), [(2, 1), (2, 7), (2, 5 * BLOCK), (4, 3 * BLOCK + 5), (4, 9000)])
+    @pytest.mark.parametrize(
+        ("world_size", "size"),
+        [(2, 1), (2, 7), (2, 5 * BLOCK), (4, 3 * BLOCK + 5), pytest.param(4, 9000, marks=pytest.mark.long)],
+    )
     def test_what_is_not_sent_is_kept(self, tmp_path, world_size, size):
         """The results so far, and the errors of all ranks, are together the exact averages so far."""
 
@@ -244,7 +247,7 @@ class TestOptimizer:
         in_ranks(2, check, tmp_path)
 
     @pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
     def test_the_ranks_have_the_same_weights_after_each_step(self, tmp_path, kind, dtype):
         def check():
             training = Training(one_bit(kind), left_out=(2, 5, 6, 9), dtype=dtype)

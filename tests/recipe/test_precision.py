@@ -87,6 +87,7 @@ def train_without_the_setting(folder, steps):
 
 @pytest.mark.world(2)
 @pytest.mark.parametrize("steps", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.long
 def test_a_config_that_accumulates_in_bf16_is_reported(tmp_path, steps):
     _, text = run(tmp_path, 2, "zero2", train_without_the_setting, tmp_path / "out", steps)
     warnings = {line for line in text.splitlines() if "DeepSpeed adds up the gradients" in line}
@@ -179,6 +180,7 @@ def reduced_by_fsdp2(folder):
 
 
 @pytest.mark.world(2)
+@pytest.mark.long
 def test_the_recipes_reduce_gradients_of_fsdp2_in_fp32(tmp_path):
     formats, _ = run(tmp_path, 2, "fsdp2", reduced_by_fsdp2, tmp_path / "out")
     assert formats == ["torch.float32"]

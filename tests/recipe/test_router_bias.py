@@ -211,6 +211,7 @@ def test_padding_does_not_move_the_bias_on_two_ranks(tmp_path, strategy):
     assert_same_texts(json.loads((tmp_path / "result.json").read_text()), alone)
 
 
+@pytest.mark.long
 def test_a_model_that_is_compiled_in_place_as_a_whole_is_refused(tmp_path):
     set_seed(0)
     model = AutoModelForCausalLM.from_config(config_of())

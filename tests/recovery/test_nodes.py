@@ -93,7 +93,7 @@ def nodes(tmp_path):
             process.communicate()
 
 
-@pytest.mark.parametrize(("count", "lost"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(("count", "lost"), [(2, 0), pytest.param(3, 1, marks=pytest.mark.long)])
 def test_a_lost_node_is_replaced_and_its_state_comes_from_the_partner(nodes, tmp_path, count, lost):
     run = nodes(count)
     run.start(*range(count))

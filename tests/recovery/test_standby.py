@@ -91,6 +91,7 @@ def test_a_folder_in_the_working_directory_does_not_take_the_place_of_an_install
     assert not done.stdout.startswith(str(tmp_path))
 
 
+@pytest.mark.long
 def test_modules_that_open_a_cuda_context_are_left_to_the_ranks(tmp_path):
     """They are two packages, of which one imports the other; a CPU stands in for the GPU by torch's own flag."""
     for name, text in (

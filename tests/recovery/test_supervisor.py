@@ -74,7 +74,9 @@ def waiting(tmp_path):
         rank.kill()  # the launcher of this test leaves it
 
 
-@pytest.mark.parametrize("how", ["kill", pytest.param("crash", marks=pytest.mark.faults), "raise"])
+@pytest.mark.parametrize(
+    "how", ["kill", pytest.param("crash", marks=pytest.mark.faults), pytest.param("raise", marks=pytest.mark.long)]
+)
 def test_a_failed_rank_is_started_again_until_the_command_is_done(tmp_path, how):
     log = tmp_path / "run.jsonl"
     done, launches = supervise(tmp_path, how, "--log", str(log))
@@ -107,6 +109,7 @@ def test_hosts_that_the_health_checks_blame_are_added_to_the_file_once(tmp_path)
     assert excluded.read_text() == "node-a\nnode-b\nnode-c\n"
 
 
+@pytest.mark.long
 def test_a_file_of_hosts_that_cannot_be_written_is_reported_and_ends_nothing(tmp_path):
     (tmp_path / "folder").mkdir()
     done, _ = supervise(tmp_path, "health", "--exclude-bad-hosts", str(tmp_path / "folder"))
@@ -114,6 +117,7 @@ def test_a_file_of_hosts_that_cannot_be_written_is_reported_and_ends_nothing(tmp
     assert "node-b" in done.stderr
 
 
+@pytest.mark.long
 def test_neither_a_full_disk_nor_a_full_memory_nor_garbage_ends_it(tmp_path):
     done, launches = supervise(tmp_path, "garbage", "--log", "/dev/full")
     assert (done.returncode, len(launches)) == (0, 3), done.stderr
@@ -142,6 +146,7 @@ def test_the_memory_of_a_progress_is_reserved_before_it_is_used(tmp_path):
     assert Progress.read(tmp_path / "progress-1") == (0, 0)
 
 
+@pytest.mark.long
 def test_a_process_that_sigkill_does_not_end_is_named_and_left(tmp_path):
     supervise_it = (  # a process that waits in the kernel cannot be made here: this one is not sent the signal
         "import sys, psutil; from hfscale.cli import main; from hfscale.recovery import supervisor; "
@@ -199,6 +204,7 @@ def test_a_signal_between_two_launches_ends_it_with_the_code_of_a_preemption(tmp
     assert supervisor.wait(timeout=200) == 75
 
 
+@pytest.mark.long
 def test_a_command_that_is_away_at_a_restart_is_tried_again(tmp_path):
     program, log = tmp_path / "program", tmp_path / "run.jsonl"
 
@@ -398,6 +404,7 @@ def test_it_gives_up_at_the_third_failure_in_the_same_step(tmp_path):
     assert (last["event"], last["samples"]) == ("gave_up", {"0": [*range(7, 50), "a"]})
 
 
+@pytest.mark.long
 def test_it_gives_up_after_max_restarts(tmp_path):
     done, launches = supervise(tmp_path, "kill", "--max-restarts", "1")
     assert (done.returncode, len(launches)) == (1, 2)

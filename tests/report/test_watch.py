@@ -333,6 +333,7 @@ class TestSections:
                 drawn(server)
         assert len(calls) == 1
 
+    @pytest.mark.long
     def test_a_long_run_is_a_short_answer(self, run_dir):
         """Thousands of logs, saves, launches and checkpoints, on many ranks."""
         ranks = [0.01 * rank for rank in range(256)]

@@ -53,7 +53,12 @@ def logs(folder):
 
 @pytest.mark.world(4)
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(one, marks=pytest.mark.faults) for one in FOUR_RANKS)], ids=str
+    "layout",
+    [
+        *(one if one.ep > 1 else pytest.param(one, marks=pytest.mark.long) for one in LAYOUTS),
+        *(pytest.param(one, marks=pytest.mark.faults) for one in FOUR_RANKS),
+    ],
+    ids=str,
 )
 def test_every_layout_trains_like_one_process(trained, layout):
     """Losses, gradient norms and scaled learning rates; and tokens and FLOPs, which count once per sequence."""

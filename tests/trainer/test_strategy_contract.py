@@ -55,6 +55,8 @@ LAYOUTS = {
     "ep": "parallel",
 }
 """Layout of `replay_runs` -> the strategy that must be found."""
+SHORT = ("single", "ddp", "fsdp2", "zero3", "native-tp", "tp")
+"""One layout of each class; the others take long."""
 PLAIN = {
     "zero_allow_untested_optimizer": True,
     "zero_force_ds_cpu_optimizer": False,
@@ -198,7 +200,9 @@ def rank(layout, folder):
 
 
 @pytest.mark.world(2)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [one if one in SHORT else pytest.param(one, marks=pytest.mark.long) for one in LAYOUTS]
+)
 def test_every_strategy_keeps_the_contract(layout, tmp_path):
     if layout in NATIVE:
         make_model(tmp_path / "model")

@@ -106,8 +106,14 @@ def save_and_resume(folder, result):
         result.write_text(json.dumps(losses))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.world(2))])
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("ddp", 1),
+        ("fsdp2", 1),
+        *(pytest.param(one, 2, marks=[pytest.mark.world(2), pytest.mark.long]) for one in ("ddp", "fsdp2")),
+    ],
+)
 def test_a_training_is_saved_resumed_and_exported_without_the_wrapper(tmp_path, strategy, ranks):
     warm_up()
     result = tmp_path / "result"

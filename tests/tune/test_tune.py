@@ -170,6 +170,7 @@ class TestCorrection:
         ("rate", "link"),
         [(0.5, 0.25), *(pytest.param(*each, marks=pytest.mark.long) for each in ((0.5, 1.0), (2.0, 1.0)))],
     )
+    @pytest.mark.long
     def test_the_rates_of_a_slower_machine_are_found(self, rate, link):
         choices = plan("llama-3.1-8b", gpu=H100, gpus=8, top=1000).choices
         jobs = [choice.estimate.job for choice in choices[:6]]

@@ -83,6 +83,7 @@ def test_a_setting_is_named_with_the_weight_that_shows_it(plain, tmp_path):
 
 
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
+@pytest.mark.long
 def test_a_fault_of_one_rank_names_the_rank(plain_ddp, tmp_path, name):
     fault = fault_named(name)
     found = compare_runs(plain_ddp, launch(fault.faulty, tmp_path, "ddp")).first_difference
@@ -96,6 +97,7 @@ def test_two_ranks_have_the_values_of_one_process(plain, plain_ddp):
     assert answer.compared["traced_steps"] == [1, 2, 3, 4]
 
 
+@pytest.mark.long
 def test_layouts_are_not_compared_after_a_step_that_changes_the_weights_beyond_measure(tmp_path):
     large = Training(arguments={"learning_rate": 0.1})
     train(large, tmp_path / "one")
@@ -170,6 +172,7 @@ class ForwardOnly(Trainer):
             return self.compute_loss(model, self._prepare_inputs(inputs))
 
 
+@pytest.mark.long
 def test_a_model_with_flex_attention_is_traced_without_operations(tmp_path, caplog):
     model = tiny_model(attn_implementation="flex_attention", hidden_size=64)
     trainer = ForwardOnly(

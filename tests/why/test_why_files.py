@@ -150,6 +150,7 @@ def test_runs_that_log_at_other_steps_are_compared_where_both_have_logged(plain,
     assert answer.first_difference.kind == "none"
 
 
+@pytest.mark.long
 def test_two_ranks_equal_one_process_within_rounding(plain, tmp_path):
     answer = compare_runs(plain, train_ranks(tmp_path))
     assert answer.first_difference.kind == "none", answer
