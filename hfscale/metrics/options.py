@@ -139,3 +139,8 @@ class ProfilerOptions(Options):
         check=from_step_1,
         help="Optimizer steps whose trace is written to output_dir/profile, counted from 1",
     )
+    nvtx: bool = option(
+        False,
+        flag="nvtx",
+        help="Mark forward, backward and optimizer of each step with NVTX ranges, which Nsight Systems shows",
+    )

@@ -1,5 +1,6 @@
 """`hfscale doctor`: in an environment without torch, with modules that fail, and each rule of what fits together."""
 
+import compileall
 import json
 import os
 import subprocess
@@ -270,3 +271,18 @@ def test_fsdp2_does_not_resume_where_accelerate_loses_the_optimizer(monkeypatch,
     assert "accelerate 1.13 or later (1.12.0 is installed)" in warnings[0]
     with pytest.raises(MissingDependencyError, match=r"accelerate 1.13 or later \(1.12.0 is installed\)"):
         loading.check_resumed(None, str(tmp_path))
+
+
+def test_a_package_without_bytecode_is_reported_where_it_cannot_be_kept(tmp_path, monkeypatch):
+    (tmp_path / "slow_to_compile").mkdir()
+    (tmp_path / "slow_to_compile" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    assert doctor._bytecode_problems("slow_to_compile") == []  # the first import writes it
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    [finding] = doctor._bytecode_problems("slow_to_compile")
+    assert "PYTHONDONTWRITEBYTECODE is set" in finding.problem
+    assert finding.fix.endswith(f"python -m compileall -q {tmp_path}")
+    compileall.compile_dir(tmp_path, quiet=1)
+    assert doctor._bytecode_problems("slow_to_compile") == []
+    assert doctor._bytecode_problems("not_installed_at_all") == []
