@@ -1,66 +1,26 @@
 """GPU telemetry: temperature, power, clocks, memory errors, and the error numbers (XIDs) of the driver.
 
-Values are read through NVML (package `nvidia-ml-py`, extra `gpu`); without the package, or without NVML's library,
-there is no sensor and there are no values.
+Values are read through NVML (package `nvidia-ml-py`, extra `gpu`), or on AMD's GPUs through amdsmi, which ROCm brings;
+without the package, or without its library, there is no sensor and there are no values.
 """
 
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hfscale.core.findings import Finding
 from hfscale.core.tables import read_table
+from hfscale.health.amd_gpu import amd_sensor_of
+from hfscale.health.readings import Reading, Sensor
 
-# nvml.h, nvmlClocksEventReason*: bits of nvmlDeviceGetCurrentClocksEventReasons.
-THERMAL = {0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown"}
-BRAKES = {0x08: "hardware slowdown", 0x80: "power brake"}
-"""Power capping by software (0x04) is not a fault: a GPU at full load runs at its power limit."""
 ECC_KINDS = ("corrected", "uncorrected")
 FATAL_XIDS: Mapping[str, str] = read_table("health/tables.toml")["fatal_xids"]
 """XIDs of a faulty GPU, link or firmware, and their meaning."""
 _XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Holds the values of one GPU at one moment; None if the GPU does not report a value."""
-
-    temperature_c: float | None = None
-    """Core temperature, °C."""
-    power_w: float | None = None
-    """Power drawn, W."""
-    sm_clock_mhz: float | None = None
-    """Clock of the multiprocessors, MHz."""
-    reasons: int = 0
-    """Why the clocks are below their maximum: bits as in nvml.h."""
-    ecc_uncorrected: int | None = None
-    """Uncorrected memory errors since the driver was loaded."""
-    ecc_corrected: int | None = None
-    """Corrected memory errors since the driver was loaded."""
-    remap_pending: bool = False
-    """Whether a memory row will be replaced at the next reset."""
-    remap_failed: bool = False
-    """Whether a memory row could not be replaced."""
-    bus: str | None = None
-    """PCI address."""
-
-    @property
-    def throttled(self) -> str | None:
-        """Why the GPU is throttled by temperature or a power brake; None where it is not."""
-        names = [name for bit, name in (THERMAL | BRAKES).items() if self.reasons & bit]
-        return ", ".join(names) or None
-
-
-class Sensor(Protocol):
-    """Reads the values of one GPU."""
-
-    def read(self) -> Reading:
-        """Return the current values of the GPU."""
 
 
 class NvmlSensor:
@@ -123,10 +83,13 @@ def sensor_of(device: torch.device) -> Sensor | None:
         device (`torch.device`): a device of this process.
 
     Returns:
-        `Sensor | None`: the sensor; None for other devices than CUDA devices, and if NVML is not available.
+        `Sensor | None`: the sensor; None for other devices than GPUs of NVIDIA and AMD, and if NVML or amdsmi is not
+        available.
     """
     if device.type != "cuda":
         return None
+    if torch.version.hip is not None:
+        return amd_sensor_of(device)
     try:
         import pynvml
     except ImportError:

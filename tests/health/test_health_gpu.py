@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hfscale.health import gpu
-from hfscale.health.gpu import GpuWatch, NvmlSensor, Reading, xids
+from hfscale.health import gpu, readings
+from hfscale.health.amd_gpu import AmdSensor, amd_sensor_of
+from hfscale.health.gpu import GpuWatch, NvmlSensor, xids
 from hfscale.health.monitor import GpuThread, Monitor
+from hfscale.health.readings import Reading
 from hfscale.recovery import autostop_command as autostop
 
 HEALTHY = Reading(
@@ -211,8 +213,70 @@ def test_the_stand_in_has_the_names_of_pynvml():
 
     for name in vars(nvml()):
         assert name == "asked" or hasattr(pynvml, name), name
-    assert pynvml.nvmlClocksEventReasonHwThermalSlowdown in gpu.THERMAL
-    assert pynvml.nvmlClocksEventReasonSwThermalSlowdown in gpu.THERMAL
+    assert pynvml.nvmlClocksEventReasonHwThermalSlowdown in readings.THERMAL
+    assert pynvml.nvmlClocksEventReasonSwThermalSlowdown in readings.THERMAL
     assert {pynvml.nvmlClocksEventReasonHwSlowdown, pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown} == set(
-        gpu.BRAKES
+        readings.BRAKES
     )
+
+
+class AmdError(Exception):
+    """The base of amdsmi's errors."""
+
+
+def amdsmi_with(**answers):
+    """A stand-in for the module `amdsmi`, with two GPUs; an answer that is an error is raised."""
+
+    def answer(value):
+        def call(*_):
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        return call
+
+    return types.SimpleNamespace(
+        AmdSmiException=AmdError,
+        AmdSmiClkType=types.SimpleNamespace(GFX="gfx"),
+        AmdSmiTemperatureType=types.SimpleNamespace(JUNCTION="junction"),
+        AmdSmiTemperatureMetric=types.SimpleNamespace(CURRENT="current"),
+        amdsmi_init=lambda: None,
+        amdsmi_get_processor_handles=lambda: ["first", "second"],
+        amdsmi_get_gpu_device_bdf={"first": "0000:C1:00.0", "second": "0000:c2:00.0"}.get,
+        **{name: answer(value) for name, value in answers.items()},
+    )
+
+
+def test_an_amd_gpu_is_read_through_amdsmi(monkeypatch):
+    amdsmi = amdsmi_with(
+        amdsmi_get_temp_metric=71,
+        amdsmi_get_power_info={"average_socket_power": "N/A", "current_socket_power": 748},
+        amdsmi_get_clock_info={"clk": 2100, "max_clk": 2100},
+        amdsmi_get_gpu_total_ecc_count={"correctable_count": 2, "uncorrectable_count": 0, "deferred_count": 0},
+        amdsmi_get_violation_status={"active_hbm_thrm": True, "active_ppt_pwr": True, "active_vr_thrm": "N/A"},
+    )
+    monkeypatch.setitem(sys.modules, "amdsmi", amdsmi)
+    address = types.SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: address)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    reading = gpu.sensor_of(torch.device("cuda", 0)).read()
+    assert reading == Reading(
+        temperature_c=71.0,
+        power_w=748.0,
+        sm_clock_mhz=2100.0,
+        reasons=0x40,
+        ecc_uncorrected=0,
+        ecc_corrected=2,
+        bus="0000:C1:00.0",
+    )
+    assert reading.throttled == "hardware thermal slowdown"
+    address.pci_bus_id = 0xC7
+    assert gpu.sensor_of(torch.device("cuda", 0)) is None
+
+
+def test_what_amdsmi_does_not_have_is_absent(monkeypatch):
+    error = AmdError("not supported")
+    reading = AmdSensor("second", amdsmi_with(amdsmi_get_temp_metric=error, amdsmi_get_power_info=error)).read()
+    assert reading == Reading(bus="0000:c2:00.0")
+    monkeypatch.setitem(sys.modules, "amdsmi", None)
+    assert amd_sensor_of(torch.device("cuda", 0)) is None
