@@ -24,7 +24,7 @@ def test_missing_packages_are_skips_with_their_names(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     reasons = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
     for package, file in {
-        "datasets": "tests/recipe/test_strategies.py",
+        "datasets": "tests/recipe/test_compression.py",
         "nvidia-ml-py": "tests/test_gpu.py",
         "deepspeed": "tests/test_gpu.py",
     }.items():

@@ -20,6 +20,10 @@ VIOLATIONS: Mapping[str, int] = {
 its power limit (`active_ppt_pwr`) is not a fault, as on NVIDIA."""
 
 
+NO_LIBRARY = (ImportError, OSError, KeyError, AttributeError)
+"""What importing amdsmi raises where ROCm's library cannot be loaded."""
+
+
 class AmdSensor:
     """Reads one device of ROCm through amdsmi.
 
@@ -90,14 +94,10 @@ def amd_sensor_of(device: torch.device) -> AmdSensor | None:
     """
     try:
         import amdsmi
-    except (
-        ImportError,
-        OSError,
-        KeyError,
-        AttributeError,
-    ):  # it loads ROCm's library when it is imported
+    except NO_LIBRARY:
         return None
-    properties = torch.cuda.get_device_properties(device)
+    # torch's stubs lack the address
+    properties: Any = torch.cuda.get_device_properties(device)
     # amdsmi does not follow HIP_VISIBLE_DEVICES; the PCI address is the same for both.
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}."
     try:
