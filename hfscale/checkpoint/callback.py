@@ -35,6 +35,7 @@ from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resume import refuse_to_replace_unread
+from hfscale.checkpoint.retention import drop_states, keeps_weights_apart
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.store import (
     DELETING,
@@ -154,6 +155,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._limit: int | None = None
         self._running_step: int | None = None
         self._has_read_back = False
+        self._has_checked_weights = False
         self._failure: str | None = None  # why the training raised
         self._saves = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
@@ -347,7 +349,12 @@ class SpotCheckpointCallback(AdapterCallback):
             trial = self._run_dir.relative_to(self._output_dir).as_posix()
             limit = self._positive_limit
             self.remote.begin(
-                self._run_dir, state, limit=limit, committed=self.last_committed, below=trial
+                self._run_dir,
+                state,
+                limit=limit,
+                state_limit=self.options.state_limit,
+                committed=self.last_committed,
+                below=trial,
             )
 
     def _warn_if_completed(self, state: TrainerState) -> None:
@@ -589,6 +596,11 @@ class SpotCheckpointCallback(AdapterCallback):
         keep = Path(best) if best is not None else None
         with best_effort(DELETING, self._run_dir):
             rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
+        if self.options.state_limit is None:
+            return
+        with best_effort(DELETING, self._run_dir, (OSError, CheckpointError)):
+            for checkpoint in drop_states(self._run_dir, limit=self.options.state_limit, best=keep):
+                logger.info("%s keeps its weights only (state_limit)", checkpoint.name)
 
     def _rotate_at_end(self, state: TrainerState) -> None:
         """Leave the checkpoints that Trainer would leave at the end of a training, on the ranks that save."""
@@ -611,6 +623,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.last_committed = checkpoint.name
         self.preemption.last_write_s = seconds
         self._read_back(checkpoint)
+        self._check_weights_are_apart(manifest)
         discard_conversions(self._run_dir)
         if self._saving is not None and not self._saving.has_readers:
             self._offer_and_rotate(checkpoint, best)
@@ -633,6 +646,17 @@ class SpotCheckpointCallback(AdapterCallback):
         except CheckpointError as error:
             logger.warning(
                 "no run will be able to resume from the checkpoints of this training: %s", error
+            )
+
+    def _check_weights_are_apart(self, manifest: Manifest) -> None:
+        """Say at the first save of a training that `state_limit` has no effect on its checkpoints."""
+        if self.options.state_limit is None or self._has_checked_weights:
+            return
+        self._has_checked_weights = True
+        if not keeps_weights_apart(manifest):
+            logger.warning(
+                "state_limit has no effect: checkpoints of %s have weights and optimizer in the same files",
+                manifest.strategy,
             )
 
     def _keys(self, state: TrainerState, logs: Mapping[str, float]) -> dict[str, float]:

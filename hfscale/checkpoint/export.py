@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hfscale.checkpoint.formats import read_view, unsharded
+from hfscale.checkpoint.formats import dcp, read_view, unsharded
 from hfscale.checkpoint.formats.average import read_average
 from hfscale.checkpoint.formats.merged import merge, split
 from hfscale.checkpoint.formats.parallel import ADAPTER_PREFIX
@@ -17,7 +17,8 @@ from hfscale.checkpoint.formats.parameter_names import model_of_config, read_par
 from hfscale.checkpoint.formats.safetensors_files import cast_ref, write_weights
 from hfscale.checkpoint.formats.unsharded import read_unsharded_weights
 from hfscale.checkpoint.formats.view import TensorRef, saved_names
-from hfscale.core.run_files import PARAMETERS_NAME
+from hfscale.checkpoint.manifest import read_manifest
+from hfscale.core.run_files import MANIFEST_NAME, PARAMETERS_NAME
 from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import facts_of
@@ -172,15 +173,27 @@ def _config_name(weights: Mapping[str, TensorRef]) -> str:
 
 
 def _weights(checkpoint: Path, strategy: str) -> tuple[dict[str, TensorRef], dict[str, str]]:
-    if facts_of(strategy).file_format == unsharded.FORMAT.name:
+    format_name = facts_of(strategy).file_format
+    if format_name == unsharded.FORMAT.name:
         return read_unsharded_weights(checkpoint), {}
-    view = read_view(checkpoint, strategy)
-    aliases = dict(view.aliases)
+    manifest = read_manifest(checkpoint) if (checkpoint / MANIFEST_NAME).is_file() else None
+    if manifest is not None and manifest.why_model_only() is not None:
+        weights = _weights_alone(checkpoint, format_name)
+        aliases = {}
+    else:
+        view = read_view(checkpoint, strategy)
+        weights = dict(view.weights)
+        aliases = dict(view.aliases)
     if (checkpoint / PARAMETERS_NAME).is_file():
         aliases |= read_parameter_names(checkpoint).aliases
-    return dict(view.weights), {
-        alias: name for alias, name in aliases.items() if name in view.weights
-    }
+    return weights, {alias: name for alias, name in aliases.items() if name in weights}
+
+
+def _weights_alone(checkpoint: Path, format_name: str) -> dict[str, TensorRef]:
+    """Return the weights of a checkpoint without optimizer: of `save_only_model`, or an older one of `state_limit`."""
+    if format_name == dcp.FORMAT.name and (checkpoint / dcp.MODEL_FOLDER).is_dir():
+        return dcp.read_fsdp2_weights(checkpoint)
+    return read_unsharded_weights(checkpoint)
 
 
 def _with_average(

@@ -120,8 +120,8 @@ class Manifest:
         if has_some and missing == ["scheduler.pt"]:
             return f"it has no {missing[0]}: no run can resume from it"
         return (
-            "it has no optimizer, learning rate schedule and random states, as save_only_model leaves it: no run can "
-            "resume from it"
+            "it has no optimizer, learning rate schedule and random states, as save_only_model and state_limit "
+            "leave it: no run can resume from it"
         )
 
     def to_json(self) -> str:

@@ -68,6 +68,14 @@ class CheckpointOptions(Options):
         "from there when the Trainer is made. `save_total_limit` holds there too. Credentials come from where the "
         "provider's tools look for them.",
     )
+    state_limit: int | None = option(
+        None,
+        check=positive,
+        help="Newest checkpoints that keep their state; older ones keep their weights only",
+        details="The state is that of optimizer, schedule and random numbers. The best checkpoint keeps it too. "
+        "No run resumes from a checkpoint without it. It holds in the remote copy as well; `save_total_limit` still "
+        "deletes whole checkpoints. None: all.",
+    )
     memory_interval_steps: int | None = option(
         None,
         check=positive,

@@ -9,6 +9,7 @@ training starts.
 
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -20,6 +21,7 @@ from hfscale.checkpoint.best import best_step_of
 from hfscale.checkpoint.hub_bucket import HubBucket
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.resumable import check_visible
+from hfscale.checkpoint.retention import state_files, steps_without_state, without_state
 from hfscale.checkpoint.store import CHECKPOINT_NAME, archive, checkpoint_step, excess_steps, verify
 from hfscale.core.best_effort import count_failure
 from hfscale.core.disk_errors import PROGRAM_ERRORS
@@ -71,6 +73,7 @@ class RemoteStore:
         self._attempts = attempts
         self._first_pause_s = first_pause_s
         self._fs, self._root = _open(self.url)
+        self._without_state: set[int] = set()
 
     def check(self) -> None:
         """Check what only the store knows: that a bucket of the hub exists and admits the token.
@@ -168,6 +171,44 @@ class RemoteStore:
             self._retry("written", partial(self._remove, f"{folder}/{MANIFEST_NAME}"))
             self._retry("written", partial(self._fs.rm, folder, recursive=True))
         return to_delete
+
+    def drop_states(self, *, limit: int, keep: str | None = None) -> list[int]:
+        """Delete the training state of all but the newest checkpoints, as `retention.drop_states` does locally.
+
+        Args:
+            limit (`int`): number of checkpoints that keep it, at least 1.
+            keep (`str`, *optional*): name of the best checkpoint, which keeps it too.
+
+        Returns:
+            `list[int]`: the steps of the checkpoints that have lost it.
+
+        Raises:
+            StorageError: the store cannot be read, or a deletion failed in all attempts.
+            CheckpointError: a manifest is invalid.
+        """
+        steps = self.committed_steps()
+        best = next((step for step in steps if f"checkpoint-{step}" == keep), None)
+        older = steps_without_state(steps, limit=limit, best=best)
+        dropped = [
+            step for step in older if step not in self._without_state and self._drop_state(step)
+        ]
+        self._without_state.update(older)
+        return dropped
+
+    def _drop_state(self, step: int) -> bool:
+        name = f"checkpoint-{step}"
+        with tempfile.TemporaryDirectory() as folder:
+            self._retry("read", partial(self._get, name, MANIFEST_NAME, Path(folder)))
+            manifest = read_manifest(folder)
+        files = state_files(manifest)
+        if not files:
+            return False
+        content = without_state(manifest).to_json().encode()
+        target = f"{self._root}/{name}"
+        self._retry("written", partial(self._fs.pipe_file, f"{target}/{MANIFEST_NAME}", content))
+        for file in files:
+            self._retry("written", partial(self._remove, f"{target}/{file}"))
+        return True
 
     def archive(self, *, after_step: int) -> list[int]:
         """Rename the manifests of later steps than `after_step`, which this run will write again.
@@ -300,11 +341,20 @@ class Uploader:
         links (`Path`): a folder on the run's file system. Each checkpoint that is offered is hard-linked in a folder
             of its own there before it is copied, so that neither rotation nor another save of the same step changes
             its files while they are being copied.
+        state_limit (`int`, *optional*): number of them that keep their training state; None: all.
     """
 
-    def __init__(self, store: RemoteStore, *, limit: int | None, links: Path) -> None:
+    def __init__(
+        self,
+        store: RemoteStore,
+        *,
+        limit: int | None,
+        links: Path,
+        state_limit: int | None = None,
+    ) -> None:
         self.store = store
         self.limit = limit
+        self.state_limit = state_limit
         self._links = links
         self._offers = 0
         self._next: tuple[Path, str | None, Collection[int]] | None = None
@@ -383,6 +433,8 @@ class Uploader:
             logger.debug("%s has been copied to %s", checkpoint.name, self.store.url)
             if self.limit is not None or temporary:
                 self.store.rotate(limit=self.limit, keep=best, temporary=temporary)
+            if self.state_limit is not None:
+                self.store.drop_states(limit=self.state_limit, keep=best)
         except Exception as error:
             if isinstance(error, PROGRAM_ERRORS):
                 logger.warning(

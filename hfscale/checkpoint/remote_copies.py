@@ -96,6 +96,7 @@ class RemoteCopies(ResetOnCopy):
         state: TrainerState,
         *,
         limit: int | None,
+        state_limit: int | None,
         committed: str | None,
         below: str,
     ) -> None:
@@ -107,6 +108,7 @@ class RemoteCopies(ResetOnCopy):
             run_dir (`Path`): the folder of the run's checkpoints.
             state (`TrainerState`): the state of the Trainer when training begins.
             limit (`int`, *optional*): number of checkpoints to keep in the store; None keeps all.
+            state_limit (`int`, *optional*): number of them that keep their training state; None: all.
             committed (`str`, *optional*): name of the local checkpoint that the run starts from; None: there is none.
             below (`str`): folder of the run in the store; `.`: the store itself.
         """
@@ -116,7 +118,9 @@ class RemoteCopies(ResetOnCopy):
         if not state.is_world_process_zero:
             return
         store = self.store if below == "." else RemoteStore(f"{self.store.url}/{below}")
-        self._uploader = Uploader(store, limit=limit, links=run_dir / UNFINISHED / "upload")
+        self._uploader = Uploader(
+            store, limit=limit, state_limit=state_limit, links=run_dir / UNFINISHED / "upload"
+        )
         try:
             for step in store.archive(after_step=state.global_step):
                 logger.info(

@@ -142,5 +142,5 @@ class ProfilerOptions(Options):
     nvtx: bool = option(
         False,
         flag="nvtx",
-        help="Mark forward, backward and optimizer of each step with NVTX ranges, which Nsight Systems shows",
+        help="Mark forward, backward and optimizer as NVTX ranges, for Nsight Systems",
     )

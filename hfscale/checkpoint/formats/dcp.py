@@ -262,13 +262,8 @@ def read_fsdp2(checkpoint: Path) -> CheckpointView:
     Raises:
         CheckpointError: a file is missing, broken or would have to be unpickled.
     """
-    model = checkpoint / MODEL_FOLDER
     optimizer = checkpoint / OPTIMIZER_FOLDER
-    weights = {
-        name.removeprefix("model."): tensor_ref(model, name, entry)
-        for name, entry in read_dcp_metadata(model).items()
-        if entry.shape is not None
-    }
+    weights = read_fsdp2_weights(checkpoint)
     entries = read_dcp_metadata(optimizer)
     groups = _groups(optimizer, entries)
     state: dict[str, dict[str, TensorRef]] = {}
@@ -288,6 +283,20 @@ def read_fsdp2(checkpoint: Path) -> CheckpointView:
             state.setdefault(parameter, {})[key] = tensor_ref(optimizer, name, entry)
     check_names([*weights, *known])
     return CheckpointView(weights=weights, groups=groups, state=state)
+
+
+def read_fsdp2_weights(checkpoint: Path) -> dict[str, TensorRef]:
+    """Return the weights of an `fsdp2` checkpoint, which may have no optimizer.
+
+    Raises:
+        CheckpointError: a file is missing, broken or would have to be unpickled.
+    """
+    model = checkpoint / MODEL_FOLDER
+    return {
+        name.removeprefix("model."): tensor_ref(model, name, entry)
+        for name, entry in read_dcp_metadata(model).items()
+        if entry.shape is not None
+    }
 
 
 def _groups(folder: Path, entries: Mapping[str, Entry]) -> list[ParameterGroup]:
