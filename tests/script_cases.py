@@ -87,6 +87,16 @@ def zero(stage: int, *, of_zero: Mapping[str, Any] | None = None, **config: Any)
     return sizes | {"zero_optimization": {"stage": stage, **(of_zero or {})}} | config
 
 
+def by_file(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return what `accelerate launch` leaves for a config with a `deepspeed_config_file`, whose content this is.
+
+    Accelerate reads the variable as JSON where it names no file.
+    """
+    sizes = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    content = json.dumps(sizes | dict(config))
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": content}
+
+
 def ulysses() -> ParallelismConfig:
     """Return sizes by which two ranks share each sequence under DeepSpeed."""
     import deepspeed
@@ -153,6 +163,20 @@ SCRIPTS: dict[str, list[Script]] = {
     "AutoTP of DeepSpeed": [
         Script(make=lambda f: trainer(f, deepspeed=zero(1, tensor_parallel={"autotp_size": 2}))),
         Script(make=lambda f: trainer(f, deepspeed=zero(1, tensor_parallel={"autotp_size": 2})), adds_later=True),
+    ],
+    "settings of DeepSpeed that are known not to work": [
+        Script(
+            make=lambda f: trainer(f, deepspeed=zero(2, expert_parallel={"enabled": True, "autoep_size": 2})),
+            spelled="expert_parallel in the DeepSpeed config: AutoEP",
+        )
+    ],
+    "settings of DeepSpeed that no test has shown": [
+        Script(
+            make=lambda f: trainer(f),
+            env=by_file({"zero_optimization": {"stage": 1}, "a_mode_of_tomorrow": {"size": 2}}),
+            callback="AlertCallback",
+            spelled="a_mode_of_tomorrow in the DeepSpeed config",
+        )
     ],
     "DeepSpeed's 1-bit optimizers": [
         Script(

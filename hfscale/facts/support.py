@@ -19,6 +19,7 @@ from typing import Any
 from hfscale import errors
 from hfscale.core.spelling import current_speaker, plain_value, spelled
 from hfscale.core.tables import read_table
+from hfscale.facts.deepspeed import REFUSED
 
 _TABLE: Mapping[str, Any] = read_table("facts/support.toml")
 
@@ -120,6 +121,9 @@ class Combination:
     """Whether the adapters are merged into the model at the end."""
     optimizer: str | None = None
     """The name of the optimizer: the planner's in a plan, Trainer's in a run, its class where a script has made it."""
+    deepspeed_setting: str | None = None
+    """The first setting of the DeepSpeed config that no test has shown, `none` where there is none
+    (`hfscale.facts.deepspeed`)."""
     deepspeed_optimizer: str | None = None
     """The type of the optimizer in the DeepSpeed config."""
     offload: str | None = None
@@ -130,6 +134,8 @@ class Combination:
     """Where DeepSpeed offloads the states of the optimizer: `none`, `cpu` or `nvme`."""
     fp32_accumulation: bool | None = None
     """Whether DeepSpeed accumulates gradients in fp32, whatever it computes them in."""
+    round_robin: bool | None = None
+    """Whether DeepSpeed orders the parameters of stages 1 and 2 anew (`round_robin_gradients`)."""
     gathers_weights: bool | None = None
     """Whether the DeepSpeed config gathers the weights of stage 3 for a save."""
     autotp: int | None = None
@@ -251,6 +257,7 @@ CONTEXT_PARALLEL_TESTED = PIPELINE_TESTED - CONTEXT_PARALLEL_UNSUPPORTED.keys()
 
 LISTS: Mapping[str, Collection[str]] = {
     **_LISTS,
+    "deepspeed_refused": REFUSED,
     "stages_tested": sorted(STAGES_TESTED),
     "tensor_parallel_tested": sorted(TENSOR_PARALLEL_TESTED),
     "sequence_parallel_tested": sorted(SEQUENCE_PARALLEL_TESTED),
@@ -312,9 +319,10 @@ class Rule:
             name: _Parameter(name, getattr(combination, name), names.get(name, name))
             for name in (*PROPERTIES, *_DERIVED)
         }
-        for condition in self.when.values():
+        for name, condition in self.when.items():
             if isinstance(condition, dict) and "listed" in condition:
-                values["reason"] = LISTS[condition["listed"]].get(combination.family, "REASON")  # type: ignore[attr-defined]
+                found = getattr(combination, name)
+                values["reason"] = LISTS[condition["listed"]].get(found, "REASON")  # type: ignore[attr-defined]
         values |= {name: ", ".join(names) for name, names in LISTS.items()}
         return string.Formatter().vformat(self.why, (), values)
 

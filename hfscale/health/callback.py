@@ -160,6 +160,7 @@ class CommHealthCallback(AdapterCallback):
             why_expert_gradients_are_small(trainer.model, args.device.type),
             why_products_are_slow(trainer, has_bf16=has_bf16),
             why_tokens_weigh_unequally(trainer),
+            *strategy.doubts(),
         ):
             if doubt is not None:
                 logger.warning(doubt)

@@ -100,6 +100,8 @@ Read, called, or set once
   the steps that a launch has taken, which is not that of the samples. Test: test_growing_batch.py.
 - `DeepSpeedEngine.set_train_batch_size` (public). By: `set_accumulation`. Reason: the engine counts samples by its own
   accumulation. Test: test_growing_batch.py.
+- `DeepSpeedEngine.gradient_clipping` (public). By: strategies/zero.py. Reason: DeepSpeed clips at a norm of its own
+  where its config has none. Test: test_deepspeed_settings.py.
 - `_no_split_modules` of a model, set. By: `name_layers_that_are_there`. Reason: Accelerate fails under FSDP at a layer
   that is named there and missing. Test: test_fsdp2_loading.py.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream

@@ -269,6 +269,7 @@ def test_a_second_average_is_refused(tmp_path):
         ({"param_device": "nvme"}, "offload_param"),
         ({"optimizer_device": "nvme"}, "offload_optimizer"),
         ({"strategy": "zero0", "precision": "bf16"}, "stage 0"),
+        ({"strategy": "zero2", "round_robin": True}, "round_robin_gradients"),
         ({"evaluate_average": True, "task": "grpo"}, "GRPO"),
     ],
 )

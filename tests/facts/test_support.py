@@ -280,6 +280,19 @@ CASES = {
     "plans of adapters with tensor or pipeline parallelism": lambda c: [
         planned(method="lora", layout=PIPELINE, zero=3)
     ],
+    "settings of DeepSpeed that are known not to work": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {"stage": 2, "elastic_checkpoint": True}}),
+        c.recipe(ZERO, ds={"expert_parallel": {"enabled": True, "autoep_size": 8}, "zero_optimization": GATHERS}),
+    ],
+    "settings of DeepSpeed that no test has shown": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {"stage": 2, "zero_quantized_weights": True}})
+    ],
+    "averaged weights with gradients in DeepSpeed's round-robin order": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {"stage": 2, "round_robin_gradients": True}}, average=True)
+    ],
+    "islands with gradients in DeepSpeed's round-robin order": lambda c: [
+        c.recipe(ZERO, ds={"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, islands=2)
+    ],
     "DeepSpeed's 1-bit optimizers": lambda c: [
         c.recipe(ZERO, ds={"optimizer": {"type": "OneBitAdam"}}),
         c.recipe(ZERO, ds={"optimizer": {"type": "onebitlamb"}, "zero_optimization": {"stage": 2}}),

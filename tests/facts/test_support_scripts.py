@@ -48,6 +48,7 @@ ELSEWHERE = {
     "generating from prompts with tensor or context parallelism": "`SampleGenerationCallback` asks the strategy",
     "generating from prompts with transformers' own sharding": "the same",
     "islands under ZeRO stage 0 in 16 bits": "needs a rendezvous: tests/checkpoint/test_zero0.py",
+    "islands with gradients in DeepSpeed's round-robin order": "the same; tests/facts/test_support.py, for recipes",
     "updating the bias of routers with adapters": ONLY_FLAGS,
     "updating the bias of routers on islands": ONLY_FLAGS,
     **dict.fromkeys(
@@ -57,6 +58,7 @@ ELSEWHERE = {
             "averaged weights with parameters on a disk",
             "averaged weights with states of the optimizer on a disk",
             "averaged weights under ZeRO stage 0 in 16 bits",
+            "averaged weights with gradients in DeepSpeed's round-robin order",
             "evaluating averaged weights in GRPO",
         ],
         "tests/averaging/test_averaging.py, in one process",

@@ -96,6 +96,7 @@ def read_zero(checkpoint: Path) -> CheckpointView:
         raise CheckpointError(
             f"{checkpoint} was written with DeepSpeed's model parallelism, which hfscale cannot convert"
         )
+    _check_order(checkpoint, paths[0], model)
     shapes = [dict(group) for group in model["param_shapes"]]
     if is_stage_3:
         frozen = _frozen_of_stage_3(models)
@@ -122,6 +123,21 @@ def read_zero(checkpoint: Path) -> CheckpointView:
     check_names([*weights, *state])
     groups = _groups(optimizers[0], names, checkpoint)
     return CheckpointView(weights=weights, groups=groups, state=state, aliases=aliases)
+
+
+def _check_order(checkpoint: Path, path: Path, model: Mapping[str, Any]) -> None:
+    """Check that the files say where each parameter is.
+
+    With `round_robin_gradients` stages 1 and 2 have the parameters in another order than DeepSpeed 0.19.8 notes in
+    `param_slice_mappings`. Its BF16_Optimizer, whose files begin with `bf16_`, ignores the setting.
+    """
+    zero = model.get("ds_config", {}).get("zero_optimization", {})
+    is_reordered = zero.get("round_robin_gradients") and zero.get("stage") in (1, 2)
+    if is_reordered and not path.name.startswith("bf16_"):
+        raise CheckpointError(
+            f"{checkpoint} was written with round_robin_gradients, where DeepSpeed's files name parameters in the "
+            "places of others: resume from it under the same strategy on as many ranks"
+        )
 
 
 def _optimizer_files(folder: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hfscale.core.spelling import current_speaker, speaking
 from hfscale.core.versions import is_lora_layer, is_peft_model
+from hfscale.facts.deepspeed import unshown_setting
 from hfscale.facts.support import Combination, check_support, find_rule
 from hfscale.trainer.state import model_of, requested_optimizer, unwrap_compiled
 from hfscale.trainer.strategies.requested import (
@@ -84,13 +85,18 @@ def with_deepspeed(asked: Combination, config: Mapping[str, Any]) -> Combination
         asked (`Combination`): what is known so far.
         config (`Mapping[str, Any]`): the config of DeepSpeed; of one that names an optimizer, Trainer makes none.
     """
-    optimizer = config.get("optimizer", {})
+    optimizer = config.get("optimizer") or {}
+    tensor_parallel = config.get("tensor_parallel") or {}
+    data_types = config.get("data_types") or {}
+    zero = config.get("zero_optimization") or {}
     return replace(
         asked,
         zero=stage_of(config),
+        deepspeed_setting=unshown_setting(config),
         deepspeed_optimizer=str(optimizer.get("type", "")),
-        autotp=config.get("tensor_parallel", {}).get("autotp_size", 1),
-        fp32_accumulation=config.get("data_types", {}).get("grad_accum_dtype") == "fp32",
+        autotp=tensor_parallel.get("autotp_size", 1),
+        fp32_accumulation=data_types.get("grad_accum_dtype") == "fp32",
+        round_robin=bool(zero.get("round_robin_gradients")),
         param_device=offload_device(config, "param"),
     )
 

@@ -204,6 +204,10 @@ class Strategy:
         """Return the live config of the engine that steps the optimizer; empty where Trainer steps it itself."""
         return {}
 
+    def doubts(self) -> list[str]:
+        """Return what the engine does in another way than its config or the arguments say, each as one line."""
+        return []
+
     def set_accumulation(self, micro_batches: int) -> None:
         """Tell the engine how many micro-batches the next step has; nothing to tell where Trainer steps itself.
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from hfscale.core.attributes import replaced
 from hfscale.core.versions import sequence_parallel_size
+from hfscale.facts.deepspeed import inert_settings
 from hfscale.facts.strategies import WEIGHTS
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies.description import offload_device
@@ -76,6 +77,21 @@ class Zero(Strategy):
     def engine_config(self) -> dict[str, Any]:
         """Return DeepSpeed's config, with the values that transformers has filled in for `auto`."""
         return deepspeed_config(self.trainer.accelerator.state.deepspeed_plugin)
+
+    def doubts(self) -> list[str]:
+        """Return what of DeepSpeed's config has no effect, and whether gradients are clipped at another norm."""
+        config = self.engine_config()
+        found = inert_settings(config)
+        if "gradient_clipping" in config:
+            return found
+        wanted = self.trainer.args.max_grad_norm or 0.0
+        used = self._engine.gradient_clipping()
+        if used != wanted:
+            found.append(
+                f"the DeepSpeed config has no gradient_clipping, so that DeepSpeed clips gradients at {used:g}, "
+                f"its default, and not at max_grad_norm={wanted:g}: set gradient_clipping to auto"
+            )
+        return found
 
     def set_accumulation(self, micro_batches: int) -> None:
         """Tell the engine how many micro-batches the next step has.
