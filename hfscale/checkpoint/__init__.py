@@ -25,4 +25,6 @@ Read, called, or set once
   nothing public tells that a model has adapters of its own, or whether a Trainer loads them. Test: test_resumable.py.
 - `_iterator` of torch's `DataLoader`. By: preemption/workers.py. Reason: nothing public tells which worker processes
   a loader has. Test: test_preemption.py.
+- `_buffered_inputs`, and `_step` or `_buffer_step`, of TRL's trainers that generate, read and set. By:
+  generated_batches.py. Reason: TRL keeps neither in a checkpoint. Test: test_trainers_trl.py, `grpo_repeated`.
 """

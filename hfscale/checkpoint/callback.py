@@ -15,8 +15,10 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
 from hfscale.checkpoint.data_order.order import keep_data_order
+from hfscale.checkpoint.data_order.skipping import check_can_skip
 from hfscale.checkpoint.evaluations import note_made, note_unfinished_epoch, resume_evaluations
-from hfscale.checkpoint.identity import check_identity, words_of
+from hfscale.checkpoint.generated_batches import keep_generated_batches
+from hfscale.checkpoint.identity import check_identity, identity_of, words_of
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
 from hfscale.checkpoint.loading import (
     check_own_adapters,
@@ -26,7 +28,7 @@ from hfscale.checkpoint.loading import (
     finish_universal_load,
 )
 from hfscale.checkpoint.lock import lock_for_all_ranks, make_and_lock, unlock_output_dir
-from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.manifest import Identity, Manifest
 from hfscale.checkpoint.memory_snapshots import MemorySnapshots
 from hfscale.checkpoint.native_loading import NativeLoading
 from hfscale.checkpoint.options import CheckpointOptions
@@ -148,6 +150,8 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _begin_run(self) -> None:
         self._output_dir = Path()
+        # Before `train`, of which a subclass may change the data: A2PO leaves out prompts without a reward
+        self._identity: Identity | None = None
         # The Trainer and the checkpoint that `check_identity` has compared
         self._checked_resume: tuple[int, str | None] | None = None
         # In a hyperparameter search, the folder of the trial in the output directory
@@ -189,6 +193,8 @@ class SpotCheckpointCallback(AdapterCallback):
         """Check what the training resumes from, keep its position in a stream, and resume what Trainer cannot."""
         adapter.at_training_end(self._forget_check)
         self.check_identity(adapter.trainer, adapter.resumes_from)
+        if adapter.trainer.model is not None:  # in a search `train` makes it
+            self._identity = identity_of(adapter.trainer)
         if isinstance(Strategy.of(adapter.trainer), Native):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
@@ -223,6 +229,7 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _forget_check(self) -> None:
         self._checked_resume = None
+        self._identity = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -233,11 +240,12 @@ class SpotCheckpointCallback(AdapterCallback):
         self.check_identity(adapter.trainer, adapter.resumes_from)
         self._refuse_to_discard(adapter, state)
         self._wait()  # for a save that a training left in flight when it broke off
+        identity = self._identity
         self._begin_run()
         self.last_committed = None
         with TRAINING.agreed("start: load"):
             _finish_load(adapter)
-        self._take_over_saving(adapter)
+        self._take_over_saving(adapter, identity)
         note_best(adapter.trainer, self._run_dir)
         self._saves = args.save_strategy != "no" or adapter.callback_saves
         assert self._saving is not None  # `_take_over_saving` has made it
@@ -264,8 +272,10 @@ class SpotCheckpointCallback(AdapterCallback):
         self.memory.begin(
             adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader")
         )
+        check_can_skip(adapter, kwargs.get("train_dataloader"))
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
         keep_data_order(adapter, kwargs.get("train_dataloader"))
+        keep_generated_batches(adapter)
         resume_evaluations(adapter)
 
     def _refuse_to_discard(self, adapter: TrainerAdapter, state: TrainerState) -> None:
@@ -291,7 +301,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if self.remote is not None and not is_trial:
             self.remote.refuse_to_discard(run_dir, state.global_step)
 
-    def _take_over_saving(self, adapter: TrainerAdapter) -> None:
+    def _take_over_saving(self, adapter: TrainerAdapter, identity: Identity | None) -> None:
         """Write checkpoints instead of Trainer, and delete old ones instead of Trainer.
 
         Trainer deletes inside its save, before the new checkpoint is committed: with a limit of 1, a machine lost
@@ -307,6 +317,7 @@ class SpotCheckpointCallback(AdapterCallback):
             asynchronous=self.options.asynchronous,
             begin=self._begin_save,
             committed=self._committed,
+            identity=identity,
         )
         adapter.before_last_log(self._wait)
         adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))

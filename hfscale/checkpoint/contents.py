@@ -243,7 +243,8 @@ def take_tensors(
 
     def write(folder: Path) -> None:
         for name, tensors in taken.items():
-            safetensors.torch.save_file(tensors, folder / name)
+            if tensors:
+                safetensors.torch.save_file(tensors, folder / name)
 
     return write
 

@@ -28,7 +28,7 @@ from hfscale.checkpoint.contents import (
     write_files,
 )
 from hfscale.checkpoint.identity import identity_of
-from hfscale.checkpoint.manifest import Manifest
+from hfscale.checkpoint.manifest import Identity, Manifest
 from hfscale.checkpoint.overrides import (
     model_methods,
     own_methods,
@@ -73,6 +73,7 @@ class TrainerSaving:
         begin (`Callable`): called as `begin(state, args)` before each save, on every rank.
         committed (`Callable`): called as `committed(checkpoint, manifest, best, seconds)` on the committing rank when
             a checkpoint is complete and has its final name; possibly on another thread.
+        identity (`Identity`, *optional*): what the Trainer trains. Default: as it is now.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class TrainerSaving:
         asynchronous: bool,
         begin: Callable[[TrainerState, TrainingArguments], None],
         committed: Callable[[Path, Manifest, Path | None, float], None],
+        identity: Identity | None = None,
     ) -> None:
         trainer = adapter.trainer
         self.writer = CheckpointWriter()
@@ -90,7 +92,9 @@ class TrainerSaving:
         self._begin = begin
         self._committed = committed
         self._strategy = Strategy.of(trainer)
-        self._identity = identity_of(trainer) if trainer.args.local_process_index == 0 else None
+        self._identity = None
+        if trainer.args.local_process_index == 0:
+            self._identity = identity or identity_of(trainer)
         self._original = adapter.replace_saving(self._save, self.writer.wait)
         self._own_methods = own_methods(trainer)
         self._capture = capture_of(trainer, self._own_methods)

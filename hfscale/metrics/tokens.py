@@ -14,7 +14,13 @@ from torch import nn
 
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import is_replaying
-from hfscale.trainer.batches import NOT_PADDING, TOKENS, BatchEntry, packed_padding
+from hfscale.trainer.batches import (
+    NOT_PADDING,
+    TOKENS,
+    BatchEntry,
+    packed_padding,
+    runs_a_method,
+)
 
 logger = get_logger(__name__)
 
@@ -115,6 +121,8 @@ class TokenCounter:
         self, entry: BatchEntry, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if torch.compiler.is_compiling() or self._outermost is not None or is_replaying():
+            return
+        if runs_a_method(args):
             return
         named = {**dict(zip(entry.names, args, strict=False)), **kwargs}
         nested = [] if any(name in named for name in TOKENS) else list(_dictionaries(args, kwargs))

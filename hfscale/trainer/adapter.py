@@ -427,7 +427,8 @@ class TrainerAdapter:
 
         Args:
             name (`str`): the file is `NAME_outer_RANK.safetensors`.
-            source (`Callable`): called at each save; returns copies, on the CPU, that do not change any more.
+            source (`Callable`): called at each save; returns copies, on the CPU, that do not change any more. Where
+                there are none, no file is written.
         """
         self.saved_tensors[name] = source
         self.at_training_end(lambda: self.saved_tensors.pop(name, None))

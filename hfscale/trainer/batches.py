@@ -33,6 +33,18 @@ class BatchEntry:
     """Whether it counts a batch in a dictionary; if not, the models inside it count what they get of it."""
 
 
+def runs_a_method(args: Sequence[Any]) -> bool:
+    """Return whether a call of a module runs a method of a trainer in the place of its forward.
+
+    TRL does so in a distillation, for the hooks of wrappers to run (`_ForwardRedirection`). The method gets the model,
+    which it then calls with a batch.
+
+    Args:
+        args (`Sequence`): the positional arguments of the call.
+    """
+    return any(isinstance(value, nn.Module) for value in args)
+
+
 def packed_padding(positions: torch.Tensor) -> torch.Tensor:
     """Return which positions of packed sequences are padding: sequences of one token (hfscale.recipe.packing).
 

@@ -22,6 +22,7 @@ from hfscale.trainer.batches import (
     BatchEntry,
     batch_entries,
     batch_entry,
+    runs_a_method,
     token_mask,
 )
 from hfscale.trainer.strategies import Strategy
@@ -104,7 +105,7 @@ class ExpertCounter:
     ) -> None:
         """Note which positions of a batch are padding, and whether its tokens count."""
         running = self._running
-        if torch.compiler.is_compiling() or running.outermost is not None:
+        if torch.compiler.is_compiling() or running.outermost is not None or runs_a_method(args):
             return
         batch = _batch_in({**dict(zip(entry.names, args, strict=False)), **kwargs})
         if entry.is_encoder_decoder or (batch is None and entry is not self._entries[-1]):

@@ -17,6 +17,7 @@ from hfscale.checkpoint.data_order.random_states import (
     set_generator_state,
     set_global_states,
 )
+from hfscale.errors import UsageError
 from hfscale.trainer.adapter import TrainerAdapter
 
 ROWS, BATCH = 24, 4
@@ -357,3 +358,38 @@ def draw(generator):
     if isinstance(generator, torch.Generator):
         return torch.rand(3, generator=generator).tolist()
     return [generator.random() for _ in range(3)] if hasattr(generator, "random") else generator.rand(3).tolist()
+
+
+class Repeated:
+    """Gives each batch of a loader several times, as that of TRL's IW-OPD, which Accelerate does not see."""
+
+    def __init__(self, loader, times):
+        self.loader, self.times = loader, times
+
+    def __len__(self):
+        return len(self.loader) * self.times
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+@pytest.mark.parametrize(("times", "trained"), [(1, 2), (2, 2), (2, 0)])
+def test_a_loader_in_which_accelerate_cannot_skip_is_refused(monkeypatch, caplog, times, trained):
+    """In the middle of an epoch; elsewhere it is said before it matters."""
+    from types import SimpleNamespace
+
+    from torch.utils.data import DataLoader
+
+    from hfscale.checkpoint.data_order import skipping
+
+    monkeypatch.setattr(skipping, "micro_batches_of_pass", lambda trainer, steps: trained)
+    args = SimpleNamespace(ignore_data_skip=False)
+    trainer = SimpleNamespace(args=args, state=SimpleNamespace(global_step=1))
+    adapter = SimpleNamespace(trainer=trainer, resumes_from="checkpoint-1")
+    loader = Repeated(DataLoader(range(6)), times)
+    if times > 1 and trained:
+        with pytest.raises(UsageError, match=r"Repeated.*2 batches.*checkpoint-1"):
+            skipping.check_can_skip(adapter, loader)
+        return
+    skipping.check_can_skip(adapter, loader)
+    assert ("cannot leave out batches" in caplog.text) == (times > 1)

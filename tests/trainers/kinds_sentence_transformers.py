@@ -16,12 +16,12 @@ from transformers import Trainer, TrainerCallback
 
 
 @functools.cache
-def model_folder() -> str:
+def model_folder(kind: str = "BertModel") -> str:
     """Return a folder with a tiny BERT and a tokenizer."""
     folder = tempfile.mkdtemp()
     transformers.set_seed(0)
     config = transformers.BertConfig(**LAYERS, vocab_size=VOCAB, max_position_embeddings=64)
-    transformers.BertModel(config).save_pretrained(folder)
+    getattr(transformers, kind)(config).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
@@ -34,6 +34,12 @@ def paired(numbers: random.Random) -> dict[str, Any]:
 def judged(numbers: random.Random) -> dict[str, Any]:
     """Return a row with two texts and whether they belong together."""
     return paired(numbers) | {"label": float(numbers.random() < 0.5)}
+
+
+def ranked(numbers: random.Random) -> dict[str, Any]:
+    """Return a row with a question, texts, and how well each of them answers it."""
+    labels = [float(numbers.random() < 0.5) for _ in range(3)]
+    return {"question": say(numbers), "answers": [say(numbers) for _ in labels], "label": labels}
 
 
 def embedding_model() -> Any:
@@ -52,6 +58,56 @@ def embedding_loss(model: Any) -> Any:
     from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
 
     return MultipleNegativesRankingLoss(model)
+
+
+def cached_embedding_loss(model: Any) -> Any:
+    """Return the same loss, computed in parts of the batch."""
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+    return CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+
+
+def sparse_encoder() -> Any:
+    """Return a tiny model of sparse embeddings, SPLADE."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    transformer = Transformer(model_folder("BertForMaskedLM"), transformer_task="fill-mask")
+    return SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
+
+
+def sparse_encoder_loss(model: Any) -> Any:
+    """Return the loss of pairs, which also asks for few numbers that are not 0."""
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+
+    return SpladeLoss(
+        model,
+        loss=SparseMultipleNegativesRankingLoss(model),
+        document_regularizer_weight=1e-3,
+        query_regularizer_weight=1e-3,
+    )
+
+
+def multi_vector_encoder() -> Any:
+    """Return a tiny model with an embedding for each token, ColBERT."""
+    from sentence_transformers import MultiVectorEncoder
+
+    return MultiVectorEncoder(model_folder(), device="cpu")
+
+
+def multi_vector_loss(model: Any) -> Any:
+    """Return the loss of pairs."""
+    from sentence_transformers.multi_vector_encoder.losses import MultiVectorMultipleNegativesRankingLoss
+
+    return MultiVectorMultipleNegativesRankingLoss(model)
+
+
+def reranker_loss(model: Any) -> Any:
+    """Return the loss of texts that are to be ranked."""
+    from sentence_transformers.cross_encoder.losses import LambdaLoss
+
+    return LambdaLoss(model)
 
 
 def cross_encoder() -> Any:
@@ -117,9 +173,33 @@ KINDS = (
         ),
     ),
     Kind(
+        name="sentence_transformer_cached",
+        trainer="`SentenceTransformerTrainer`, a cached loss",
+        model="embeddings (BERT)",
+        build=builder("SentenceTransformer", embedding_model, cached_embedding_loss, paired),
+    ),
+    Kind(
+        name="sparse_encoder",
+        trainer="`SparseEncoderTrainer`",
+        model="sparse embeddings (BERT)",
+        build=builder("SparseEncoder", sparse_encoder, sparse_encoder_loss, paired),
+    ),
+    Kind(
+        name="multi_vector_encoder",
+        trainer="`MultiVectorEncoderTrainer`",
+        model="embeddings of tokens (BERT)",
+        build=builder("MultiVectorEncoder", multi_vector_encoder, multi_vector_loss, paired),
+    ),
+    Kind(
         name="cross_encoder",
         trainer="`CrossEncoderTrainer`",
         model="sequence classification (BERT)",
         build=builder("CrossEncoder", cross_encoder, cross_encoder_loss, judged),
+    ),
+    Kind(
+        name="reranker",
+        trainer="`CrossEncoderTrainer`, lists to rank",
+        model="sequence classification (BERT)",
+        build=builder("CrossEncoder", cross_encoder, reranker_loss, ranked),
     ),
 )

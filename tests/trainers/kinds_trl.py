@@ -1,6 +1,7 @@
 """Kinds of TRL's Trainers, on a tiny Llama and a tokenizer of a hundred words that is made here."""
 
 import functools
+import importlib
 import random
 import tempfile
 from collections.abc import Callable
@@ -89,6 +90,16 @@ def asked(numbers: random.Random) -> dict[str, Any]:
     return {"prompt": [ask(numbers)]}
 
 
+def referenced(numbers: random.Random) -> dict[str, Any]:
+    """Return a row with a better and a worse answer, and one to imitate."""
+    return preferred(numbers) | {"reference": [answer(numbers)]}
+
+
+def demonstrated(numbers: random.Random) -> dict[str, Any]:
+    """Return a row with a prompt, and what the teacher knows in addition."""
+    return asked(numbers) | {"privileged_context": say(numbers)}
+
+
 def lora(task: str = "CAUSAL_LM") -> LoraConfig:
     """Return the config of a small adapter."""
     return LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type=task)
@@ -99,28 +110,47 @@ def count_words(completions: list[Any], **kwargs: Any) -> list[float]:
     return [float(len(set(str(completion).split()))) for completion in completions]
 
 
+def guess(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Reward half of the completions: 0 or 1."""
+    return [float(len(str(completion).split()) % 2) for completion in completions]
+
+
+def teacher() -> dict[str, Any]:
+    """Return a teacher: another model with the same words."""
+    transformers.set_seed(1)
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | {"num_hidden_layers": 3})))
+    made.config._name_or_path = model_folder()  # where IW-OPD reads the teacher's tokenizer
+    return {"teacher_model": made}
+
+
+def rewarded() -> dict[str, Any]:
+    """Return the reward."""
+    return {"reward_funcs": count_words}
+
+
 def builder(
     trainer: str,
     row: Callable[[random.Random], dict[str, Any]],
     *,
     model: str = "LlamaForCausalLM",
     options: Callable[[], dict[str, Any]] = dict,
+    home: str = "trl",
     streams: bool = False,
     **arguments: Any,
 ) -> Callable[..., Trainer]:
-    """Return the `build` of a kind: TRL's Trainer `trainer` on rows of random words."""
+    """Return the `build` of a kind: TRL's Trainer `trainer` of the module `home` on rows of random words."""
 
     def build(folder: Path, callbacks: list[TrainerCallback], *, args: Any = None, **given: Any) -> Trainer:
-        import trl  # takes seconds
+        module = importlib.import_module(home)  # takes seconds
 
         def rows(size: int) -> Dataset:
             numbers = random.Random(0)
             return Dataset.from_list([row(numbers) for _ in range(size)])
 
         train = rows(24)
-        return getattr(trl, f"{trainer}Trainer")(
+        return getattr(module, f"{trainer}Trainer")(
             model=getattr(transformers, model).from_pretrained(model_folder(model)),
-            args=args or launched(getattr(trl, f"{trainer}Config")(**({"bf16": False} | arguments | given))),
+            args=args or launched(getattr(module, f"{trainer}Config")(**({"bf16": False} | arguments | given))),
             train_dataset=train.to_iterable_dataset() if streams else train,
             eval_dataset=rows(4),
             processing_class=tokenizer(),
@@ -131,14 +161,20 @@ def builder(
     return build
 
 
-generating = builder(
-    "GRPO",
-    asked,
-    options=lambda: {"reward_funcs": count_words},
-    num_generations=2,
-    max_completion_length=6,
-    beta=0.04,
-)
+GENERATION = {"num_generations": 2, "max_completion_length": 6}
+generating = builder("GRPO", asked, options=rewarded, **GENERATION, beta=0.04)
+
+
+def experimental(
+    trainer: str, row: Callable[[random.Random], dict[str, Any]], **others: Any
+) -> Callable[..., Trainer]:
+    """Return the `build` of a kind of `trl.experimental`, where each trainer has a module of its own."""
+    home = f"trl.experimental.{MODULES.get(trainer, trainer.lower())}"
+    return builder(trainer, row, home=home, **others)
+
+
+MODULES = {"OnlineDPO": "online_dpo", "IWOPD": "iw_opd"}
+"""Module of a Trainer, where it is not its name in lower case."""
 
 HEAD = {"flops": "TRL computes the head of the model for some of the tokens only"}
 
@@ -199,6 +235,126 @@ KINDS = (
         padding_is_known=False,
         background=False,  # its Trainer may write a file after the checkpoint
         xfail=HEAD,
+    ),
+    Kind(
+        name="grpo_repeated",
+        trainer="`GRPOTrainer`, several steps per generation",
+        model="causal LM (Llama)",
+        build=builder("GRPO", asked, options=rewarded, **GENERATION, steps_per_generation=3, num_iterations=2),
+        padding_is_known=False,
+        background=False,  # its Trainer may write a file after the checkpoint
+        plain_drifts=True,
+        xfail=HEAD,
+    ),
+    Kind(
+        name="rloo",
+        trainer="`RLOOTrainer`",
+        model="causal LM (Llama)",
+        build=builder("RLOO", asked, options=rewarded, **GENERATION),
+        padding_is_known=False,
+        xfail=HEAD,
+    ),
+    Kind(
+        name="rloo_repeated",
+        trainer="`RLOOTrainer`, several steps per generation",
+        model="causal LM (Llama)",
+        build=builder("RLOO", asked, options=rewarded, **GENERATION, steps_per_generation=3),
+        padding_is_known=False,
+        plain_drifts=True,
+        xfail=HEAD,
+    ),
+    Kind(
+        name="distillation",
+        trainer="`DistillationTrainer`",
+        model="causal LM (Llama)",
+        build=builder("Distillation", asked, options=teacher, max_completion_length=6),
+        arguments={"gradient_accumulation_steps": 2},
+        padding_is_known=False,
+        plain_drifts=True,
+    ),
+    Kind(
+        name="gkd",
+        trainer="`GKDTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("GKD", chat, options=teacher, max_new_tokens=6),
+        padding_is_known=False,
+    ),
+    Kind(
+        name="gold",
+        trainer="`GOLDTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("GOLD", chat, options=teacher, max_completion_length=6, use_extended_uld=False),
+        arguments={"gradient_accumulation_steps": 2},
+        padding_is_known=False,
+        plain_drifts=True,
+    ),
+    Kind(
+        name="iw_opd",
+        trainer="`IWOPDTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("IWOPD", chat, options=teacher, max_completion_length=6, max_length=64),
+        padding_is_known=False,
+    ),
+    Kind(
+        name="sdft",
+        trainer="`SDFTTrainer` (experimental), several steps per generation",
+        model="causal LM (Llama)",
+        build=experimental("SDFT", demonstrated, **GENERATION, steps_per_generation=3),
+        padding_is_known=False,
+        plain_drifts=True,
+    ),
+    Kind(
+        name="sdpo",
+        trainer="`SDPOTrainer` (experimental), several steps per generation",
+        model="causal LM (Llama)",
+        build=experimental(
+            "SDPO", asked, options=rewarded, **GENERATION, steps_per_generation=3, teacher_model_kind="base"
+        ),
+        padding_is_known=False,
+        plain_drifts=True,
+    ),
+    Kind(
+        name="gmpo",
+        trainer="`GMPOTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("GMPO", asked, options=rewarded, **GENERATION),
+        padding_is_known=False,
+        background=False,  # its Trainer may write a file after the checkpoint
+        xfail=HEAD,
+    ),
+    Kind(
+        name="a2po",
+        trainer="`A2POTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("A2PO", asked, options=lambda: {"reward_funcs": guess}, max_completion_length=6),
+        padding_is_known=False,
+    ),
+    Kind(
+        name="online_dpo",
+        trainer="`OnlineDPOTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("OnlineDPO", asked, options=rewarded, max_new_tokens=6),
+        arguments={"eval_strategy": "no", "load_best_model_at_end": False},
+        padding_is_known=False,
+        other_files=("tokenizer.json",),  # its padding is that of the last batch
+    ),
+    Kind(
+        name="orpo",
+        trainer="`ORPOTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("ORPO", preferred),
+    ),
+    Kind(
+        name="cpo",
+        trainer="`CPOTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("CPO", preferred),
+    ),
+    Kind(
+        name="tpo",
+        trainer="`TPOTrainer` (experimental)",
+        model="causal LM (Llama)",
+        build=experimental("TPO", referenced),
     ),
     Kind(
         name="reward",
