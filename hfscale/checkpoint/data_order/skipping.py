@@ -17,8 +17,8 @@ logger = get_logger(__name__)
 def check_can_skip(adapter: TrainerAdapter, train_dataloader: Any) -> None:
     """Check that a resume in the middle of an epoch leaves out the batches that were trained on, and no others.
 
-    Trainer has Accelerate make a loader for the rest of the epoch, from the dataset and the batch sampler of its own. A
-    loader of a program's own class may give other batches than these two: that of TRL's IW-OPD repeats them.
+    Trainer has Accelerate make a loader for the rest of the epoch, from the dataset and the batch sampler of its own.
+    A loader of a program's own class may give other batches than these two: that of TRL's IW-OPD repeats them.
 
     Args:
         adapter (`TrainerAdapter`): the adapter of a Trainer whose training begins.
