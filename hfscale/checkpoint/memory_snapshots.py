@@ -14,7 +14,6 @@ from transformers import TrainerState
 
 from hfscale.checkpoint.contents import SHARE_OF_FREE_MEMORY
 from hfscale.checkpoint.manifest import Manifest
-from hfscale.checkpoint.sample_indices import StepSamples, record_samples
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.store import DELETING, rotate
 from hfscale.checkpoint.writer import clear_unfinished
@@ -39,6 +38,7 @@ from hfscale.core.run_memory import (
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.errors import UsageError
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.sample_indices import StepSamples, record_samples
 
 logger = get_logger(__name__)
 

@@ -162,6 +162,8 @@ class Combination:
     """Whether evaluations use that average."""
     batch_schedule: bool | None = None
     """Whether the global batch changes during the training."""
+    skip_bad_batches: int | None = None
+    """How many bad batches the run may leave out."""
     compute_loss: bool | None = None
     """Whether code of the user's computes the loss: a subclass's `compute_loss`, or `compute_loss_func`."""
     model_init: bool | None = None

@@ -34,6 +34,7 @@ from hfscale.core.records import RankLines
 from hfscale.core.run_memory import RunMemory, trust_until
 from hfscale.errors import HealthError, StrategyMismatchError
 from hfscale.health import node, preflight
+from hfscale.health.bad_batches import BadBatches
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.jitter import AgreedCollection, JitterWatch
@@ -77,7 +78,9 @@ class CommHealthCallback(AdapterCallback):
     which shows stragglers, ranks that wait for data, replicas that differ and GPUs that throttle. Losses are checked
     for NaN, infinity and spikes. With `replay_every_steps` the first micro-batch of every N-th step is computed twice
     and compared bit by bit, and weights and states of the optimizer are hashed while nothing writes them, which finds
-    silent data corruption (`hfscale.health.replay`). See `hfscale.health`.
+    silent data corruption (`hfscale.health.replay`). With `skip_bad_batches` the batch of a step whose loss or
+    gradient norm is NaN, infinite or an outlier is left out, as if the run had never trained on it
+    (`hfscale.health.bad_batches`). See `hfscale.health`.
 
     | metric key | unit | meaning |
     |---|---|---|
@@ -92,6 +95,7 @@ class CommHealthCallback(AdapterCallback):
     | `health/replay_mismatches` | replays | with `replay_every_steps`: replays so far that gave another result |
     | `health/replay_compared` | share | with `replay_every_steps`: values of a micro-batch that are compared |
     | `health/replay_s` | s | with `replay_every_steps`: time in replays and hashes since the previous log |
+    | `health/skipped_batches` | batches | with `skip_bad_batches`: batches that the run has left out so far |
 
     Args:
         **options: the options, see below.
@@ -127,6 +131,11 @@ class CommHealthCallback(AdapterCallback):
         super().on_init_end(args, state, control, **kwargs)
         check_launch(args)
         Strategy.of(TrainerAdapter.current().trainer).check_request()
+
+    def before_train(self, adapter: TrainerAdapter) -> None:
+        """Have a training refused whose batches cannot be left out, before Trainer prepares it."""
+        if self.options.skip_bad_batches is not None:
+            adapter.announce_skipping(self.options.skip_bad_batches)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -197,6 +206,12 @@ class CommHealthCallback(AdapterCallback):
             adapter.after_reports("replay", self._replay.step_ended)
             adapter.add_metrics(self._replay.keys)
             adapter.at_training_end(self._forget_replay)
+        if self.options.skip_bad_batches is not None:
+            # The callback may have joined a training that was already running
+            strategy.check_support(skip_bad_batches=self.options.skip_bad_batches)
+            BadBatches(
+                adapter, self.options.skip_bad_batches, self._left_out, self._cannot_leave_out
+            )
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -427,6 +442,19 @@ class CommHealthCallback(AdapterCallback):
         self._raise_alarms(found, self._healthy_step)
         if self.options.on_bad_training == "stop" or self._is_supervised:
             self._stop(found, _newest_good_step(verified_step))
+
+    def _left_out(self, finding: Finding, step: int) -> None:
+        """Report a batch that is left out; each has an alarm of its own, since there are few."""
+        log_findings([finding])
+        if is_main_process():
+            raise_alarm(LOSS, str(finding), step=step, level=finding.level)
+
+    def _cannot_leave_out(self, finding: Finding) -> None:
+        """End the run at the step before, which is good."""
+        log_findings([finding])
+        step = TrainerAdapter.current().trainer.state.global_step
+        self._raise_alarms([finding], step)
+        self._stop([finding], step)
 
     def _forget_replay(self) -> None:
         self._replay = None

@@ -42,6 +42,16 @@ class HealthOptions(Options):
         details="It works under any strategy and takes as long as a micro-batch, under `ParallelTrainer` as long as "
         "a step.",
     )
+    skip_bad_batches: int | None = option(
+        None,
+        check=positive,
+        unit="batches",
+        help="How many bad batches the run may leave out: those of a step whose loss or gradient norm is NaN, "
+        "infinite or far above those before",
+        unset="none is looked for",
+        details="Such a step is undone before the optimizer steps; with one more bad batch the run ends. Each step "
+        "then waits for the GPU.",
+    )
     gc_every_steps: int | None = option(
         None,
         check=positive,

@@ -12,16 +12,21 @@ Whatever else the computation moves is put back: what modules, the Trainer and t
 random states of the process. The weights are not copied. The first replay of a launch checks that they stay the same.
 """
 
-import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import Trainer
 
 from hfscale.core.attributes import replaced
-from hfscale.health.replay_state import check_kept, check_weights, hash_weights, state_of
+from hfscale.health.replay_state import (
+    check_kept,
+    check_weights,
+    hash_weights,
+    put_random_states_back,
+    random_states,
+    state_of,
+)
 from hfscale.trainer.strategies import Strategy
 
 
@@ -50,7 +55,7 @@ class MicroBatch:
         self._training_step = training_step
         self._batch = batch
         self._asked = asked
-        self._randoms = _random_states()
+        self._randoms = random_states()
         kept = state_of(trainer, batch)
         check_kept(kept, asked)
         self._kept = kept
@@ -66,7 +71,7 @@ class MicroBatch:
         without_effect = self._strategy.without_effect()
         with is_quiet, without_effect as model:
             loss: torch.Tensor = self._training_step(model, inputs, *args, **kwargs)
-        _restore(self._randoms)
+        put_random_states_back(self._randoms)
         return loss
 
     def put_back(self) -> None:
@@ -93,19 +98,3 @@ class MicroBatch:
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Stand for `Trainer.log`."""
-
-
-def _random_states() -> tuple[Any, ...]:
-    gpu = None
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        gpu = torch.cuda.get_rng_state()
-    return (random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu)
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    of_python, of_numpy, of_torch, of_gpu = states
-    random.setstate(of_python)
-    np.random.set_state(of_numpy)
-    torch.set_rng_state(of_torch)
-    if of_gpu is not None:
-        torch.cuda.set_rng_state(of_gpu)

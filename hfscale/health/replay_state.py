@@ -1,8 +1,13 @@
-"""What a replay puts back (`state_of`), and the check that it changes no weights (`hash_weights`, `check_weights`)."""
+"""What a step moves besides gradients (`state_of`, `random_states`), and the check that it is no weights.
 
-from collections.abc import Iterator
+A replay puts it back, and so does a step that is left out.
+"""
+
+import random
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer
@@ -33,49 +38,74 @@ _NOT_OF_A_STEP = (
 """Attributes of a Trainer that a computation of the loss does not change; the strategy looks after the wrapper."""
 
 
-def check_kept(kept: KeptState, asked: str) -> None:
+def check_kept(kept: KeptState, asked: str, verb: str = "replayed") -> None:
     """Check that a state can be put back.
 
     Args:
         kept (`KeptState`): the state.
-        asked (`str`): the argument that asks for replays, for the message.
+        asked (`str`): the argument that asks for it, for the message.
+        verb (`str`): what is to be done with a step.
 
     Raises:
         UsageError: something in it cannot; it is named.
     """
     for problem in kept.problems:
-        raise UsageError(f"{asked}: {problem}, so that a step cannot be replayed; leave it out")
+        raise UsageError(f"{asked}: {problem}, so that a step cannot be {verb}; leave it out")
 
 
-def check_state(trainer: Trainer, asked: str) -> None:
+def check_state(trainer: Trainer, asked: str, verb: str = "replayed") -> None:
     """Check that what the model and the Trainer hold now can be put back.
 
     Args:
         trainer (`Trainer`): prepared for training.
-        asked (`str`): the argument that asks for replays, for the message.
+        asked (`str`): the argument that asks for it, for the message.
+        verb (`str`): what is to be done with a step.
 
     Raises:
         UsageError: something cannot; it is named.
     """
     kept = state_of(trainer, ())
-    check_kept(kept, asked)
+    check_kept(kept, asked, verb)
 
 
-def state_of(trainer: Trainer, batch: tuple[Any, ...]) -> KeptState:
+def state_of(trainer: Trainer, batch: tuple[Any, ...], *, without: Iterable[Any] = ()) -> KeptState:
     """Return what the computation of a micro-batch may move in this process, apart from random numbers.
 
     Args:
         trainer (`Trainer`): prepared for training.
         batch (`tuple`): what `training_step` is called with after the model.
+        without (`Iterable`): objects that are not entered.
     """
     model = model_of(trainer)
     state = trainer.state
     roots = {"model": model, "the batch": batch, "trainer.state": state, "trainer": trainer}
-    left_out: list[Any] = list(state.log_history)
+    left_out: list[Any] = [*state.log_history, *without]
     for name, held in vars(trainer).items():
         if _is_left_out(name):
             left_out.append(held)
     return KeptState(roots, left_out=left_out, model=model)
+
+
+def random_states() -> tuple[Any, ...]:
+    """Return the states of the random number generators of this process."""
+    gpu = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        gpu = torch.cuda.get_rng_state()
+    return (random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu)
+
+
+def put_random_states_back(states: tuple[Any, ...]) -> None:
+    """Set the random number generators of this process.
+
+    Args:
+        states (`tuple`): what `random_states` returned.
+    """
+    of_python, of_numpy, of_torch, of_gpu = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
+    if of_gpu is not None:
+        torch.cuda.set_rng_state(of_gpu)
 
 
 def hash_weights(trainer: Trainer, kept: KeptState) -> dict[str, torch.Tensor]:
@@ -93,13 +123,17 @@ def hash_weights(trainer: Trainer, kept: KeptState) -> dict[str, torch.Tensor]:
 
 
 def check_weights(
-    before: dict[str, torch.Tensor], now: dict[str, torch.Tensor], asked: str
+    before: dict[str, torch.Tensor],
+    now: dict[str, torch.Tensor],
+    asked: str,
+    verb: str = "replayed",
 ) -> None:
-    """Check that a replay has changed no weight.
+    """Check that computing a loss has changed no weight.
 
     Args:
         before, now (`dict[str, torch.Tensor]`): what `hash_weights` returned before and after it.
-        asked (`str`): the argument that asks for replays, for the message.
+        asked (`str`): the argument that asks for it, for the message.
+        verb (`str`): what is to be done with a step.
 
     Raises:
         UsageError: it has: a forward pass, or the loss, writes parameters.
@@ -109,8 +143,8 @@ def check_weights(
         is_same = found is not None and torch.equal(found, value)
         if not is_same:
             raise UsageError(
-                f"{asked}: computing the loss changes the parameter {name}, which a replay would do once more; leave "
-                "it out, or change it in a callback after the step"
+                f"{asked}: computing the loss changes the parameter {name}, so that a step cannot be {verb}; leave it "
+                "out, or change it in a callback after the step"
             )
 
 

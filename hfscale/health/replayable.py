@@ -42,18 +42,32 @@ def check_can_replay(trainer: Trainer, asked: str) -> None:
     """
     if trainer.args.torch_compile:
         raise UsageError(f"{asked}: a compiled model has no hooks; leave it out")
-    optimizer = requested_optimizer(trainer.args)
-    if "lomo" in optimizer or optimizer.endswith("layerwise"):
-        raise UsageError(
-            f"{asked}: optim={optimizer} updates weights in the backward pass, so that a step cannot be replayed; "
-            "leave it out, or use another optimizer"
-        )
     problem = Strategy.of(trainer).why_effects_remain()
     if problem is not None:
         raise UsageError(f"{asked}: {problem}")
+    check_effects(trainer, asked, "replayed")
+
+
+def check_effects(trainer: Trainer, asked: str, verb: str) -> None:
+    """Check that nothing but the known effects of a step happens until the optimizer steps.
+
+    Args:
+        trainer (`Trainer`): prepared for training.
+        asked (`str`): the argument that asks for it, for the message.
+        verb (`str`): what is to be done with a step, such as `replayed`.
+
+    Raises:
+        UsageError: weights are updated in the backward pass, or methods of the Trainer's class may keep a state.
+    """
+    optimizer = requested_optimizer(trainer.args)
+    if "lomo" in optimizer or optimizer.endswith("layerwise"):
+        raise UsageError(
+            f"{asked}: optim={optimizer} updates weights in the backward pass, so that a step cannot be {verb}; "
+            "leave it out, or use another optimizer"
+        )
     for name in _unknown_overrides(trainer):
         raise UsageError(
-            f"{asked}: {name} may keep state from one step to the next, which a replay would move; leave it out"
+            f"{asked}: {name} may keep state from one step to the next, so that a step cannot be {verb}; leave it out"
         )
 
 

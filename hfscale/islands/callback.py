@@ -141,6 +141,7 @@ class DiLoCoCallback(AdapterCallback):
             islands=self.options.islands,
             average=any(getattr(each, "averages_weights", False) for each in callbacks),
             batch_schedule=adapter.grows_batch,
+            skip_bad_batches=adapter.skip_bad_batches,
         )
         check_support(run, "islands")
         self._part = PartOfParameters(adapter.trainer, self.options.fragments)

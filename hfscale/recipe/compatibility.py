@@ -33,6 +33,7 @@ def check_compatibility(
     *,
     islands: int = 1,
     average: bool = False,
+    skip_bad_batches: int | None = None,
 ) -> None:
     """Check that the training method, the strategy, the layout and the machine work together.
 
@@ -42,6 +43,7 @@ def check_compatibility(
         layout (`ParallelLayout`, *optional*): the sizes of the parallel axes, if the recipe has any.
         islands (`int`): number of islands that train together.
         average (`bool`): whether an average of the weights is kept.
+        skip_bad_batches (`int`, *optional*): how many bad batches the run may leave out.
 
     Raises:
         UsageError: two of them exclude each other; the message names both and how to fix it.
@@ -49,7 +51,7 @@ def check_compatibility(
     """
     layout = layout or ParallelLayout()
     asked = _describe(model_args, training_args, layout)
-    asked = replace(asked, islands=islands, average=average)
+    asked = replace(asked, islands=islands, average=average, skip_bad_batches=skip_bad_batches)
     config = {}
     if requested(training_args).by_deepspeed:
         config = deepspeed_config(training_args.deepspeed_plugin)

@@ -108,6 +108,7 @@ def start_run(
         described,
         islands=scaling_args.islands,
         average=averaging.is_given,
+        skip_bad_batches=scaling_args.skip_bad_batches,
     )
     training_args.check_method(model_args)
     complete_early_stopping(training_args, scaling_args.early_stopping_patience)

@@ -70,6 +70,9 @@ Replaced until the end of the training
 - `Trainer.set_initial_training_values` and `Trainer.create_scheduler` (public). By: `wrap_counting`,
   `wrap_create_scheduler`. Reason: how many steps a training has is computed from one accumulation, and a learning rate
   schedule counts steps. Test: test_growing_batch.py.
+- `Trainer._get_grad_norm`, and `step` of Accelerate's optimizer (public). By: update_gate.py, `wrap_gradient_norm`,
+  `wrap_optimizer_step`. Reason: no event has the norm of the gradients before the optimizer steps, or keeps it from
+  stepping. Test: test_bad_batches.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
   Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
 - `Accelerator.prepare` (public). By: fsdp2_loading.py. Reason: Accelerate's FSDP2 cannot load persistent buffers.
@@ -98,6 +101,13 @@ Read, called, or set once
   the last log, and an island that returns has not taken those of the others. Test: test_islands.py.
 - `Trainer._initial_global_step`, read. By: accumulation.py. Reason: Trainer reports samples per second by the share of
   the steps that a launch has taken, which is not that of the samples. Test: test_growing_batch.py.
+- `Trainer._globalstep_last_logged`, `Trainer._total_loss_scalar` and `Trainer._tr_loss`, set. By:
+  `leave_out_of_logged_loss`, `leave_out_of_final_loss`. Reason: Trainer divides by all steps, and a step that is left
+  out has no loss. Test: test_bad_batches.py.
+- `AcceleratedOptimizer._is_overflow`, set. By: update_gate.py. Reason: the schedule and averages of weights ask
+  Accelerate whether a step was skipped, and only its gradient scaler says so. Test: test_bad_batches.py.
+- `_update_scale`, replaced, and `averaged_gradients` of DeepSpeed's optimizers. By: `Zero.ask_engine`. Reason: the
+  engine steps in one call, and has no event before the update. Test: test_bad_batches.py.
 - `DeepSpeedEngine.set_train_batch_size` (public). By: `set_accumulation`. Reason: the engine counts samples by its own
   accumulation. Test: test_growing_batch.py.
 - `DeepSpeedEngine.gradient_clipping` (public). By: strategies/zero.py. Reason: DeepSpeed clips at a norm of its own

@@ -105,6 +105,8 @@ class TrainerAdapter:
         """Whether a callback saves in this training, although `save_strategy` may be `no`."""
         self.grows_batch = False
         """Whether the global batch changes in this training."""
+        self.skip_bad_batches: int | None = None
+        """How many bad batches the run may leave out; None: none is looked for in this training."""
         self._unmeasured: dict[str, str | None] = {}
         self._resumes_from: str | None = None
         self._wraps_training = False
@@ -394,6 +396,15 @@ class TrainerAdapter:
         """Set `grows_batch` until the end of the training. Call it before `on_train_begin`, in `before_train`."""
         self.grows_batch = True
         self.at_training_end(lambda: setattr(self, "grows_batch", False))
+
+    def announce_skipping(self, most: int) -> None:
+        """Set `skip_bad_batches` until the end of the training. Call it before `on_train_begin`, in `before_train`.
+
+        Args:
+            most (`int`): batches that the run may leave out.
+        """
+        self.skip_bad_batches = most
+        self.at_training_end(lambda: setattr(self, "skip_bad_batches", None))
 
     def announce_measurement(self, key: str, why_not: str | None) -> None:
         """Say whether a metric key is measured in this training, for a callback that acts on its value.
@@ -744,6 +755,26 @@ class TrainerAdapter:
         """
         self._replace(self.trainer, "training_step", wrap(self.trainer.training_step))
 
+    def wrap_gradient_norm(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `_get_grad_norm`, since no event has the norm of the gradients before the optimizer steps.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's `_get_grad_norm`; returns the function to use, which takes the
+                same arguments, and may return None for a step of which no norm is to be logged.
+        """
+        self._undo_one((id(self.trainer), "_get_grad_norm"))
+        self._replace(self.trainer, "_get_grad_norm", wrap(self.trainer._get_grad_norm))
+
+    def wrap_optimizer_step(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replace `step` of the Trainer's optimizer, which is Accelerate's: no event can keep it from stepping.
+
+        Args:
+            wrap (`Callable`): called with the method; returns the function to use, which takes the same arguments.
+        """
+        optimizer: Any = self.trainer.optimizer
+        self._undo_one((id(optimizer), "step"))
+        self._replace(optimizer, "step", wrap(optimizer.step))
+
     def set_argument(self, name: str, value: Any) -> None:
         """Give a training argument another value until the end of the training.
 
@@ -893,7 +924,9 @@ class TrainerAdapter:
     def _check_support(self) -> None:
         """Refuse a training that the table of what works with what refuses."""
         Strategy.of(self.trainer).check_support(
-            callback_saves=self.callback_saves, grows_batch=self.grows_batch
+            callback_saves=self.callback_saves,
+            grows_batch=self.grows_batch,
+            skip_bad_batches=self.skip_bad_batches,
         )
 
     def _leave_if_unused(self) -> bool:

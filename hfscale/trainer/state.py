@@ -181,3 +181,27 @@ def jump_to(trainer: Trainer, step: int) -> None:
     trainer.state.global_step = step
     # The logged loss is a mean over the steps of this process
     trainer._globalstep_last_logged += missed
+
+
+def leave_out_of_logged_loss(trainer: Trainer) -> None:
+    """Have the next log leave the step that is being taken out of its mean loss; a log of no other step is not made.
+
+    Args:
+        trainer (`Trainer`): a Trainer that trains.
+    """
+    # The logged loss is a mean over the steps since this one
+    trainer._globalstep_last_logged += 1
+
+
+def leave_out_of_final_loss(trainer: Trainer, steps: int) -> None:
+    """Have the record that ends a training leave steps out of its mean loss. Call it before that is made.
+
+    Args:
+        trainer (`Trainer`): a Trainer that has taken its last step.
+        steps (`int`): steps whose loss was not added up.
+    """
+    taken = trainer.state.global_step - steps
+    if taken > 0:
+        factor = trainer.state.global_step / taken
+        trainer._total_loss_scalar *= factor
+        trainer._tr_loss *= factor

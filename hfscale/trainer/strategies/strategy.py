@@ -5,7 +5,7 @@ here is named after a capability, and a new strategy is one class.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -237,6 +237,18 @@ class Strategy:
         """Return where this rank's part of the model is, as far as the placements of its tensors do not say it."""
         return []
 
+    def ask_engine(self, ask: Callable[[float], bool]) -> Callable[[], None]:
+        """Have the engine ask before each of its updates, and skip those that are refused as fp16 skips a step.
+
+        Args:
+            ask (`Callable`): called on every rank with the squared norm of the gradients that this rank updates with;
+                returns the same on all ranks.
+
+        Returns:
+            `Callable`: ends it. Where Trainer steps the optimizer, nothing is asked.
+        """
+        return lambda: None
+
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of torch inside of those of Accelerate and DeepSpeed."""
         optimizer: Any = self.trainer.optimizer
@@ -436,6 +448,7 @@ class Strategy:
         *,
         callback_saves: bool = False,
         grows_batch: bool = False,
+        skip_bad_batches: int | None = None,
     ) -> None:
         """Refuse a training that the table of what works with what refuses. It needs no prepared model.
 
@@ -445,6 +458,7 @@ class Strategy:
             environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its config.
             callback_saves (`bool`): whether a callback writes checkpoints, although `save_strategy` may be `no`.
             grows_batch (`bool`): whether the global batch changes during the training.
+            skip_bad_batches (`int`, *optional*): how many bad batches the run may leave out; None: none is looked for.
 
         Raises:
             HfScaleError: it does not work; the class is that of the rule, most often `UsageError`.
@@ -455,6 +469,11 @@ class Strategy:
         if grows_batch:
             finds_batch = self.trainer.args.auto_find_batch_size
             asked = replace(asked, batch_schedule=True, auto_find_batch_size=finds_batch)
+        if skip_bad_batches is not None:
+            finds_batch = self.trainer.args.auto_find_batch_size
+            asked = replace(
+                asked, skip_bad_batches=skip_bad_batches, auto_find_batch_size=finds_batch
+            )
         check_described(asked, self.trainer.args, environ)
 
     def check_versions(self) -> None:

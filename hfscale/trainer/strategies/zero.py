@@ -3,7 +3,8 @@
 DeepSpeed is imported inside the functions: it is an optional dependency, and its import takes a second.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 _FRAGMENT = "_hp_mapping"
 """Attribute of a parameter under stages 1 and 2: the part of its fp32 copy that this rank steps; None: no part. There
 is no public way to this part alone: `safe_get_full_fp32_param` sends all of it to all ranks."""
+_BEFORE_UPDATE = "_update_scale"
+"""Method of the optimizers of stages 1 to 3 that they call in `step` between the reduction of the gradients and the
+question whether `overflow` is set, in which case they skip the update. There is no public event between the two."""
 _PARTITION_GROUP = "_dp_group"
 """Attribute of such a parameter: the ranks that share its fp32 copy."""
 
@@ -188,6 +192,23 @@ class Zero(Strategy):
             raise
         optimizer.checkpoint_event_epilogue()
 
+    def ask_engine(self, ask: Callable[[float], bool]) -> Callable[[], None]:
+        """Ask where the engine has reduced the gradients and looks whether they have overflowed.
+
+        It steps nothing then, drops the gradients, and tells Accelerate that the step was skipped.
+        """
+        optimizer = self._engine.optimizer
+        update_scale = getattr(optimizer, _BEFORE_UPDATE)
+
+        def ask_and_update_scale(has_overflow: bool = False) -> None:
+            square = math.inf if has_overflow else _squared_norm(optimizer.averaged_gradients)
+            if not ask(square):
+                optimizer.overflow = True
+            update_scale(has_overflow)
+
+        setattr(optimizer, _BEFORE_UPDATE, ask_and_update_scale)
+        return lambda: delattr(optimizer, _BEFORE_UPDATE)
+
     # ---- contexts
 
     def why_effects_remain(self) -> str | None:
@@ -259,6 +280,17 @@ class Zero(Strategy):
         kept: int = sum(partition.numel() for partition in found[0])
         trained = sum(p.numel() for p in self.wrapper().parameters() if p.requires_grad)
         return kept / trained
+
+
+def _squared_norm(gradients: Mapping[int, Sequence[torch.Tensor | None] | None]) -> float:
+    """Return the sum of the squares of all gradients of a rank, by parameter group, which waits for a GPU."""
+    squares = [
+        gradient.detach().double().square().sum()
+        for group in gradients.values()
+        for gradient in group or ()
+        if gradient is not None
+    ]
+    return float(torch.stack(squares).sum()) if squares else 0.0
 
 
 def _compute_nothing(loss: torch.Tensor, **kwargs: Any) -> None:

@@ -34,16 +34,22 @@ class StepSamples(BatchListener):
         Args:
             steps (`int`): optimizer steps of the run before it.
         """
+        return [index for batch in self.batches_after(steps) for index in batch]
+
+    def batches_after(self, steps: int) -> list[Any]:
+        """Return the dataset indices of each micro-batch of a step on this rank, once they have been fetched.
+
+        Args:
+            steps (`int`): optimizer steps of the run before it.
+        """
         batches = self._batches
         first = micro_batches_of_pass(self._trainer, steps)
         accumulation = int(self._trainer.args.gradient_accumulation_steps)
         for number in [number for number in batches if number < first]:
             del batches[number]
         # A data loader reads ahead, so there are later batches too.
-        step = [
-            batches[number] for number in range(first, first + accumulation) if number in batches
-        ]
-        return [index for batch in step for index in batch]
+        numbers = range(first, first + accumulation)
+        return [batches[number] for number in numbers if number in batches]
 
 
 def record_samples(adapter: TrainerAdapter, train_dataloader: Any) -> StepSamples | None:
