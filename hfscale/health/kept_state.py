@@ -106,6 +106,7 @@ class KeptState:
         self.problems: list[str] = []
         """What cannot be kept: each with its name and why."""
         self._puts_back: list[Callable[[], object]] = []
+        self._empty: list[dict[Any, Any]] = []
         self._entered = {id(root) for root in roots.values()}
         if model is not None:
             self._entered.update(id(module) for module in model.modules())
@@ -122,20 +123,38 @@ class KeptState:
         with torch.no_grad():
             for put_back in self._puts_back:
                 put_back()
+        for held in self._empty:
+            if held:
+                _kind_of(held).clear(held)
 
     def _keep(self, name: str, held: Any) -> None:
-        if isinstance(held, _ATOMS) or id(held) in self._seen:
+        kind = type(held)
+        keep = _KEEP_BY_TYPE.get(kind)
+        if keep is None:
+            # What is done with an object follows from its type alone, and most of them are of few types
+            keep = _KEEP_BY_TYPE[kind] = self._find_keep(kind)
+        if keep is _ATOM or id(held) in self._seen:
             return
         self._seen[id(held)] = held
+        keep(self, name, held)
+
+    def _find_keep(self, kind: type) -> "Keep":
+        """Return what keeps the objects of a type."""
+        if issubclass(kind, _ATOMS):
+            return _ATOM
         for kinds, keep in self._KINDS:
-            if isinstance(held, kinds):
-                keep(self, name, held)
-                return
-        if isinstance(held, Iterator):
-            self.problems.append(
-                f"{name} is of the type {type(held).__name__}, which cannot be set back"
-            )
-        elif self._is_entered(held):
+            if issubclass(kind, kinds):
+                return keep
+        if issubclass(kind, Iterator):
+            return KeptState._name_problem
+        return KeptState._keep_object
+
+    def _name_problem(self, name: str, held: Any) -> None:
+        kind = type(held).__name__
+        self.problems.append(f"{name} is of the type {kind}, which cannot be set back")
+
+    def _keep_object(self, name: str, held: Any) -> None:
+        if self._is_entered(held):
             self._keep_attributes(name, held)
 
     def _is_entered(self, held: Any) -> bool:
@@ -148,6 +167,10 @@ class KeptState:
         self._keep_gradient(held)
 
     def _keep_tensor(self, name: str, held: torch.Tensor) -> None:
+        # Whether a tensor is a parameter, its type does not always say
+        if isinstance(held, nn.Parameter):
+            self._keep_parameter(name, held)
+            return
         if held.is_meta:
             return
         self._puts_back.append(_tensor_kept(held))
@@ -200,6 +223,9 @@ class KeptState:
     def _keep_entries(
         self, name: str, held: dict[Any, Any], *, is_attributes: bool = False
     ) -> None:
+        if not held:
+            self._empty.append(held)
+            return
         kept = list(_kind_of(held).items(held))
         self._puts_back.append(partial(_put_entries_back, held, kept))
         for key, item in kept:
@@ -302,8 +328,7 @@ class KeptState:
             self._puts_back.append(partial(setattr, cell, "cell_contents", item))
             self._keep(f"{name}.{key}", item)
 
-    _KINDS: tuple[tuple[Any, Callable[["KeptState", str, Any], None]], ...] = (
-        (nn.Parameter, _keep_parameter),
+    _KINDS: tuple[tuple[Any, "Keep"], ...] = (
         (torch.Tensor, _keep_tensor),
         (torch.Generator, _keep_torch_generator),
         (np.random.Generator, _keep_numpy_generator),
@@ -321,6 +346,17 @@ class KeptState:
         (partial, _keep_partial),
         (types.FunctionType, _keep_function),
     )
+
+
+Keep = Callable[[KeptState, str, Any], None]
+
+
+def _keep_nothing(state: KeptState, name: str, held: Any) -> None:
+    """Stand for what keeps an object that nothing changes."""
+
+
+_ATOM: Keep = _keep_nothing
+_KEEP_BY_TYPE: dict[type, Keep] = {}
 
 
 def _is_of_library(module: str, *, functions: bool = False) -> bool:

@@ -1,6 +1,7 @@
 """Bad batches are left out bit for bit, as if the run had never had them: strategies, resumes, limits, clean runs."""
 
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -44,8 +45,14 @@ JOBS = [
 ]
 
 
+@pytest.fixture
+def judges_early(monkeypatch):
+    monkeypatch.setattr(outliers, "MIN_STEPS", 4)
+    monkeypatch.setattr(outliers, "REACH", 100.0)
+
+
 @pytest.mark.parametrize("job", SINGLE, ids=str)
-def test_one_process_equals_a_run_without_the_batches(tmp_path, job):
+def test_one_process_equals_a_run_without_the_batches(tmp_path, job, judges_early):
     check("single", job, train_both("single", tmp_path, job, {}))
 
 
@@ -91,11 +98,6 @@ def skipping_trainer(folder, job, *callbacks, most=10, **arguments):
 
 def listed(folder):
     return json.loads((folder / "hfscale_skipped_batches.json").read_text())["batches"]
-
-
-@pytest.fixture
-def judges_early(monkeypatch):
-    monkeypatch.setattr(outliers, "MIN_STEPS", 4)
 
 
 RESUMED = Job(bad={3: "nan", 9: "spike"}, model="net", seed=3)
@@ -188,6 +190,37 @@ def test_a_clean_run_of_noisy_small_batches_leaves_out_none(tmp_path):
     trainer.train()
     assert logged(trainer, "health/skipped_batches")[-1] == 0
     assert not (tmp_path / "hfscale_skipped_batches.json").exists()
+
+
+def drawn_job(seed):
+    """A training with poisons of any kind in any steps; spikes only where there are numbers to compare with."""
+    chance = random.Random(seed)
+    steps = chance.sample(range(1, 13), chance.randint(1, 4))
+    kinds = {step: chance.choice(["nan", "inf", "spike"] if step > 5 else ["nan", "inf"]) for step in sorted(steps)}
+    return Job(bad=kinds, seed=seed, model="net")
+
+
+@pytest.mark.faults
+def test_thirty_drawn_runs_of_one_process(tmp_path, judges_early):
+    for seed in range(30):
+        job = drawn_job(seed)
+        check("single", job, train_both("single", tmp_path / str(seed), job, {}))
+
+
+@pytest.mark.faults
+def test_thirty_drawn_runs_under_ddp(tmp_path):
+    jobs = [drawn_job(seed) for seed in range(30, 60)]
+    for job, results in zip(jobs, run("ddp", tmp_path, jobs), strict=True):
+        for result in results:
+            check("ddp", job, result)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("layout", ["fsdp2", "zero1", "zero3", "native-fsdp"])
+def test_all_micro_batches_of_a_step_are_undone(tmp_path, layout):
+    jobs = [Job(bad={2: "nan", 8: "spike"}, seed=5)]
+    for result in run(layout, tmp_path, jobs, gradient_accumulation_steps=2)[0]:
+        check(layout, jobs[0], result, 2)
 
 
 @pytest.mark.faults
