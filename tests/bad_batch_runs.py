@@ -257,7 +257,7 @@ def train_both(layout: str, folder: Path, job: Job, arguments: dict[str, Any]) -
 
 def judge_early() -> None:
     """Have this process, which is a rank of a test, look for outliers after few steps, and take none by chance."""
-    outliers.MIN_STEPS, outliers.REACH = 4, 100.0
+    outliers.MIN_STEPS, outliers.REACH, outliers.MIN_RISE = 4, 100.0, 100.0
 
 
 class SaveAt(TrainerCallback):
