@@ -186,7 +186,7 @@ def test_each_rule_names_the_option_and_its_value():
 
 
 def test_a_clean_run_of_noisy_small_batches_leaves_out_none(tmp_path):
-    job = Job(bad={}, steps=300, model="net")
+    job = Job(bad={}, steps=200, model="net")
     trainer = skipping_trainer(tmp_path, job, per_device_train_batch_size=2, warmup_steps=50, logging_steps=50)
     trainer.train()
     assert logged(trainer, "health/skipped_batches")[-1] == 0
