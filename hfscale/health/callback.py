@@ -32,7 +32,7 @@ from hfscale.core.rank_link import connect
 from hfscale.core.rank_store import RankStore
 from hfscale.core.records import RankLines
 from hfscale.core.run_memory import RunMemory, trust_until
-from hfscale.errors import HealthError, StrategyMismatchError
+from hfscale.errors import DataError, HealthError, StrategyMismatchError
 from hfscale.health import node, preflight
 from hfscale.health.bad_batches import BadBatches
 from hfscale.health.gpu import GpuWatch, sensor_of
@@ -104,6 +104,7 @@ class CommHealthCallback(AdapterCallback):
         StrategyMismatchError: when the Trainer is created (number of processes, Megatron-LM) or training begins
             (strategy, wrapper, ranks that disagree).
         HealthError: a rank is missing, or computes or communicates wrongly; with `stop`, the training is not healthy.
+        DataError: one more batch is bad than `skip_bad_batches` allows to leave out.
         ParameterError: an argument has another value than those above.
     """
 
@@ -450,11 +451,16 @@ class CommHealthCallback(AdapterCallback):
             raise_alarm(LOSS, str(finding), step=step, level=finding.level)
 
     def _cannot_leave_out(self, finding: Finding) -> None:
-        """End the run at the step before, which is good."""
-        log_findings([finding])
-        step = TrainerAdapter.current().trainer.state.global_step
-        self._raise_alarms([finding], step)
-        self._stop([finding], step)
+        """End the run, after the step before: a relaunch would find the same batch, and have no more to leave out.
+
+        Raises:
+            DataError: it is always raised, on all ranks.
+        """
+        adapter = TrainerAdapter.current()
+        self._raise_alarms([finding], adapter.trainer.state.global_step)
+        _end_saves(adapter)
+        self._end()
+        raise DataError(f"stopped: {finding}")
 
     def _forget_replay(self) -> None:
         self._replay = None

@@ -27,7 +27,7 @@ from transformers import Trainer
 from hfscale import CommHealthCallback, ScalingCallback
 from hfscale.checkpoint.conversion import convert
 from hfscale.checkpoint.manifest import read_manifest
-from hfscale.errors import HealthError, UsageError
+from hfscale.errors import DataError, UsageError
 from hfscale.facts.support import Combination, rules
 from hfscale.health import outliers
 
@@ -55,6 +55,12 @@ def judges_early(monkeypatch):
 @pytest.mark.parametrize("job", SINGLE, ids=str)
 def test_one_process_equals_a_run_without_the_batches(tmp_path, job, judges_early):
     check("single", job, train_both("single", tmp_path, job, {}))
+
+
+def test_neither_the_filter_of_losses_nor_missing_clipping_hides_a_batch(tmp_path, judges_early):
+    job = Job(bad={2: "nan", 8: "spike"}, seed=6)
+    arguments = {"logging_nan_inf_filter": True, "max_grad_norm": 0.0, "gradient_accumulation_steps": 2}
+    check("single", job, train_both("single", tmp_path, job, arguments), 2)
 
 
 def test_ddp_equals_a_run_without_the_batches(tmp_path):
@@ -133,7 +139,7 @@ def test_a_resume_from_an_earlier_checkpoint_leaves_the_same_batches_out(tmp_pat
 
 def test_one_bad_batch_too_many_ends_the_run_with_one_line(tmp_path):
     trainer = skipping_trainer(tmp_path, replace(RESUMED, bad={3: "inf", 5: "nan"}), most=1)
-    with pytest.raises(HealthError, match=r"step 5: the loss is nan; 1 batches .*skip_bad_batches=1 allows no more"):
+    with pytest.raises(DataError, match=r"step 5: the loss is nan; 1 batches .*skip_bad_batches=1 allows no more"):
         trainer.train()
     assert trainer.state.global_step == 4
     assert [batch["step"] for batch in listed(tmp_path)] == [3]
