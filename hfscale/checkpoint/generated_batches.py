@@ -17,7 +17,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
 from hfscale.checkpoint.contents import outer_state_name
 from hfscale.core import distributed
@@ -43,12 +43,13 @@ class GeneratedBatches:
     """Reads and sets what a Trainer has generated and not trained on to the end.
 
     Args:
-        trainer (`Trainer`): a Trainer with a buffer of generated batches.
+        adapter (`TrainerAdapter`): the adapter of a Trainer with a buffer of generated batches.
         counter (`str`): its attribute that counts micro-batches.
     """
 
-    def __init__(self, trainer: Trainer, counter: str) -> None:
-        self._trainer = trainer
+    def __init__(self, adapter: TrainerAdapter, counter: str) -> None:
+        self._adapter = adapter
+        self._trainer = adapter.trainer
         self._counter = counter
 
     def _launch(self) -> dict[str, int]:
@@ -154,8 +155,7 @@ class GeneratedBatches:
         self._set(0, None)
 
     def _set(self, count: int, batches: Any) -> None:
-        setattr(self._trainer, self._counter, count)
-        setattr(self._trainer, _BUFFER, batches)
+        self._adapter.set_attributes({self._counter: count, _BUFFER: batches})
 
 
 def keep_generated_batches(adapter: TrainerAdapter) -> None:
@@ -175,7 +175,7 @@ def keep_generated_batches(adapter: TrainerAdapter) -> None:
     counter = next((name for name in _COUNTERS if name in vars(trainer)), None)
     if counter is None:
         return
-    generated = GeneratedBatches(trainer, counter)
+    generated = GeneratedBatches(adapter, counter)
     adapter.save_json(NAME, generated.saved)
     adapter.save_tensors(NAME, generated.tensors)
     checkpoint = adapter.resumes_from

@@ -775,6 +775,17 @@ class TrainerAdapter:
         self._undo_one((id(optimizer), "step"))
         self._replace(optimizer, "step", wrap(optimizer.step))
 
+    def set_attributes(self, values: Mapping[str, Any]) -> None:
+        """Set attributes in which a subclass of Trainer counts or keeps what it has done, as a resume needs them.
+
+        They stay after the training, as what the subclass itself sets.
+
+        Args:
+            values (`Mapping[str, Any]`): the values by the names of the attributes, which the Trainer has.
+        """
+        for name, value in values.items():
+            setattr(self.trainer, name, value)
+
     def set_argument(self, name: str, value: Any) -> None:
         """Give a training argument another value until the end of the training.
 

@@ -37,8 +37,13 @@ def trainer(count=0, batches=None, **changes):
     return SimpleNamespace(_step=count, _buffered_inputs=batches, args=args, state=SimpleNamespace(global_step=8))
 
 
+def generated_of(made: SimpleNamespace) -> GeneratedBatches:
+    adapter = SimpleNamespace(trainer=made, set_attributes=vars(made).update)
+    return GeneratedBatches(adapter, "_step")
+
+
 def save(folder: Path, of: SimpleNamespace) -> None:
-    generated = GeneratedBatches(of, "_step")
+    generated = generated_of(of)
     take_tensors({NAME: generated.tensors})(folder)
     take_json({NAME: generated.saved})(folder)
 
@@ -50,16 +55,16 @@ def flat(value):
 def test_what_is_still_to_be_used_comes_back(tmp_path):
     save(tmp_path, trainer(count=PERIOD + 2, batches=BATCHES))
     other = trainer()
-    saved, problem = GeneratedBatches(other, "_step").read(tmp_path)
+    saved, problem = generated_of(other).read(tmp_path)
     assert problem is None
-    GeneratedBatches(other, "_step").resume(saved)
+    generated_of(other).resume(saved)
     assert (other._step, flat(other._buffered_inputs)) == (PERIOD + 2, flat(BATCHES))
 
 
 def test_what_is_used_up_is_not_kept(tmp_path):
     save(tmp_path, trainer(count=2 * PERIOD, batches=BATCHES))
     assert [path.name for path in tmp_path.iterdir()] == [f"{NAME}_0.json"]
-    saved, _ = GeneratedBatches(trainer(), "_step").read(tmp_path)
+    saved, _ = generated_of(trainer()).read(tmp_path)
     assert (saved["count"], saved["batches"]) == (2 * PERIOD, None)
 
 
@@ -76,7 +81,7 @@ def test_what_cannot_be_used_is_generated_again(tmp_path, monkeypatch, caplog, b
     if changes is not None:
         save(tmp_path, trainer(count=8, batches=batches))
     other = trainer(count=1, batches=[], **changes or {})
-    generated = GeneratedBatches(other, "_step")
+    generated = generated_of(other)
     saved, problem = generated.read(tmp_path)
     assert saved is None
     assert reason in problem
@@ -90,4 +95,4 @@ def test_broken_files_are_named(tmp_path):
     save(tmp_path, trainer(count=1, batches=BATCHES))
     (tmp_path / f"{NAME}_outer_0.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=f"{NAME}_0.json"):
-        GeneratedBatches(trainer(), "_step").read(tmp_path)
+        generated_of(trainer()).read(tmp_path)
