@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "resume_from_checkpoint": "true",
     "save_only_model": False,
     "save_strategy": "steps",
+    "task": None,
     "torch_compile": False,
     "use_cpu": False,
     "use_liger_kernel": False,

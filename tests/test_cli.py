@@ -87,7 +87,7 @@ class TestConfigs:
             path.relative_to(REPOSITORY).as_posix()
             for folder, pattern in (("accelerate_configs", "*.yaml"), ("ds_configs", "*.json"), ("recipes", "*.yaml"))
             for path in (REPOSITORY / folder).rglob(pattern)
-        ] + [f"recipes/{tier}/train.py" for tier in ("ddp", "sharded", "tp_pp", "sft", "dpo", "grpo")]
+        ] + [f"recipes/{tier}/train.py" for tier in ("ddp", "sharded", "tp_pp", "sft", "dpo", "grpo", "distillation")]
         files += [path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "launch").glob("*/*")]
         assert sorted(row["name"] for row in rows) == sorted(files)
         assert all(row["summary"] for row in rows)

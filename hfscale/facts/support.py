@@ -38,7 +38,7 @@ class Combination:
     trl: bool | None = None
     """Whether the Trainer is one of TRL."""
     task: str | None = None
-    """What a step trains on: `text`, `sft`, `dpo` or `grpo`."""
+    """What a step trains on: `text`, `sft`, `dpo`, `grpo` or `distillation`."""
     precompute_ref_log_probs: bool | None = None
     """Whether the log-probabilities of DPO's reference are computed before the training."""
     strategy: str | None = None

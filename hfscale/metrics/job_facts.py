@@ -29,8 +29,8 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: the model's `config`, the `layout` as sizes of its axes, `zero`, `micro_batch`, `method`,
             `lora_rank`, `optimizer` (Trainer's name), `compile`, `fused_loss`, `offload`, `gpus_per_node`,
-            `virtual_stages`, `sequence_parallel`, `expert_parallel`, `schedule` (a name in `hfscale.facts.schedules`)
-            and `trainer` (its class); empty for a model without a config.
+            `virtual_stages`, `sequence_parallel`, `expert_parallel`, `schedule` (a name in `hfscale.facts.schedules`),
+            `trainer` (its class) and `of_trl` (whether it is one of TRL's); empty for a model without a config.
     """
     args = trainer.args
     config = getattr(trainer.model, "config", None)
@@ -58,6 +58,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "sequence_parallel": strategy.splits_sequences,
         "expert_parallel": strategy.expert_ranks(),
         "trainer": type(trainer).__name__,
+        "of_trl": any(kind.__module__.startswith("trl.") for kind in type(trainer).__mro__),
     }
 
 

@@ -31,7 +31,7 @@ Each is loaded when it is first used. Behind them:
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels`, `compilation`, `fused_loss` | attention, loss and compiled layers by default; the loss in chunks |
 | `router_loss`, `router_bias` | how the experts of a mixture are balanced: by a loss, or by the bias of their router |
-| `trl`, `rewards` | TRL's arguments, records and reference models; reward functions |
+| `trl`, `rewards`, `teacher` | TRL's arguments, records and reference models; reward functions; teachers |
 
 What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
 fails when a new version moves it.

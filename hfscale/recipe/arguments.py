@@ -73,6 +73,7 @@ JSON_FLAGS = (
 
 JSON_FLAGS_OF_TRL = (
     "model_init_kwargs",
+    "teacher_model_init_kwargs",
     "dataset_kwargs",
     "generation_kwargs",
     "chat_template_kwargs",
@@ -219,6 +220,9 @@ class RecipeTrainingMixin(_TrainingArguments):
 
     records: ClassVar[str | None] = None
     """With TRL, the kind of records that its trainer needs: a key of `hfscale.recipe.trl.COLUMNS`."""
+
+    task: ClassVar[str | None] = None
+    """With TRL, what a step trains on, where the kind of records does not tell it."""
 
     output_dir: str | None = flag(
         "Folder for checkpoints, metrics and the model.", default="runs/default"

@@ -77,6 +77,7 @@ def _describe(
         method = "lora"
     else:
         method = "full"
+    task = args.task or _TASKS.get(args.records or "", "text")
     return replace(
         describe_arguments(args),
         strategy=strategy_of(layout, by_launcher),
@@ -85,7 +86,7 @@ def _describe(
         expert_parallel=layout.ep if isinstance(layout, NativeParallelLayout) else None,
         method=method,
         trl=args.records is not None,
-        task=_TASKS.get(args.records or "", "text"),
+        task=task,
         attention=model_args.attn_implementation,
         launcher_attention=launcher_attention(by_launcher),
         precision=args.mixed_precision,

@@ -30,7 +30,7 @@ from hfscale.facts.experts import number_of_experts, set_expert_rules, unset_exp
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import check_support
 from hfscale.parallel.descriptions import describe_arguments, describe_config, quantization_of
-from hfscale.parallel.weights import build_model
+from hfscale.parallel.weights import build_model, draw_weights
 from hfscale.recipe import corpus
 from hfscale.recipe.arguments import (
     DataArguments,
@@ -310,6 +310,22 @@ def load_weights(
         if sharding is None:
             return build_model(config, seed=training_args.seed, **options)
         return _build_sharded(config, training_args, sharding, options)
+
+
+def draw_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:
+    """Make a model with weights that are drawn from a seed, on every rank.
+
+    `load_weights` leaves that to Accelerate, which sends the weights of the model that is trained, and of no other.
+
+    Args:
+        config (`PreTrainedConfig`): the config of the model.
+        seed (`int`): equal seeds give equal weights.
+        dtype (`torch.dtype`): type of the parameters.
+    """
+    model = build_model(config, seed=seed, dtype=dtype)
+    if is_fsdp_enabled():
+        draw_weights(model, seed=seed)
+    return model
 
 
 def load_empty_model(

@@ -44,7 +44,12 @@ _NAMES_TEXT = frozenset({"dataset_name", "train_file", "data_mix"})
 _OF_A_DATASET = frozenset({"dataset_config_name", "dataset_train_split"})
 _EXCLUDES = {"num_train_epochs": "max_steps"}
 
-_TRL_CLASSES = {"sft": "SFTArguments", "dpo": "DPOArguments", "grpo": "GRPOArguments"}
+_TRL_CLASSES = {
+    "sft": "SFTArguments",
+    "dpo": "DPOArguments",
+    "grpo": "GRPOArguments",
+    "distillation": "DistillationArguments",
+}
 """Task -> its training arguments in `hfscale.recipe.trl`, which cannot be imported without TRL."""
 
 
@@ -52,7 +57,7 @@ def flag_groups(task: str = "text") -> tuple[type, ...]:
     """Return the dataclasses of the flags that the recipes of a task have.
 
     Args:
-        task (`str`): `text`, or `sft`, `dpo` or `grpo` for TRL's trainers.
+        task (`str`): `text`, or `sft`, `dpo`, `grpo` or `distillation` for TRL's trainers.
 
     Raises:
         UsageError: the task is unknown.
@@ -102,14 +107,15 @@ def parse_arguments(
 
     Args:
         argv (`Sequence[str]`, *optional*): the flags. Default: those of this process.
-        task (`str`): `text` for `Trainer` and `ParallelTrainer`; `sft`, `dpo` or `grpo` for TRL's trainers.
+        task (`str`): `text` for `Trainer` and `ParallelTrainer`; `sft`, `dpo`, `grpo` or `distillation` for TRL's
+            trainers.
         also (`Sequence[type]`): further dataclasses of flags, such as `hfscale.ParallelArguments` or one of yours.
 
     Returns:
         `tuple`: the flags of the model (`ModelArguments`), of the data (`DataArguments`; `SourceArguments` with TRL),
         of the callbacks (`ScalingArguments`) and of the training (a subclass of `TrainingArguments`; with TRL of its
-        `SFTConfig`, `DPOConfig` or `GRPOConfig`). With `grpo` a `RewardArguments` follows. The last are one of each
-        of `also`.
+        `SFTConfig`, `DPOConfig`, `GRPOConfig` or `DistillationConfig`). With `grpo` a `RewardArguments` follows. The
+        last are one of each of `also`.
 
     Raises:
         ConfigFileError: the YAML file is missing, broken or has an unknown key.

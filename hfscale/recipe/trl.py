@@ -1,4 +1,4 @@
-"""What the recipes for TRL's trainers share: arguments, records, and the reference model of DPO.
+"""What the recipes for TRL's trainers share: arguments, records, the reference model of DPO, and teachers.
 
 A missing or too old TRL is reported in one line when this module is imported.
 """
@@ -8,9 +8,12 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from hfscale.core.flags import require_from_0, require_positive
+from hfscale.core.options import flag
 from hfscale.core.spelling import speaking, spelled
+from hfscale.core.text_files import parse_json
 from hfscale.core.versions import is_fsdp_enabled, require
 from hfscale.errors import DataError, LayoutError, UsageError
+from hfscale.facts.strategies import WEIGHTS
 from hfscale.parallel.weights import draw_weights
 from hfscale.recipe.arguments import RecipeTrainingMixin, SourceArguments, check_evaluation
 from hfscale.recipe.model_arguments import ModelArguments
@@ -22,10 +25,17 @@ from hfscale.recipe.sources import (
     load_splits,
     source_name,
 )
+from hfscale.recipe.teacher import DTYPES, load_teacher
+from hfscale.trainer.strategies.requested import requested
 
 require("TRL recipes")
 
-from trl import DPOConfig, GRPOConfig, SFTConfig  # noqa: E402 (after the check)
+from trl import (  # noqa: E402 (after the check)
+    DistillationConfig,
+    DPOConfig,
+    GRPOConfig,
+    SFTConfig,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -130,16 +140,99 @@ class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
         self.steps_per_generation = int(completions) // micro_batch
 
 
+@dataclass(kw_only=True)
+class DistillationArguments(RecipeTrainingMixin, DistillationConfig):
+    """TRL's `DistillationConfig` with the defaults and checks of the recipes, and how the teacher is kept."""
+
+    records: ClassVar[str | None] = "prompt"
+    task: ClassVar[str | None] = "distillation"
+
+    teacher_dtype: str = flag(
+        "Format of the teacher's weights. auto: that of its checkpoint.",
+        default="auto",
+        choices=DTYPES,
+    )
+    shard_teacher: bool | None = flag(
+        "Whether each rank keeps a part of the teacher's weights and gathers them for its forward pass. Default: "
+        "where the strategy shards the model's (FSDP2, ZeRO-3)."
+    )
+
+    def __post_init__(self) -> None:
+        require_positive(self, "max_completion_length", "temperature")
+        require_from_0(self, "beta")
+        if self.beta > 1:
+            given = spelled("beta", self.beta)
+            raise UsageError(f"{given}: give a number from 0 (forward KL) to 1 (reverse KL)")
+        super().__post_init__()
+
+    def check_method(self, model_args: ModelArguments) -> None:
+        """Check that there is a teacher, and that the strategy can keep it as the flags ask for.
+
+        Args:
+            model_args (`ModelArguments`): the flags of the model and of the adapters.
+
+        Raises:
+            UsageError: a flag of the teacher is missing, or the strategy excludes it.
+        """
+        teacher = spelled("teacher_model_name_or_path")
+        is_embedded = not (model_args.model_name_or_path or model_args.config_name)
+        if not self.teacher_model_name_or_path and not is_embedded:
+            raise UsageError(f"{teacher} is missing: name the model that the student imitates")
+        strategy = requested(self)
+        shards = WEIGHTS in strategy.shards
+        if self.shard_teacher is None:
+            self.shard_teacher = shards
+        if self.shard_teacher and not shards:
+            given = spelled("shard_teacher", True)
+            raise UsageError(
+                f"{given}: under {strategy.name} each rank keeps complete models; use FSDP2 or ZeRO-3 "
+                "(accelerate_configs/fsdp2.yaml, zero3.yaml), or leave it out"
+            )
+        if shards and strategy.by_deepspeed and not self.shard_teacher:
+            given = spelled("shard_teacher", False)
+            raise UsageError(f"{given}: under ZeRO-3 TRL shards the teacher too; use FSDP2 or DDP")
+        if strategy.by_deepspeed and self.teacher_dtype != "auto":
+            given = spelled("teacher_dtype", self.teacher_dtype)
+            raise UsageError(
+                f"{given}: DeepSpeed keeps the teacher in the format of the training; leave it out, or use FSDP2"
+            )
+
+    def load_teacher(self, student: "PreTrainedModel") -> "PreTrainedModel":
+        """Load the teacher of `--teacher_model_name_or_path` and place it as the strategy needs it.
+
+        Args:
+            student (`PreTrainedModel`): the model that is trained, whose vocabulary the teacher must have.
+
+        Raises:
+            UsageError: it cannot be loaded, or has another vocabulary.
+        """
+        given = self.teacher_model_init_kwargs
+        options = parse_json(given) if isinstance(given, str) else dict(given or {})
+        if self.teacher_model_revision:
+            options.setdefault("revision", self.teacher_model_revision)
+        options.setdefault("trust_remote_code", self.trust_remote_code)
+        self.teacher_model_init_kwargs = None  # TRL takes them for a name alone
+        return load_teacher(
+            self.teacher_model_name_or_path,
+            student,
+            self,
+            dtype=options.pop("dtype", self.teacher_dtype),
+            is_shared=bool(self.shard_teacher),
+            options=options,
+        )
+
+
 @speaking("recipe")
 def load_records(
-    data_args: SourceArguments, training_args: SFTArguments | DPOArguments | GRPOArguments
+    data_args: SourceArguments,
+    training_args: SFTArguments | DPOArguments | GRPOArguments | DistillationArguments,
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """Load the records for one of TRL's trainers, which tokenises them itself. Use `one_process_prepares`.
 
     Args:
         data_args (`SourceArguments`): the source of the records; without one, the embedded ones are loaded.
-        training_args (`SFTArguments`, `DPOArguments` or `GRPOArguments`): decides which columns the records need. Its
-            seed chooses evaluation records where the source has none of its own.
+        training_args (`SFTArguments`, `DPOArguments`, `GRPOArguments` or `DistillationArguments`): decides which
+            columns the records need. Its seed chooses evaluation records where the source has none of its own.
 
     Returns:
         `tuple`: the training records, and the evaluation records or None.

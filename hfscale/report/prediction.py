@@ -194,7 +194,8 @@ def _job(run: Run) -> Job:
     facts = run.facts
     own = run.job
     trainer = str(own["trainer"])
-    if "DPO" in trainer or "GRPO" in trainer:
+    is_other = bool(own.get("of_trl")) and "SFT" not in trainer  # not recorded by earlier versions
+    if "DPO" in trainer or "GRPO" in trainer or is_other:
         raise UnknownHardwareError(f"steps of {trainer} are not estimated from what a run records")
     names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {
         "adamw_torch": "adamw"

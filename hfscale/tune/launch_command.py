@@ -329,12 +329,21 @@ def _parse_launch(words: Sequence[str]) -> Namespace:
     return launch
 
 
+_OTHER_OF_TRL = re.compile(r"^from trl[\w.]* import [^#]*?\b(\w+Trainer)\b", re.MULTILINE)
+"""The first trainer that a script imports from TRL."""
+
+
 def _task(text: str) -> Task:
     found = re.search(r"\b(SFT|DPO|GRPO)Trainer\b", text)
     task: Task = found[1].lower() if found else "text"  # type: ignore[assignment]
     if task == "grpo":
         raise UsageError(
             "GRPO is not tuned: how long a step generates depends on the prompts; use hfscale plan"
+        )
+    other = _OTHER_OF_TRL.search(text)
+    if task == "text" and other is not None:
+        raise UsageError(
+            f"{other[1]} is not tuned, of TRL's trainers only SFTTrainer and DPOTrainer are: choose the batch by hand"
         )
     return task
 

@@ -194,7 +194,7 @@ CASES = {
         plan_refuses(task="dpo", method="lora", precompute_ref_log_probs=True)
     ],
     "SFT and GRPO of some mixtures of experts": lambda c: [planned(task="sft", family="phimoe")],
-    "GRPO under DDP with compiled layers": lambda c: [
+    "GRPO and distillation under DDP with compiled layers": lambda c: [
         planned(task="grpo", compile=True, layout={"dp_replicate": 8}),
         c.recipe(DDP | REGIONAL, torch_compile=True, records="prompt"),
     ],

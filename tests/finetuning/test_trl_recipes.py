@@ -52,9 +52,20 @@ FLAGS = {
         "max_completion_length": "8",
         "beta": "0",
     },
+    "distillation": {"teacher_model_name_or_path": "teacher", "max_completion_length": "8"},
 }
-RECORDS = {"sft": corpus.chat_records, "dpo": corpus.preference_records, "grpo": corpus.prompt_records}
-KEYS = {"sft": ("loss", "grad_norm"), "dpo": ("loss", "rewards/margins"), "grpo": ("reward", "grad_norm")}
+RECORDS = {
+    "sft": corpus.chat_records,
+    "dpo": corpus.preference_records,
+    "grpo": corpus.prompt_records,
+    "distillation": corpus.prompt_records,
+}
+KEYS = {
+    "sft": ("loss", "grad_norm"),
+    "dpo": ("loss", "rewards/margins"),
+    "grpo": ("reward", "grad_norm"),
+    "distillation": ("loss", "grad_norm"),
+}
 """What is compared; GRPO's loss itself is nearly 0 in every step."""
 REWARDS = """
 def words(completions, answer, **columns):
@@ -67,6 +78,10 @@ def workplace(workplace):
     import hfscale.recipe.trl  # noqa: F401
 
     LlamaConfig.from_pretrained(workplace / "deep", max_position_embeddings=256).save_pretrained(workplace / "model")
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(workplace / "model")).save_pretrained(
+        workplace / "teacher"
+    )
     (workplace / "rewards.py").write_text(REWARDS)
     for recipe, records in RECORDS.items():
         rows = islice(records("train"), 200)
@@ -80,7 +95,7 @@ def run(folder, recipe, strategy, *, ranks=2, stop=None, **flags):
 
     Args:
         folder (`Path`): a copy of the workplace.
-        recipe (`str`): `sft`, `dpo` or `grpo`.
+        recipe (`str`): `sft`, `dpo`, `grpo` or `distillation`.
         strategy (`str`): `single` or one of `STRATEGIES`.
         ranks (`int`): number of processes.
         stop (`tuple`, *optional*): a signal and a step; rank 1 gets the signal once the step's checkpoint is there.
@@ -186,6 +201,18 @@ def test_another_number_of_processes_keeps_the_losses(uninterrupted, tmp_path, r
         assert values(folder, recipe)[key] == pytest.approx(wanted, abs=2e-3), key
 
 
+def test_a_teacher_that_each_rank_keeps_is_the_same_as_one_that_they_share(uninterrupted, workplace, tmp_path):
+    """And both are the one of a single strategy: the first loss, before any update, is equal."""
+    folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    flags = {"shard_teacher": "false", "max_steps": "1", "save_steps": "1", "teacher_dtype": "float32"}
+    assert run(folder, "distillation", "fsdp2", **flags) == [0, 0], recipe_runs.output(folder)[-6000:]
+    loss = history(folder, 1)[1]["loss"]
+    for strategy in STRATEGIES:
+        assert values(uninterrupted("distillation", strategy), "distillation")["loss"][0] == pytest.approx(
+            loss, abs=1e-5
+        )
+
+
 def test_grpo_keeps_its_batches_on_another_number_of_processes(uninterrupted, tmp_path):
     """The completions are other ones: each process draws its own random numbers."""
     whole = uninterrupted("grpo", "ddp")
@@ -267,6 +294,10 @@ MISTAKES = {
     "a file with an error": ("grpo", {"reward_functions": "broken.py:words"}, ["broken.py", "SyntaxError"]),
     "no reference model": ("grpo", {"beta": "0.1"}, ["--beta 0.1", "--model_name_or_path"]),
     "incomplete groups": ("grpo", {"num_generations": "3"}, ["num_generations", "3"]),
+    "no teacher": ("distillation", {"teacher_model_name_or_path": None}, ["--teacher_model_name_or_path", "missing"]),
+    "another vocabulary": ("distillation", {"config_name": "wide"}, ["teacher", "predicts", "vocabulary"]),
+    "a teacher that none shares": ("distillation", {"shard_teacher": "true"}, ["--shard_teacher true", "single"]),
+    "no divergence": ("distillation", {"beta": "1.5"}, ["--beta 1.5"]),
     "broken JSON": ("grpo", {"generation_kwargs": "{x"}, ["--generation_kwargs {x", "not JSON"]),
 }
 
@@ -278,6 +309,8 @@ def test_a_mistake_is_one_line(workplace, tmp_path, name):
     (folder / "text.csv").write_text("question,solution\n1+1,2\n")
     (folder / "chosen.jsonl").write_text('{"prompt": "1+1", "chosen": "2"}\n')
     (folder / "broken.py").write_text("def words(")
+    words = AutoConfig.from_pretrained(folder / "model").vocab_size + 8
+    LlamaConfig.from_pretrained(folder / "model", vocab_size=words).save_pretrained(folder / "wide")
     assert run(folder, recipe, "single", ranks=1, validation_split_percentage="0", **flags) == [2]
     lines = [line for line in recipe_runs.output(folder).splitlines() if line.startswith("hfscale: error: ")]
     assert len(lines) == 1, recipe_runs.output(folder)[-6000:]

@@ -26,8 +26,9 @@ def imports(script):
     return found
 
 
-def test_there_are_six_scripts():
-    assert [script.parent.name for script in SCRIPTS] == ["ddp", "dpo", "grpo", "sft", "sharded", "tp_pp"]
+def test_there_are_seven_scripts():
+    names = ["ddp", "distillation", "dpo", "grpo", "sft", "sharded", "tp_pp"]
+    assert [script.parent.name for script in SCRIPTS] == names
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.parent.name)

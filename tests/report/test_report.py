@@ -200,6 +200,7 @@ class TestPrediction:
         ("changed", "reason"),
         [
             ({"trainer": "GRPOTrainer"}, "GRPOTrainer"),
+            ({"trainer": "RLOOTrainer", "of_trl": True}, "RLOOTrainer"),
             ({"optimizer": "lion"}, "optimizer"),
             ({"layout": {"dp_shard": "x"}}, "incomplete"),
             ({"config": []}, "incomplete"),

@@ -36,7 +36,12 @@ from hfscale.trainer.strategies.requested import (
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments
 
-_TASKS_OF_TRL = {"SFTTrainer": "sft", "DPOTrainer": "dpo", "GRPOTrainer": "grpo"}
+_TASKS_OF_TRL = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "dpo",
+    "GRPOTrainer": "grpo",
+    "DistillationTrainer": "distillation",
+}
 _OPTIMIZERS = {"Muon": "muon", "Adafactor": "adafactor"}
 """Class of an optimizer -> the name by which rules know it; that of others is their class."""
 _LIGER = "liger_kernel"
@@ -190,7 +195,7 @@ def with_trainer(asked: Combination, trainer: "Trainer") -> Combination:
         asked = replace(asked, optimizer=_optimizer_of(trainer))
     return replace(
         asked,
-        task=_task_of(trainer),
+        task=task_of(trainer),
         precision=trainer.accelerator.mixed_precision,
         compile=is_compiled,
         compile_full=is_compiled and not dynamo.use_regional_compilation,
@@ -198,7 +203,7 @@ def with_trainer(asked: Combination, trainer: "Trainer") -> Combination:
     )
 
 
-def _task_of(trainer: "Trainer") -> str | None:
+def task_of(trainer: "Trainer") -> str | None:
     """Return the task of a Trainer of TRL, or of a subclass of one; None for others."""
     for kind in type(trainer).__mro__:
         if kind.__module__.startswith("trl."):
