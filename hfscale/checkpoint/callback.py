@@ -26,6 +26,7 @@ from hfscale.checkpoint.loading import (
     discard_conversions,
     finish_merged_load,
     finish_universal_load,
+    warn_of_moved_models,
 )
 from hfscale.checkpoint.lock import lock_for_all_ranks, make_and_lock, unlock_output_dir
 from hfscale.checkpoint.manifest import Identity, Manifest
@@ -256,6 +257,7 @@ class SpotCheckpointCallback(AdapterCallback):
             )
         if self._saves:
             check_own_adapters(adapter.trainer)
+            warn_of_moved_models(adapter.trainer)
         else:
             logger.info(
                 "save_strategy is 'no': nothing will be saved, and a lost machine loses the run"
