@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import PreTrainedModel, Trainer
 
 from hfscale.checkpoint.contents import parameter_names
@@ -20,8 +21,10 @@ from hfscale.checkpoint.formats import dcp, format_written, unsharded
 from hfscale.checkpoint.formats.merged import load_merged
 from hfscale.checkpoint.formats.parameter_names import read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import read_weights
+from hfscale.checkpoint.formats.view import canonical_name
 from hfscale.checkpoint.formats.zero import is_universal
 from hfscale.checkpoint.manifest import Manifest, read_manifest
+from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.resumable import why_not_resumable
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
 from hfscale.core.collectives import START
@@ -269,6 +272,8 @@ def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
         logger.warning("%s; training starts, and cannot be resumed with this version", missing)
     if checkpoint is None:
         return
+    if is_fsdp2:
+        _check_adapters(trainer.model, Path(checkpoint))
     if not (Path(checkpoint) / MANIFEST_NAME).is_file():
         _check_plain(Path(checkpoint), running)
         return
@@ -361,6 +366,23 @@ def check_own_adapters(trainer: Trainer) -> None:
             f"{type(model).__name__} has the adapters of model.add_adapter, and Trainer cannot load a checkpoint of "
             "them: use peft.get_peft_model(model, config), or save_strategy='no'"
         )
+
+
+def _check_adapters(model: Any, checkpoint: Path) -> None:
+    """Check that a checkpoint of FSDP2 in one file has all adapters: Accelerate leaves the others as they begin.
+
+    Before 1.15 Accelerate wrote the shards of the first rank, under names that 1.15 does not look for.
+    """
+    path = checkpoint / f"{FSDP_MODEL_NAME}.bin"
+    if not is_peft_model(model) or not path.is_file():
+        return
+    stored = load_archive(path)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and canonical_name(name) not in stored:
+            raise CheckpointError(
+                f"{path} has no weight '{canonical_name(name)}': accelerate before 1.15 saves the adapters of one "
+                "rank there; start from scratch, or from a checkpoint with fsdp_state_dict_type SHARDED_STATE_DICT"
+            )
 
 
 def _check_plain(checkpoint: Path, running: StrategyFacts) -> None:

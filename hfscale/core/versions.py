@@ -393,6 +393,21 @@ def why_fsdp2_cannot_tie() -> str | None:
     )
 
 
+def why_full_files_lose_adapters() -> str | None:
+    """Return why a checkpoint of FSDP2 in one file (FULL_STATE_DICT) lacks most of the adapters; None if it has them.
+
+    Before 1.15 Accelerate writes the shards of the first rank, and a resume leaves the others as they begin
+    (accelerate pull request 4206).
+    """
+    if is_at_least("accelerate", "1.15"):
+        return None
+    return (
+        f"accelerate {installed('accelerate')} saves the adapters of the first rank alone under FSDP2 with "
+        "FULL_STATE_DICT, so that a resume would lose the others: set fsdp_state_dict_type to SHARDED_STATE_DICT, or "
+        'pip install --upgrade "accelerate>=1.15"'
+    )
+
+
 # ---- Optional packages
 
 

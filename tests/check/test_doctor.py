@@ -5,20 +5,23 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import REPOSITORY, fake_nvidia_smi
 from hidden_packages import python_without
+from peft import LoraConfig, get_peft_model
 from strategy_kinds import named
-from tiny import tiny_trainer
+from tiny import tiny_model, tiny_trainer
+from torch.distributed.fsdp import StateDictType
 
 import hfscale
 from hfscale.check import doctor
 from hfscale.checkpoint import loading
 from hfscale.core import versions
 from hfscale.core.nvidia_driver import check_gpus_of_driver, nvidia_driver
-from hfscale.errors import MissingDependencyError
+from hfscale.errors import CheckpointError, MissingDependencyError
 from hfscale.health.callback import check_ranks
 
 HIDDEN = ("torch", "functorch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "trl", "sentence", "_")
@@ -259,6 +262,36 @@ def test_fsdp2_with_tied_embeddings(monkeypatch, accelerate, torch_version, work
     problem = versions.why_fsdp2_cannot_tie()
     assert (problem is None) == works
     assert works or problem.endswith('accelerate 1.14.0 and torch 2.13.0: pip install --upgrade "accelerate>=1.15"')
+
+
+@pytest.mark.parametrize(("accelerate", "works"), [("1.13.0", False), ("1.14.0", False), ("1.15.0", True)])
+def test_fsdp2_with_adapters_in_one_file(monkeypatch, accelerate, works):
+    monkeypatch.setattr(versions, "installed", {"accelerate": accelerate, "torch": "2.13.0"}.get)
+    strategy = named("fsdp2")
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    strategy.trainer.model = model
+    for kind in StateDictType:
+        strategy.trainer.accelerator.state.fsdp_plugin = SimpleNamespace(state_dict_type=kind)
+        if works or kind.name != "FULL_STATE_DICT":
+            strategy.check_versions()
+            continue
+        with pytest.raises(MissingDependencyError, match=f"accelerate {accelerate} saves the adapters of the first"):
+            strategy.check_versions()
+        strategy.trainer.model = tiny_model()
+        strategy.check_versions()
+        strategy.trainer.model = model
+
+
+def test_a_file_with_the_adapters_of_one_rank_is_not_resumed(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    trained = {name: value.detach() for name, value in model.named_parameters() if value.requires_grad}
+    path = tmp_path / "pytorch_model_fsdp.bin"
+    torch.save(trained, path)
+    loading._check_adapters(model, tmp_path)
+    torch.save({name.replace(".default", ""): value[:1] for name, value in trained.items()}, path)
+    with pytest.raises(CheckpointError, match="saves the adapters of one rank"):
+        loading._check_adapters(model, tmp_path)
+    loading._check_adapters(tiny_model(), tmp_path)
 
 
 def test_fsdp2_does_not_resume_where_accelerate_loses_the_optimizer(monkeypatch, tmp_path):

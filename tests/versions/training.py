@@ -67,10 +67,47 @@ def train(strategy: str, folder: Path) -> None:
     assert newest is not None
     manifest = read_manifest(newest)
     assert (manifest.step, manifest.strategy) == (4, strategy)
+    if strategy == "fsdp2":
+        train_adapters(folder / "adapters")
     print(f"{strategy}: losses {plain}, files {sorted(manifest.files)}")
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def train_adapters(folder: Path) -> None:
+    """Train LoRA under FSDP2 with checkpoints in one file, of which Accelerate before 1.15 saves one rank's part."""
+    os.environ["FSDP_STATE_DICT_TYPE"] = "FULL_STATE_DICT"  # in place of that of the launcher's config
+    from peft import LoraConfig, get_peft_model
+    from tiny import RandomTokens, logged, tiny_arguments, tiny_model
+    from transformers import Trainer
+
+    from hfscale import ScalingCallback
+    from hfscale.core.versions import why_full_files_lose_adapters
+    from hfscale.errors import MissingDependencyError
+    from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
+
+    def run(resume: str | None = None) -> list[float]:
+        args = tiny_arguments(folder, max_steps=4, save_strategy="steps", save_steps=2)
+        let_fsdp_run_on_cpu()
+        model = get_peft_model(
+            tiny_model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        )
+        trainer = Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=[ScalingCallback()])
+        assert "FULL" in str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer, "loss")
+
+    if why_full_files_lose_adapters():
+        try:
+            run()
+        except MissingDependencyError as error:
+            print(error)
+        else:
+            raise AssertionError("a checkpoint that loses adapters is an error")
+        return
+    losses = run()
+    assert run(str(folder / "checkpoint-2")) == losses
 
 
 LAYOUTS = (
@@ -111,8 +148,35 @@ def train_native(folder: Path) -> None:
         assert (worst < 1e-5) == is_exact, (sizes, losses, expected)
         assert worst < 1e-3, (sizes, losses, expected)
         print(f"{name}: losses and gradient norms {losses}")
+    _train_adapters_of_shards(source, folder / "adapters")
     state.wait_for_everyone()
     state.destroy_process_group()
+
+
+def _train_adapters_of_shards(source: Path, folder: Path) -> None:
+    """Train LoRA on a model that transformers has sharded: Trainer must give every rank the same adapters."""
+    import torch
+    import torch.distributed as dist
+    from peft import LoraConfig, get_peft_model
+    from tiny import RandomTokens, tiny_arguments
+    from transformers import AutoModelForCausalLM, Trainer
+    from transformers.distributed import DistributedConfig
+
+    from hfscale import ScalingCallback
+
+    config = DistributedConfig(fsdp_size=2)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, distributed_config=config)
+    torch.manual_seed(int(os.environ["RANK"]))  # each rank draws another adapter
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    args = tiny_arguments(folder, max_steps=4)
+    Trainer(model=model, args=args, train_dataset=RandomTokens(), callbacks=[ScalingCallback()]).train()
+    trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) > 1
+    for parameter in trained:
+        of_all = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_all, parameter.contiguous())
+        assert torch.equal(of_all[0], of_all[-1])
+        assert parameter.abs().max() > 0
 
 
 def _train_layout(source: Path, folder: Path, sizes: dict[str, int]) -> Logged | None:

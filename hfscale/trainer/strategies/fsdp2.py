@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hfscale.core.versions import is_peft_model, why_fsdp2_cannot_tie
+from hfscale.core.versions import is_peft_model, why_fsdp2_cannot_tie, why_full_files_lose_adapters
 from hfscale.errors import MissingDependencyError
 from hfscale.trainer.state import model_of, unwrap_compiled
 from hfscale.trainer.strategies.strategy import Strategy
@@ -114,10 +114,13 @@ class Fsdp2(ShardedByLayers):
         return self.is_wrapped(self.wrapper())
 
     def check_versions(self) -> None:
-        """Check that Accelerate ties the embeddings again after it has sharded them."""
-        if not _ties_embeddings(unwrap_compiled(model_of(self.trainer))):
-            return
-        problem = why_fsdp2_cannot_tie()
+        """Check that Accelerate saves all adapters, and ties the embeddings again after it has sharded them."""
+        problem = None
+        model = unwrap_compiled(model_of(self.trainer))
+        if is_peft_model(model) and self._plugin.state_dict_type.name == "FULL_STATE_DICT":
+            problem = why_full_files_lose_adapters()
+        if problem is None and _ties_embeddings(model):
+            problem = why_fsdp2_cannot_tie()
         if problem is not None:
             raise MissingDependencyError(problem)
 

@@ -424,7 +424,6 @@ class Strategy:
                 f"{asked.family.upper()} was asked for but {self.name.upper()} would run: {fix}"
             )
         self.check_support(environ)
-        self.check_versions()
         wrapper = self.wrapper()
         if not self.is_wrapped(wrapper):
             raise StrategyMismatchError(
@@ -462,6 +461,7 @@ class Strategy:
 
         Raises:
             HfScaleError: it does not work; the class is that of the rule, most often `UsageError`.
+            MissingDependencyError: the installed versions cannot train this model with the strategy.
         """
         asked = self.combination(environ)
         if callback_saves:
@@ -475,6 +475,7 @@ class Strategy:
                 asked, skip_bad_batches=skip_bad_batches, auto_find_batch_size=finds_batch
             )
         check_described(asked, self.trainer.args, environ)
+        self.check_versions()
 
     def check_versions(self) -> None:
         """Check that the installed versions can train this model with the strategy.
