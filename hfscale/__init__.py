@@ -5,9 +5,11 @@ The names below load their modules when they are first used, so that `import hfs
 
 import atexit
 import os
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
+from hfscale.core.late_classes import register_late_class
 from hfscale.core.run_reader import RunReader, register_run_reader
 
 __version__ = "0.1.0"
@@ -67,6 +69,20 @@ def _load_run_reader() -> RunReader:
 
 
 register_run_reader(_load_run_reader)
+
+_LATE_CLASSES = {
+    "BadBatches": "hfscale.replays.bad_batches",
+    "StepReplay": "hfscale.replays.replay",
+}
+
+
+def _load_class(module: str, name: str) -> type[Any]:
+    """Load a class that an option of a callback asks for; `hfscale.core.late_classes` says why by name."""
+    return cast(type[Any], getattr(import_module(module), name))
+
+
+for _name, _module in _LATE_CLASSES.items():
+    register_late_class(_name, partial(_load_class, _module, _name))
 
 
 def __dir__() -> list[str]:

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset, Sampler
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, set_seed
 
 from hfscale import CommHealthCallback, ParallelArguments, ParallelTrainer, ScalingCallback
-from hfscale.health import outliers
 from hfscale.recipe.layout import set_up_parallelism
+from hfscale.replays import outliers
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 from hfscale.trainer.strategies.tensors import own_part

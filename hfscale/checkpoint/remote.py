@@ -187,8 +187,8 @@ class RemoteStore:
             CheckpointError: a manifest is invalid.
         """
         steps = self.committed_steps()
-        best = next((step for step in steps if f"checkpoint-{step}" == keep), None)
-        older = steps_without_state(steps, limit=limit, best=best)
+        kept = next((step for step in steps if f"checkpoint-{step}" == keep), None)
+        older = steps_without_state(steps, limit=limit, best=kept)
         dropped = [
             step for step in older if step not in self._without_state and self._drop_state(step)
         ]

@@ -25,6 +25,7 @@ from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
+from hfscale.core.late_classes import late_class
 from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.options import takes_options
@@ -34,7 +35,6 @@ from hfscale.core.records import RankLines
 from hfscale.core.run_memory import RunMemory, trust_until
 from hfscale.errors import DataError, HealthError, StrategyMismatchError
 from hfscale.health import node, preflight
-from hfscale.health.bad_batches import BadBatches
 from hfscale.health.gpu import GpuWatch, sensor_of
 from hfscale.health.hang import HangWatchdog, Limits
 from hfscale.health.jitter import AgreedCollection, JitterWatch
@@ -43,7 +43,6 @@ from hfscale.health.loss import LossGuard
 from hfscale.health.loss_weights import why_tokens_weigh_unequally
 from hfscale.health.monitor import GpuThread, Monitor, gather_hosts
 from hfscale.health.options import HealthOptions
-from hfscale.health.replay import StepReplay
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.collector import Arrays
 from hfscale.trainer.frames import training_frame
@@ -78,9 +77,9 @@ class CommHealthCallback(AdapterCallback):
     which shows stragglers, ranks that wait for data, replicas that differ and GPUs that throttle. Losses are checked
     for NaN, infinity and spikes. With `replay_every_steps` the first micro-batch of every N-th step is computed twice
     and compared bit by bit, and weights and states of the optimizer are hashed while nothing writes them, which finds
-    silent data corruption (`hfscale.health.replay`). With `skip_bad_batches` the batch of a step whose loss or
+    silent data corruption (`hfscale.replays.replay`). With `skip_bad_batches` the batch of a step whose loss or
     gradient norm is NaN, infinite or an outlier is left out, as if the run had never trained on it
-    (`hfscale.health.bad_batches`). See `hfscale.health`.
+    (`hfscale.replays.bad_batches`). See `hfscale.health`.
 
     | metric key | unit | meaning |
     |---|---|---|
@@ -200,7 +199,7 @@ class CommHealthCallback(AdapterCallback):
         adapter.collect(self, self.judge)
         self._watch_jitter(adapter, hosts)
         if self.options.replay_every_steps is not None and self._replay is None:
-            self._replay = StepReplay(
+            self._replay = late_class("StepReplay")(
                 trainer, self.options.replay_every_steps, self._replay_differs
             )
             adapter.wrap_training_step(self._replay.wrap)
@@ -210,7 +209,7 @@ class CommHealthCallback(AdapterCallback):
         if self.options.skip_bad_batches is not None:
             # The callback may have joined a training that was already running
             strategy.check_support(skip_bad_batches=self.options.skip_bad_batches)
-            BadBatches(
+            late_class("BadBatches")(
                 adapter, self.options.skip_bad_batches, self._left_out, self._cannot_leave_out
             )
 

@@ -500,7 +500,7 @@ ELSEWHERE = {
 GROWING = [rule.name for rule in rules() if "batch_schedule" in rule.when]
 ELSEWHERE |= dict.fromkeys(GROWING, "checked at the start of a training: tests/lr_scaling/test_growing_batch.py")
 SKIPPING = [rule.name for rule in rules() if "skip_bad_batches" in rule.when]
-ELSEWHERE |= dict.fromkeys(SKIPPING, "checked at the start of a training: tests/health/test_bad_batches.py")
+ELSEWHERE |= dict.fromkeys(SKIPPING, "checked at the start of a training: tests/replays/test_bad_batches.py")
 ELSEWHERE |= dict.fromkeys(
     [
         "kinds of adapters in `ParallelTrainer` that were not compared with one process",

@@ -22,7 +22,7 @@ from results import keep_result
 from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, ScalingCallback
-from hfscale.health.state_hashes import StateHashes
+from hfscale.replays.state_hashes import StateHashes
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(0)]
 FLIPS = int(os.environ.get("HFSCALE_FLIPS", "12"))

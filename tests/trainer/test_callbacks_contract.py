@@ -35,9 +35,9 @@ NEED_MORE_THAN_ONE_SHORT_RUN = {
     "health/replay_compared",
     "scaling/global_batch",  # with batch_schedule: tests/lr_scaling/test_growing_batch.py
     "scaling/straggler_ratio",
-    "health/replay_mismatches",  # with replay_every_steps: tests/health/test_replay.py
+    "health/replay_mismatches",  # with replay_every_steps: tests/replays/test_replay.py
     "health/replay_s",
-    "health/skipped_batches",  # with skip_bad_batches: tests/health/test_bad_batches.py
+    "health/skipped_batches",  # with skip_bad_batches: tests/replays/test_bad_batches.py
     "moe/max_load",  # of a model with experts: tests/metrics/test_expert_load.py
     "moe/entropy",
     "moe/dropped_fraction",

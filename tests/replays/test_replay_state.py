@@ -19,7 +19,7 @@ from hfscale import CommHealthCallback, ScalingCallback
 from hfscale.core.replaying import is_replaying
 from hfscale.core.run_memory import FOLDER_VARIABLE, RunMemory
 from hfscale.errors import HealthError, UsageError
-from hfscale.health.kept_state import KeptState
+from hfscale.replays.kept_state import KeptState
 
 SAMPLES = [
     {"x": 3 * torch.randn(8, generator=torch.Generator().manual_seed(number)) + 1, "labels": float(number % 3)}
@@ -270,7 +270,7 @@ def test_a_model_that_cannot_be_replayed_is_refused_by_name(tmp_path, model, nam
 
 
 def test_an_optimizer_that_updates_in_the_backward_pass_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("hfscale.health.replayable.requested_optimizer", lambda args: "lomo")
+    monkeypatch.setattr("hfscale.replays.replayable.requested_optimizer", lambda args: "lomo")
     with pytest.raises(UsageError, match="optim=lomo"):
         train(tmp_path, Model(), 2)
 

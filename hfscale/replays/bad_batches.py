@@ -32,9 +32,9 @@ from hfscale.core.findings import Finding
 from hfscale.core.logging import get_logger
 from hfscale.core.redaction import redact
 from hfscale.core.spelling import spelled
-from hfscale.health.kept_state import KeptState
-from hfscale.health.outliers import Outliers
-from hfscale.health.replay_state import (
+from hfscale.replays.kept_state import KeptState
+from hfscale.replays.outliers import Outliers
+from hfscale.replays.replay_state import (
     check_state,
     check_weights,
     hash_weights,
@@ -42,8 +42,8 @@ from hfscale.health.replay_state import (
     random_states,
     state_of,
 )
-from hfscale.health.replayable import check_effects
-from hfscale.health.skipped_batches import SkippedBatches, same_samples
+from hfscale.replays.replayable import check_effects
+from hfscale.replays.skipped_batches import SkippedBatches, same_samples
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.sample_indices import record_samples
 from hfscale.trainer.state import leave_out_of_final_loss, leave_out_of_logged_loss

@@ -1,8 +1,8 @@
 """Says in which trainings a step can be computed twice: `check_can_replay`.
 
-A replay calls `training_step` of the Trainer once more. What that moves is put back (`hfscale.health.kept_state`), but
-not what lies outside of the process or is left out there: generated completions, an environment, the place in a data
-set. So a class may override `compute_loss` and its parts, and not what prepares the data of a step.
+A replay calls `training_step` of the Trainer once more. What that moves is put back (`hfscale.replays.kept_state`),
+but not what lies outside of the process or is left out there: generated completions, an environment, the place in a
+data set. So a class may override `compute_loss` and its parts, and not what prepares the data of a step.
 """
 
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from hfscale.core.bit_hash import bit_hash
 from hfscale.errors import UsageError
-from hfscale.health.kept_state import KeptState
+from hfscale.replays.kept_state import KeptState
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.tensors import own_part

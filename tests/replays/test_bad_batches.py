@@ -29,7 +29,7 @@ from hfscale.checkpoint.conversion import convert
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.errors import DataError, UsageError
 from hfscale.facts.support import Combination, rules
-from hfscale.health import outliers
+from hfscale.replays import outliers
 
 SINGLE = [
     Job(bad={1: "nan", 2: "inf"}, model="net"),

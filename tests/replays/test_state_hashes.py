@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from hfscale import CommHealthCallback, ScalingCallback
 from hfscale.errors import HealthError
 from hfscale.health import callback as health_callback
-from hfscale.health.state_hashes import StateHashes
+from hfscale.replays.state_hashes import StateHashes
 
 UP = "layers.1.mlp.up_proj.weight"
 STEPS = 4

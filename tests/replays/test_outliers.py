@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from hfscale.health import outliers
-from hfscale.health.outliers import Outliers
+from hfscale.replays import outliers
+from hfscale.replays.outliers import Outliers
 
 
 def noise(chance, spread):

@@ -19,7 +19,7 @@ import torch
 from transformers import Trainer
 
 from hfscale.core.attributes import replaced
-from hfscale.health.replay_state import (
+from hfscale.replays.replay_state import (
     check_kept,
     check_weights,
     hash_weights,

@@ -28,12 +28,12 @@ from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
 from hfscale.core.spelling import spelled
-from hfscale.health.replay_record import Record, first_ranks, layer_numbers, recorded
-from hfscale.health.replay_run import MicroBatch
-from hfscale.health.replay_state import check_state
-from hfscale.health.replayable import check_can_replay
-from hfscale.health.replica_hashes import ReplicaHashes
-from hfscale.health.state_hashes import StateHashes
+from hfscale.replays.replay_record import Record, first_ranks, layer_numbers, recorded
+from hfscale.replays.replay_run import MicroBatch
+from hfscale.replays.replay_state import check_state
+from hfscale.replays.replayable import check_can_replay
+from hfscale.replays.replica_hashes import ReplicaHashes
+from hfscale.replays.state_hashes import StateHashes
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
 

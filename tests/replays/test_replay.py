@@ -12,7 +12,7 @@ from tiny import logged, tiny_model, tiny_trainer
 
 from hfscale import CommHealthCallback, ScalingCallback, ScalingMetricsCallback
 from hfscale.errors import HealthError, ParameterError, UsageError
-from hfscale.health.replay import StepReplay
+from hfscale.replays.replay import StepReplay
 from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 QUIET = {"preflight": False, "hang_after_s": None}
