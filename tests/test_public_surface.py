@@ -32,7 +32,7 @@ MAX_ERRORS_WITH_A_LITERAL_FLAG = 8
 """Flags of a command line that is read as text, whoever gives it: `--config`, and those of a launch command."""
 TOOLS = ("report", "check", "planner", "tune")
 """Packages that read the files of a run, or work before one; no package that runs in a training imports them."""
-MAX_SHARE_OF_SCALING_CALLBACK = 0.435
+MAX_SHARE_OF_SCALING_CALLBACK = 0.42
 """Of the lines of code of the package, those that `ScalingCallback` can load."""
 
 

@@ -119,7 +119,8 @@ class CommHealthCallback(AdapterCallback):
         self._losses = LossGuard()
         self._healthy_step = 0
         self._rank_lines: RankLines | None = None
-        self._replay: StepReplay | None = None
+        # A `StepReplay`, which is loaded where it is asked for
+        self._replay: Any = None
         self._alarmed_at: dict[str, float] = {}
         self._checkpoint_bytes = 0
         self._is_supervised = False
