@@ -81,6 +81,8 @@ class Corner:
     """Folders of tests that run with the contract tests."""
     short: bool = False
     """Whether `--short` runs it."""
+    script: str | None = None
+    """A script of this folder that is run with an empty folder instead of all else."""
     program: str | None = None
     """A program of others, with its version, that `programs.py` runs with the callback instead of all else."""
 
@@ -130,6 +132,7 @@ CORNERS = (
     ),
     Corner(name="newest", pins=NEWEST, python="python3.11"),
     Corner(name="newest-python-3.13", pins=NEWEST, python="python3.13"),
+    Corner(name="ray", pins=("ray==2.60.0",), script="ray_train.py"),
     Corner(name="llama-factory", program="llamafactory==0.9.5", python="python3.11"),
     Corner(name="ms-swift", program="ms-swift==4.6.0", python="python3.11"),
     Corner(name="axolotl", program="axolotl==0.19.0", python="python3.11"),
@@ -181,6 +184,9 @@ def passes(corner: Corner, *, contract: bool) -> bool:
     if corner.program is not None:
         with tempfile.TemporaryDirectory() as folder:
             return run(corner, corner.program, [python, PROGRAMS, corner.program.partition("==")[0], folder], environ)
+    if corner.script is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            return run(corner, corner.script, [python, f"tests/versions/{corner.script}", folder], environ)
     with tempfile.TemporaryDirectory() as folder:
         good = [run(corner, "imports and one process", [python, TRAINING, "single", folder], environ)]
         for strategy in corner.strategies:
