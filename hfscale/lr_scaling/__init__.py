@@ -9,4 +9,6 @@ Read, called, or set once
   method that changes its rates. Test: test_lr_scaling_callback.py.
 - `last_epoch` of torch's schedulers. By: growing_batch.py. Reason: a scheduler has no method that says where it is.
   Test: test_growing_batch.py.
+- `_buffered_inputs` of TRL's trainers. By: growing_batch.py. Reason: nothing public says that a trainer reads all
+  micro-batches of a step at once. Test: test_growing_batch.py.
 """

@@ -32,6 +32,9 @@ NOISE_SCALE = "scaling/noise_scale"
 _STEP_ARGUMENTS = ("num_decay_steps", "num_stable_steps", "timescale")
 """The arguments of transformers' learning rate schedules that are numbers of steps."""
 
+_GENERATED = "_buffered_inputs"
+"""Attribute in which trainers of TRL keep the batches of one generation."""
+
 
 class GrowingBatch:
     """Chooses the global batch of each step of a Trainer, and moves its learning rate schedule.
@@ -80,7 +83,9 @@ class GrowingBatch:
         args = self._trainer.args
         if not has_epoch_methods():
             raise _refused("it needs transformers 5.4 or newer")
-        if hasattr(args, "steps_per_generation") or hasattr(args, "num_generations"):
+        # Trainers that train on policy may read all micro-batches of a step at once
+        reads_steps = _GENERATED in vars(self._trainer)
+        if reads_steps or hasattr(args, "steps_per_generation") or hasattr(args, "num_generations"):
             kind = type(self._trainer).__name__
             raise _refused(
                 f"{kind} generates completions for a constant number of steps; leave it out"

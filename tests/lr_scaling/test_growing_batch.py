@@ -226,6 +226,15 @@ def test_what_cannot_be_right_is_refused_before_the_first_step(tmp_path, options
     assert trainer.state.global_step == 0
 
 
+def test_a_trainer_that_reads_all_micro_batches_of_a_step_at_once_is_refused(tmp_path):
+    """As TRL's DistillationTrainer, GOLDTrainer and others: they keep them in this attribute."""
+    trainer = make(tmp_path)
+    trainer._buffered_inputs = None
+    with pytest.raises(UsageError, match="generates completions"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 @pytest.mark.parametrize(
     "asked",
     [
