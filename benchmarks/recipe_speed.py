@@ -43,8 +43,9 @@ _BEFORE = re.compile(r"^# Learning rate", re.MULTILINE)
 
 
 def recipes() -> list[Path]:
-    """Return the YAML files for which there is a prediction."""
-    return [path for path in sorted((REPOSITORY / "recipes").rglob("*.yaml")) if path.parent.name != "grpo"]
+    """Return the YAML files for which there is a prediction: generation is not planned, and no teacher."""
+    yamls = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
+    return [path for path in yamls if path.parent.name not in ("grpo", "distillation")]
 
 
 def job_of(path: Path) -> Job:

@@ -250,7 +250,7 @@ SCRIPTS: dict[str, list[Script]] = {
             )
         )
     ],
-    "GRPO under DDP with compiled layers": [Script(make=grpo, env=REGIONAL)],
+    "GRPO and distillation under DDP with compiled layers": [Script(make=grpo, env=REGIONAL)],
     "context parallelism without FSDP2 or DeepSpeed": [
         Script(make=lambda f: trainer(f, parallelism_config=ulysses()), uses_meshes=True)
     ],

@@ -12,7 +12,7 @@ from hfscale.core.options import flag
 from hfscale.core.spelling import speaking, spelled
 from hfscale.core.text_files import parse_json
 from hfscale.core.versions import is_fsdp_enabled, require
-from hfscale.errors import DataError, LayoutError, UsageError
+from hfscale.errors import DataError, LayoutError, ParameterError, UsageError
 from hfscale.facts.strategies import WEIGHTS
 from hfscale.parallel.weights import draw_weights
 from hfscale.recipe.arguments import RecipeTrainingMixin, SourceArguments, check_evaluation
@@ -207,7 +207,11 @@ class DistillationArguments(RecipeTrainingMixin, DistillationConfig):
             UsageError: it cannot be loaded, or has another vocabulary.
         """
         given = self.teacher_model_init_kwargs
-        options = parse_json(given) if isinstance(given, str) else dict(given or {})
+        try:
+            options = dict(parse_json(given) if isinstance(given, str) else given or {})
+        except (ValueError, TypeError):
+            rule = "it must be a JSON object"
+            raise ParameterError("teacher_model_init_kwargs", given, rule) from None
         if self.teacher_model_revision:
             options.setdefault("revision", self.teacher_model_revision)
         options.setdefault("trust_remote_code", self.trust_remote_code)

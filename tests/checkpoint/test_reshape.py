@@ -106,10 +106,11 @@ def test_a_synchronous_deepspeed_checkpoint_can_be_resumed(workplace, runs, tmp_
     ("source", "target", "ranks"),
     [
         pytest.param("ddp", "zero3", 3, marks=pytest.mark.long),
-        ("zero3", "single", 1),
+        pytest.param("zero3", "single", 1, marks=pytest.mark.long),
         pytest.param("zero2", "parallel", 4, marks=pytest.mark.faults),
     ],
 )
+@pytest.mark.long
 def test_a_relaunch_under_another_strategy_has_the_losses_of_the_uninterrupted_run(
     runs, tmp_path, source, target, ranks
 ):
@@ -124,6 +125,7 @@ def test_a_relaunch_under_another_strategy_has_the_losses_of_the_uninterrupted_r
     assert verify(folder / "out" / "checkpoint-6").strategy == target
 
 
+@pytest.mark.long
 def test_a_conversion_is_reused_and_others_are_deleted(runs, tmp_path):
     """No relaunch takes it for a checkpoint of the run; a conversion for another size is deleted."""
     shutil.copytree(checkpoint_of(runs["ddp"]), tmp_path / "checkpoint-4")
@@ -147,6 +149,7 @@ def test_a_conversion_is_reused_and_others_are_deleted(runs, tmp_path):
     assert readable_checkpoint(args, None) is None
 
 
+@pytest.mark.long
 def test_the_global_batch_comes_from_the_training_before_the_conversion(runs, tmp_path):
     manifest = read_manifest(checkpoint_of(runs["ddp"]))
     converted = tmp_path / "converted"
@@ -156,6 +159,7 @@ def test_the_global_batch_comes_from_the_training_before_the_conversion(runs, tm
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 3)
 
 
+@pytest.mark.long
 def test_the_pickles_that_training_writes_are_accepted(runs):
     for name in runs:
         check_pickles(checkpoint_of(runs[name]))
@@ -209,6 +213,7 @@ def test_dcp_metadata_with_a_persistent_object_is_rejected(tmp_path):
         read_dcp_metadata(tmp_path)
 
 
+@pytest.mark.long
 def test_dcp_metadata_with_a_path_outside_the_checkpoint_is_rejected(runs, tmp_path):
     folder = shutil.copytree(checkpoint_of(runs["fsdp2"]) / "optimizer_0", tmp_path / "optimizer_0")
     path = folder / ".metadata"
@@ -217,6 +222,7 @@ def test_dcp_metadata_with_a_path_outside_the_checkpoint_is_rejected(runs, tmp_p
         read_dcp_metadata(folder)
 
 
+@pytest.mark.long
 def test_parameter_names_come_from_the_config_if_the_checkpoint_has_none(runs, tmp_path):
     checkpoint = shutil.copytree(checkpoint_of(runs["ddp"]), tmp_path / "ddp")
     stated = read_parameter_names(checkpoint)
@@ -271,6 +277,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_an_error(tmp_path, monkeypatch):
         readable_checkpoint(args, str(tmp_path))
 
 
+@pytest.mark.long
 def test_the_manifest_of_a_plain_trainer_checkpoint_is_inferred(runs, tmp_path):
     for strategy in STRATEGIES:
         checkpoint = shutil.copytree(checkpoint_of(runs[strategy]), tmp_path / strategy)
@@ -283,6 +290,7 @@ def test_the_manifest_of_a_plain_trainer_checkpoint_is_inferred(runs, tmp_path):
         infer_manifest(tmp_path / "ddp", global_batch_size=None)
 
 
+@pytest.mark.long
 def test_an_export_from_any_strategy_loads_with_from_pretrained(runs, tmp_path):
     expected = load_file(checkpoint_of(runs["ddp"]) / "model.safetensors")
     for strategy in STRATEGIES:

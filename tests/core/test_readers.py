@@ -41,6 +41,7 @@ from hfscale.plugins import llamafactory, section
 from hfscale.plugins.axolotl_plan import words_of
 from hfscale.recipe.arguments import _check_json
 from hfscale.recipe.token_files import load_token_files
+from hfscale.replays.skipped_batches import _later_batches
 from hfscale.report.run_data import load_run
 from hfscale.report.watch import live
 from hfscale.report.watch.open_metrics import exposition
@@ -252,6 +253,11 @@ READERS = {
         read=lambda folder: read_average_metadata(folder / "checkpoint-5"),
         sample=json.dumps(AVERAGE),
         others=IN_CHECKPOINT,
+    ),
+    "skipped batches": Reader(
+        file="hfscale_skipped_batches.json",
+        read=lambda folder: _later_batches(folder / "hfscale_skipped_batches.json", 1),
+        sample=json.dumps({"batches": [{"step": 2, "reason": "the loss is nan", "samples": [1, 2]}]}),
     ),
     "lock": Reader(
         file="lock",
@@ -599,6 +605,8 @@ SITES = {
     "checkpoint/formats/zero.py:read_universal": PICKLES,
     "checkpoint/formats/zero.py:read_zero": PICKLES,
     "checkpoint/formats/zero.py:tag_folder": PICKLES,
+    "checkpoint/generated_batches.py:read": VERIFIED,
+    "checkpoint/loading.py:_check_adapters": PICKLES,
     "checkpoint/loading.py:_conversion_folder": VERIFIED,
     "checkpoint/lock.py:_describe": "lock",
     "checkpoint/lock.py:_is_alive_here": "lock",
@@ -683,6 +691,9 @@ SITES = {
     "recipe/resume.py:is_finished": VERIFIED,
     "recipe/sources.py:_utf8_fault": CALLER,
     "recipe/token_files.py:_documents": "token file",
+    "recipe/trl.py:load_teacher": CALLER,
+    "replays/bad_batches.py:__init__": OTHER,
+    "replays/skipped_batches.py:_later_batches": "skipped batches",
     "recipe/token_files.py:_fingerprint": "token file",
     "recipe/token_files.py:_read_header": "token file",
     "plugins/axolotl_plan.py:words_of": CALLER,

@@ -69,6 +69,11 @@ ELSEWHERE |= {
     for rule in rules()
     if "batch_schedule" in rule.when and "parallel_trainer" not in rule.when.values()
 }
+ELSEWHERE |= {
+    rule.name: "needs an option of a callback: tests/facts/test_support.py, tests/replays/test_bad_batches.py"
+    for rule in rules()
+    if "skip_bad_batches" in rule.when and "parallel_trainer" not in rule.when.values()
+}
 """Rules that no script of two ranks on a CPU can meet -> why."""
 
 

@@ -174,6 +174,7 @@ def test_commits_survive_a_machine_loss_after_every_operation(commits, tmp_path)
 
 
 @pytest.mark.parametrize("case", ["finished commit", "archive"])
+@pytest.mark.long
 def test_what_a_relaunch_renames_survives_a_machine_loss(commits, crash_server, tmp_path, case):  # noqa: F811
     runner, out = CrashRunner(crash_server, tmp_path), tmp_path / "run" / "out"
     shutil.copytree(commits.cwd, out.parent)
@@ -219,6 +220,7 @@ def test_kills_at_some_operations(crashes):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.long
 def test_disk_failure_at_some_operations(crashes, number):
     for at in (crashes.operations // 5, crashes.operations // 2):
         assert_survives_disk_failure(crashes, at, number, relaunch=at > crashes.operations // 4)
@@ -226,6 +228,7 @@ def test_disk_failure_at_some_operations(crashes, number):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("failing", ["unlink,rmdir", "rmdir"])
+@pytest.mark.long
 def test_deletions_that_fail_end_no_run(crashes, failing):
     """The rotation of old checkpoints fails; the run logs a warning and ends as the reference does."""
     cwd = crashes.copy("undeletable")
