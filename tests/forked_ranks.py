@@ -13,6 +13,8 @@ from typing import Any
 
 from ports import free_port
 
+from hfscale.core.progress_locks import own_progress_locks
+
 
 def import_what_ranks_import() -> None:
     """Import DeepSpeed where it is installed: Accelerate would, in each rank, which takes it two seconds or more."""
@@ -79,6 +81,7 @@ def _run_rank(
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
         faulthandler.dump_traceback_later(timeout_s - 5, file=sys.stderr)  # where a rank hangs that will be killed
         _log_to_standard_error()
+        own_progress_locks()  # an earlier rank may have been killed in a progress bar
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))]:
             del os.environ[name]
         os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))

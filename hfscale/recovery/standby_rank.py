@@ -11,6 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
+from hfscale.core.progress_locks import own_progress_locks
+
 
 def main() -> None:
     """Undo what the launcher has set, run the script, and do what the interpreter does at its end."""
@@ -31,6 +33,7 @@ def main() -> None:
     sys.path[1:1] = paths  # that the launcher has added
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # torch and the standard library do that by themselves
+    own_progress_locks()
     code: object = 0
     is_module = sys.argv[1] == "-m"
     del sys.argv[: 2 if is_module else 1]
