@@ -28,6 +28,8 @@ from typing import Any
 
 from ports import free_port
 
+from hfscale.core.progress_locks import own_progress_locks
+
 MODULES = (
     "accelerate.commands.launch",
     "deepspeed",
@@ -114,6 +116,7 @@ def _run(job: dict[str, Any], rank: int) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     faulthandler.register(signal.SIGUSR2, file=2)  # the client sends it to a process that hangs
+    own_progress_locks()
     os.chdir(job["cwd"])
     if job["kind"] == "launch":
         _launch(job["argv"])
