@@ -7,10 +7,9 @@ import atexit
 import os
 from functools import partial
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
-from hfscale.core.late_classes import register_late_class
-from hfscale.core.run_reader import RunReader, register_run_reader
+from hfscale.core.late import register_late
 
 __version__ = "0.1.0"
 
@@ -63,26 +62,21 @@ if "HFSCALE_RUN_MEMORY" in os.environ:
     atexit.register(_report_uncaught_error)
 
 
-def _load_run_reader() -> RunReader:
-    """Load what a training uses of its report; `hfscale.core.run_reader` says why by name."""
-    return cast(RunReader, import_module("hfscale.report.run_reader"))
-
-
-register_run_reader(_load_run_reader)
-
-_LATE_CLASSES = {
-    "BadBatches": "hfscale.replays.bad_batches",
-    "StepReplay": "hfscale.replays.replay",
+_LATE = {
+    "BadBatches": ("hfscale.replays.bad_batches", "BadBatches"),
+    "StepReplay": ("hfscale.replays.replay", "StepReplay"),
+    "run_reader": ("hfscale.report.run_reader", None),
 }
+"""What a training asks `hfscale.core.late` for -> the module, and the name in it; None: the module itself."""
 
 
-def _load_class(module: str, name: str) -> type[Any]:
-    """Load a class that an option of a callback asks for; `hfscale.core.late_classes` says why by name."""
-    return cast(type[Any], getattr(import_module(module), name))
+def _load(module: str, name: str | None) -> Any:
+    loaded = import_module(module)
+    return loaded if name is None else getattr(loaded, name)
 
 
-for _name, _module in _LATE_CLASSES.items():
-    register_late_class(_name, partial(_load_class, _module, _name))
+for _name, _place in _LATE.items():
+    register_late(_name, partial(_load, *_place))
 
 
 def __dir__() -> list[str]:

@@ -419,7 +419,8 @@ def _bytecode_problems(package: str) -> list[Finding]:
         return []
     folder = Path(spec.origin).parent
     if sys.dont_write_bytecode:
-        why = "PYTHONDONTWRITEBYTECODE is set"
+        is_by_variable = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))
+        why = "PYTHONDONTWRITEBYTECODE is set" if is_by_variable else "Python runs with -B"
     elif not os.access(folder, os.W_OK):
         why = f"{folder} cannot be written"
     else:

@@ -74,7 +74,7 @@ class CheckpointOptions(Options):
         help="Newest checkpoints that keep their state; older ones keep their weights only",
         details="The state is that of optimizer, schedule and random numbers. The best checkpoint keeps it too. "
         "No run resumes from a checkpoint without it. It holds in the remote copy as well; `save_total_limit` still "
-        "deletes whole checkpoints. None: all.",
+        "deletes whole checkpoints. Under DeepSpeed in 16 bits the fp32 masters are a part of the state. None: all.",
     )
     memory_interval_steps: int | None = option(
         None,

@@ -225,6 +225,7 @@ class RemoteStore:
             StorageError: the store cannot be read, or a manifest could not be renamed in any attempt.
         """
         later = [step for step in self.committed_steps() if step > after_step]
+        self._without_state.difference_update(later)
         for step in reversed(later):  # the newest first, as `store.archive`
             folder = f"{self._root}/checkpoint-{step}"
             source = f"{folder}/{MANIFEST_NAME}"

@@ -1,7 +1,8 @@
 """Drops the training state of older checkpoints (`state_limit`), and keeps their weights.
 
 The state of AdamW has twice the size of fp32 weights, and only the newest checkpoints are resumed from. What is left
-is what `save_only_model` writes: it can be evaluated, averaged and exported, and no run resumes from it.
+is what `save_only_model` writes: it can be evaluated, averaged and exported, and no run resumes from it. Under
+DeepSpeed in 16 bits these weights are the rounded ones; the fp32 masters are a part of the state.
 """
 
 import re
@@ -17,7 +18,7 @@ from hfscale.core.run_files import MANIFEST_NAME
 _STATE = re.compile(
     r"optimizer\.(pt|bin)|optimizer_\d+/.*|(scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
     r"|global_step\d+/.*|latest|zero_to_fp32\.py"
-    r"|(data_order|hfscale_generated)_\d+\.json|.+_outer_\d+\.safetensors"
+    r"|(data_order|hfscale_generated)_\d+\.json|[^/]+_outer_\d+\.safetensors"
 )
 """Files that only a resume reads: of Trainer, of Accelerate's FSDP2, of DeepSpeed, of hfscale."""
 _WEIGHTS = re.compile(

@@ -5,9 +5,11 @@ the comparison of runs. A training needs it once, at its end. `hfscale/__init__.
 imported first, registers where the reader is; the module is loaded when `run_reader` is first called.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+from hfscale.core.late import late
 
 
 class RunReader(Protocol):
@@ -45,19 +47,7 @@ class RunReader(Protocol):
         ...
 
 
-_loaders: list[Callable[[], RunReader]] = []
-
-
-def register_run_reader(load: Callable[[], RunReader]) -> None:
-    """Register what loads the reader; a later call replaces an earlier one.
-
-    Args:
-        load (`Callable[[], RunReader]`): called by `run_reader`.
-    """
-    _loaders[:] = [load]
-
-
 def run_reader() -> RunReader:
-    """Return the registered reader, and load it first where no one has."""
-    (load,) = _loaders
-    return load()
+    """Return the reader, whose module is loaded where no one has loaded it (`hfscale.core.late`)."""
+    reader: RunReader = late("run_reader")
+    return reader

@@ -25,7 +25,7 @@ from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
-from hfscale.core.late_classes import late_class
+from hfscale.core.late import late
 from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.options import takes_options
@@ -200,7 +200,7 @@ class CommHealthCallback(AdapterCallback):
         adapter.collect(self, self.judge)
         self._watch_jitter(adapter, hosts)
         if self.options.replay_every_steps is not None and self._replay is None:
-            self._replay = late_class("StepReplay")(
+            self._replay = late("StepReplay")(
                 trainer, self.options.replay_every_steps, self._replay_differs
             )
             adapter.wrap_training_step(self._replay.wrap)
@@ -210,7 +210,7 @@ class CommHealthCallback(AdapterCallback):
         if self.options.skip_bad_batches is not None:
             # The callback may have joined a training that was already running
             strategy.check_support(skip_bad_batches=self.options.skip_bad_batches)
-            late_class("BadBatches")(
+            late("BadBatches")(
                 adapter, self.options.skip_bad_batches, self._left_out, self._cannot_leave_out
             )
 

@@ -28,8 +28,7 @@ class ProfilerCallback(TrainerCallback):
     A trace includes forward, backward and optimizer step, but not the wait for the batch. Profiled steps are slower;
     the other steps are not affected. The callback logs no metric keys.
 
-    With `nvtx`, every step on every rank has NVTX ranges (`StepRanges`), which cost some microseconds:
-    `nsys profile --trace cuda,nvtx,osrt ...` shows them, and records nothing without it.
+    With `nvtx`, every step on every rank has NVTX ranges (`StepRanges`), which `nsys profile --trace cuda,nvtx` shows.
 
     Raises:
         ParameterError: `nvtx` is given, and the training does not run on a CUDA or ROCm device.
@@ -45,6 +44,7 @@ class ProfilerCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._stop_ranges()  # of a training that broke off
         if not self.nvtx:
             return
         device = device_of(args)
@@ -88,9 +88,7 @@ class ProfilerCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._ranges is not None:
-            self._ranges.stop()
-            self._ranges = None
+        self._stop_ranges()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -106,3 +104,8 @@ class ProfilerCallback(TrainerCallback):
             self._profile.export_chrome_trace(str(path))
             logger.info("profiled step %d: %s", state.global_step, path)
         self._profile = None
+
+    def _stop_ranges(self) -> None:
+        if self._ranges is not None:
+            self._ranges.stop()
+            self._ranges = None

@@ -1,5 +1,6 @@
 """Reads the launch command of a recipe, `accelerate launch … recipes/…/train.py …`, as what it asks to be planned."""
 
+import ast
 import contextlib
 import io
 import os
@@ -329,10 +330,6 @@ def _parse_launch(words: Sequence[str]) -> Namespace:
     return launch
 
 
-_OTHER_OF_TRL = re.compile(r"^from trl[\w.]* import [^#]*?\b(\w+Trainer)\b", re.MULTILINE)
-"""The first trainer that a script imports from TRL."""
-
-
 def _task(text: str) -> Task:
     found = re.search(r"\b(SFT|DPO|GRPO)Trainer\b", text)
     task: Task = found[1].lower() if found else "text"  # type: ignore[assignment]
@@ -340,12 +337,26 @@ def _task(text: str) -> Task:
         raise UsageError(
             "GRPO is not tuned: how long a step generates depends on the prompts; use hfscale plan"
         )
-    other = _OTHER_OF_TRL.search(text)
+    other = _trainer_of_trl(text)
     if task == "text" and other is not None:
         raise UsageError(
-            f"{other[1]} is not tuned, of TRL's trainers only SFTTrainer and DPOTrainer are: choose the batch by hand"
+            f"{other} is not tuned, of TRL's trainers only SFTTrainer and DPOTrainer are: choose the batch by hand"
         )
     return task
+
+
+def _trainer_of_trl(text: str) -> str | None:
+    """Return the first trainer that a script imports from TRL; None if it imports none."""
+    try:
+        nodes = ast.walk(ast.parse(text))
+    except SyntaxError:
+        return None  # which the launch shows
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "trl":
+            for alias in node.names:
+                if alias.name.endswith("Trainer"):
+                    return alias.name
+    return None
 
 
 def _flags(task: Task, values: Mapping[str, Any]) -> Namespace:

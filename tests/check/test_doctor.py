@@ -313,6 +313,7 @@ def test_a_package_without_bytecode_is_reported_where_it_cannot_be_kept(tmp_path
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     assert doctor._bytecode_problems("slow_to_compile") == []  # the first import writes it
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     [finding] = doctor._bytecode_problems("slow_to_compile")
     assert "PYTHONDONTWRITEBYTECODE is set" in finding.problem
     assert finding.fix.endswith(f"python -m compileall -q {tmp_path}")

@@ -19,6 +19,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.hardware import accelerator, find_accelerator
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.plan import plan
+from hfscale.tune import launch_command
 from hfscale.tune.decisions import candidates, correct, number_of_runs, successive_halving
 from hfscale.tune.launch_command import read_command
 from hfscale.tune.trial import Trial, run_trial
@@ -357,3 +358,16 @@ def test_three_configurations_on_a_cpu(tmp_path, slow_cpu):
     assert "--max_steps" not in (tmp_path / "tuned" / "best" / "launch.sh").read_text()
     assert answer["hardware"]["median_error_after"] <= answer["hardware"]["median_error_before"]
     assert find_accelerator("local-cpu").source.startswith("test; corrected by hfscale tune from 3 runs")
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("from trl import (\n    DistillationTrainer,  # of TRL\n    ModelConfig,\n)", "DistillationTrainer"),
+        ("from trl.experimental.gkd import GKDTrainer", "GKDTrainer"),
+        ("from trl import ModelConfig\nfrom transformers import Seq2SeqTrainer", None),
+        ("from trl import (", None),
+    ],
+)
+def test_a_trainer_of_trl_is_found_in_the_imports_alone(script, found):
+    assert launch_command._trainer_of_trl(script) == found
