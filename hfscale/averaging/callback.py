@@ -117,9 +117,9 @@ class WeightAveragingCallback(AdapterCallback):
             self._stored = StoredAverage(self.average)
             if adapter.resumes_from is not None:
                 self._resume(adapter.resumes_from)
-        adapter.save_shards(FOLDER, self._stored)
+        adapter.announced.shards[FOLDER] = self._stored
         if self.options.evaluate_average:
-            adapter.wrap_evaluate("average", self._with_average)
+            adapter.evaluations.wrap_evaluate("average", self._with_average)
         adapter.before_last_log(lambda: self._finish(adapter))
         adapter.append_callback(_AfterOthers(self))
         _warn_of_statistics(model_of(adapter.trainer))
@@ -163,9 +163,9 @@ class WeightAveragingCallback(AdapterCallback):
     ) -> None:
         """Add the average to a checkpoint of plain Trainer; `SpotCheckpointCallback` writes it with its own."""
         adapter = TrainerAdapter.current()
-        if self._stored is None or adapter.has_saver:
+        if self._stored is None or adapter.checkpoints.has_saver:
             return
-        folder = adapter.run_dir() / f"checkpoint-{state.global_step}" / FOLDER
+        folder = adapter.checkpoints.run_dir() / f"checkpoint-{state.global_step}" / FOLDER
         with TRAINING.agreed("save: folder of the average"):
             if args.should_save:
                 # Of an earlier training that has saved the same step
@@ -180,7 +180,7 @@ class WeightAveragingCallback(AdapterCallback):
     def _finish(self, adapter: TrainerAdapter) -> None:
         """Write the averaged model, unless the average of the best checkpoint is yet to be loaded."""
         if adapter.trainer.args.load_best_model_at_end:
-            adapter.wait_for_save()  # it may be that of the best checkpoint
+            adapter.checkpoints.wait_for_save()  # it may be that of the best checkpoint
         if not self._loads_best(adapter):
             self._export(adapter)
 
@@ -212,10 +212,10 @@ class WeightAveragingCallback(AdapterCallback):
     @activity("saving")
     def _export(self, adapter: TrainerAdapter) -> None:
         """Write the averaged model for `from_pretrained`. Every rank must call it."""
-        if self.average is None or adapter.is_interrupted or not self.average.sets:
+        if self.average is None or adapter.announced.is_interrupted or not self.average.sets:
             return
         trainer = adapter.trainer
-        target = adapter.run_dir() / AVERAGE_NAME
+        target = adapter.checkpoints.run_dir() / AVERAGE_NAME
         unfinished = target.with_name(f".{AVERAGE_NAME}-unfinished")
         with TRAINING.agreed("end: folder of the average"):
             if trainer.args.should_save:

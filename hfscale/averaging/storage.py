@@ -22,7 +22,7 @@ from hfscale.trainer.strategies.tensors import full_shape, is_distributed_tensor
 
 
 class StoredAverage:
-    """Gives what a checkpoint keeps of an average (`hfscale.trainer.adapter.SavedShards`).
+    """Gives what a checkpoint keeps of an average (`hfscale.trainer.announced.SavedShards`).
 
     Args:
         weights (`AveragedWeights`): the average.

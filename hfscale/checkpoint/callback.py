@@ -199,9 +199,11 @@ class SpotCheckpointCallback(AdapterCallback):
         if isinstance(Strategy.of(adapter.trainer), Native):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
-                adapter.announce_saves()
+                adapter.announced.callback_saves = True
         if adapter.resumes_from is not None:
-            adapter.load_states_in(lambda: torch.serialization.safe_globals(safe_globals()))
+            adapter.checkpoints.load_states_in(
+                lambda: torch.serialization.safe_globals(safe_globals())
+            )
         dataset = adapter.trainer.train_dataset
         if is_own_stream(dataset) or is_hub_stream(dataset):
             from hfscale.checkpoint.stream_position import track_stream
@@ -248,7 +250,7 @@ class SpotCheckpointCallback(AdapterCallback):
             _finish_load(adapter)
         self._take_over_saving(adapter, identity)
         note_best(adapter.trainer, self._run_dir)
-        self._saves = args.save_strategy != "no" or adapter.callback_saves
+        self._saves = args.save_strategy != "no" or adapter.announced.callback_saves
         assert self._saving is not None  # `_take_over_saving` has made it
         if self._saves and not self._saving.is_complete:
             logger.warning(
@@ -292,7 +294,7 @@ class SpotCheckpointCallback(AdapterCallback):
             CheckpointError: on every rank: there are checkpoints, and none of them can be resumed from; or the remote
                 store has a later one.
         """
-        args, run_dir = adapter.trainer.args, adapter.run_dir()
+        args, run_dir = adapter.trainer.args, adapter.checkpoints.run_dir()
         if _is_from_scratch(args):
             return
         if adapter.resumes_from is None:
@@ -311,7 +313,7 @@ class SpotCheckpointCallback(AdapterCallback):
         folder that it writes to. At the end Trainer would delete the newest checkpoint if the best is another one.
         """
         args = adapter.trainer.args
-        self._run_dir = adapter.run_dir()
+        self._run_dir = adapter.checkpoints.run_dir()
         self._output_dir = output_folder(args)
         self._limit = args.save_total_limit
         self._saving = TrainerSaving(

@@ -223,7 +223,7 @@ def schedule_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def outer_state_name(name: str) -> str:
-    """Return the file in which a checkpoint keeps this rank's tensors of `TrainerAdapter.save_tensors`.
+    """Return the file in which a checkpoint keeps this rank's tensors of `Announced.tensors`.
 
     Args:
         name (`str`): the name that was given there.
@@ -237,7 +237,7 @@ def take_tensors(
     """Copy tensors of this rank, and return the function that writes them into the folder of a checkpoint.
 
     Args:
-        sources (`Mapping`): `saved_tensors` of the Trainer's adapter.
+        sources (`Mapping`): `Announced.tensors` of the Trainer's adapter.
     """
     taken = {outer_state_name(name): source() for name, source in sources.items()}
 
@@ -253,7 +253,7 @@ def take_json(sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Callable[[
     """Write JSON values of this rank as text, and return the function that writes it into the folder of a checkpoint.
 
     Args:
-        sources (`Mapping`): `saved_json` of the Trainer's adapter.
+        sources (`Mapping`): `Announced.json` of the Trainer's adapter.
     """
     rank = distributed.rank()
     taken = {f"{name}_{rank}.json": json.dumps(source()) for name, source in sources.items()}

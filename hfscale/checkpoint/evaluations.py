@@ -82,7 +82,7 @@ class ResumedEvaluations(TrainerCallback):
         self._is_first_epoch = True
         state = adapter.trainer.state
         if state.global_step >= state.max_steps:  # there may be no further epoch
-            adapter.before_finalizing(self._make_up)
+            adapter.evaluations.before_finalizing(self._make_up)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -97,7 +97,7 @@ class ResumedEvaluations(TrainerCallback):
             logger.info("the run %s at step %d: it takes no further step", how, state.global_step)
             control.should_training_stop = True
             # Trainer looks at the number of steps after a step: of a stream, and inside an epoch, it would take one
-            self._adapter.skip_epoch()
+            self._adapter.evaluations.skip_epoch()
 
     def _make_up(self) -> None:
         """Make the evaluation of the checkpoint's step, as the training would have done, if it is missing."""
@@ -116,12 +116,12 @@ class ResumedEvaluations(TrainerCallback):
             adapter.trainer.state.global_step,
         )
         # It may save the best model, in this checkpoint again, with the states that it finds
-        adapter.load_rng_state(self._checkpoint)
+        adapter.checkpoints.load_rng_state(self._checkpoint)
         if not has_begun:
             # What it draws comes after the state of the checkpoint, which Trainer would set after it
-            adapter.replace_rng_loading(lambda checkpoint: None)
-        adapter.evaluate_as_in_training()
-        note_best(adapter.trainer, adapter.run_dir())
+            adapter.checkpoints.replace_rng_loading(lambda checkpoint: None)
+        adapter.evaluations.evaluate_as_in_training()
+        note_best(adapter.trainer, adapter.checkpoints.run_dir())
 
 
 def _has_stopped(callback: TrainerCallback) -> bool:

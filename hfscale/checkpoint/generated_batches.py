@@ -176,8 +176,8 @@ def keep_generated_batches(adapter: TrainerAdapter) -> None:
     if counter is None:
         return
     generated = GeneratedBatches(adapter, counter)
-    adapter.save_json(NAME, generated.saved)
-    adapter.save_tensors(NAME, generated.tensors)
+    adapter.announced.json[NAME] = generated.saved
+    adapter.announced.tensors[NAME] = generated.tensors
     checkpoint = adapter.resumes_from
     if checkpoint is None:
         return

@@ -42,7 +42,7 @@ def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
             _use_own_generator(loader, state.global_step)
         started[name] = True
 
-    adapter.on_eval_dataloader("seeds", at_evaluation)
+    adapter.evaluations.on_eval_dataloader("seeds", at_evaluation)
     if adapter.resumes_from is not None and _keeps_workers(train_dataloader):
         _use_own_generator(train_dataloader, state.global_step)
 

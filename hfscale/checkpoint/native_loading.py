@@ -45,7 +45,7 @@ class NativeLoading:
     def __init__(self, adapter: TrainerAdapter) -> None:
         self._trainer = adapter.trainer
         self._readable: dict[str, Path] = {}
-        self._load_rng_of_rank = adapter.replace_loading(
+        self._load_rng_of_rank = adapter.checkpoints.replace_loading(
             model=self.load_model,
             optimizer_and_scheduler=self.load_optimizer_and_scheduler,
             rng_state=self.load_rng_state,

@@ -95,7 +95,7 @@ class TrainerSaving:
         self._identity = None
         if trainer.args.local_process_index == 0:
             self._identity = identity or identity_of(trainer)
-        self._original = adapter.replace_saving(self._save, self.writer.wait)
+        self._original = adapter.checkpoints.replace_saving(self._save, self.writer.wait)
         self._own_methods = own_methods(trainer)
         self._capture = capture_of(trainer, self._own_methods)
         self._has_fitted = False
@@ -151,7 +151,7 @@ class TrainerSaving:
         """Save a checkpoint; this replaces `Trainer._save_checkpoint`."""
         begun = time.monotonic()
         self.writer.wait()  # one save at a time: the buffers are about to be filled again
-        run_dir = Path(self._adapter.output_dir(trial))
+        run_dir = Path(self._adapter.checkpoints.output_dir(trial))
         with TRAINING.agreed("save: begin"):
             if self.commits:
                 report_removal(run_dir, self._trainer.state.global_step)
@@ -163,7 +163,7 @@ class TrainerSaving:
             return
         pushed: list[str] = []
         # Trainer would upload the folder before it is committed
-        with self._adapter.pushes_delayed(pushed):
+        with self._adapter.checkpoints.pushes_delayed(pushed):
             job = self._make_job(model, trial, run_dir, begun)
         self.writer.run(job)
         if pushed or (self._capture.replaces_trainer and self._trainer.args.push_to_hub):
@@ -250,7 +250,7 @@ class TrainerSaving:
         with TRAINING.agreed("save: size"):
             copies = processes_on_this_host() if self._capture.is_on_each_rank else 1
             wanted = self._capture.bytes_to_allocate()
-            for source in self._adapter.saved_shards.values():
+            for source in self._adapter.announced.shards.values():
                 wanted += source.bytes_to_allocate()
             fits = fits_in_host_memory(wanted, copies=copies)
         self._has_fitted = TRAINING.maximum("save: memory", [float(not fits)])[0] == 0
@@ -306,7 +306,7 @@ class TrainerSaving:
             with (
                 self._capture.collecting(),
                 self._writing_to_unfinished(run_dir),
-                self._adapter.methods_skipped(self._copied_methods()),
+                self._adapter.checkpoints.methods_skipped(self._copied_methods()),
             ):
                 self._original(model, trial)
         elif trial is None:  # Trainer does not count operations in a search
@@ -348,8 +348,8 @@ class TrainerSaving:
                 writes.append(state.write)
             write_collectively = state.write_collectively
         if self._capture.is_complete:
-            writes.append(take_tensors(self._adapter.saved_tensors))
-            writes.append(take_json(self._adapter.saved_json))
+            writes.append(take_tensors(self._adapter.announced.tensors))
+            writes.append(take_json(self._adapter.announced.json))
             write_collectively = self._take_shards(writes, write_collectively, ranks_per_node)
         additions = self._capture.additions()
         if additions is not None:
@@ -374,11 +374,11 @@ class TrainerSaving:
             write_collectively (`Callable`, *optional*): what is written collectively before.
             ranks_per_node (`int`, *optional*): as for `save_shards`.
         """
-        if not self._adapter.saved_shards:
+        if not self._adapter.announced.shards:
             return write_collectively
         copies = self.synchronous_because is None
         shards = {}
-        for name, source in self._adapter.saved_shards.items():
+        for name, source in self._adapter.announced.shards.items():
             shards[name] = source.take(copies=copies)
             if self._trainer.args.should_save:
                 files = {f"{name}/{file}": content for file, content in source.files().items()}
@@ -409,11 +409,13 @@ class TrainerSaving:
             if self._own_methods:
                 stack.enter_context(open_to_subclass(run_dir, step, is_holder=self.commits))
                 stack.enter_context(
-                    self._adapter.folder_shown_as(
+                    self._adapter.checkpoints.folder_shown_as(
                         sorted(own), folder, str(run_dir / Path(folder).name)
                     )
                 )
-            stack.enter_context(self._adapter.output_dir_replaced(str(run_dir / UNFINISHED)))
+            stack.enter_context(
+                self._adapter.checkpoints.output_dir_replaced(str(run_dir / UNFINISHED))
+            )
             yield
 
     def _job(

@@ -160,7 +160,7 @@ class StreamPosition(TrainerCallback):
         self._pass += 1
         # The loader draws its seed when a pass begins
         if self._resumed is not None and self._begun_with == 0:
-            self._adapter.load_rng_state(self._resumed)
+            self._adapter.checkpoints.load_rng_state(self._resumed)
         if self._resumed is None:
             self._samples = self._steps = 0
             self._at_step = state.global_step
@@ -221,7 +221,7 @@ class StreamPosition(TrainerCallback):
     def _load_rng_state(self) -> None:
         """Set this rank's random number generators to their states in the checkpoint, the first time it is called."""
         if self._must_load_rng_state and self._resumed is not None:
-            self._adapter.load_rng_state(self._resumed)
+            self._adapter.checkpoints.load_rng_state(self._resumed)
         self._must_load_rng_state = False
 
 

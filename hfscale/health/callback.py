@@ -136,7 +136,7 @@ class CommHealthCallback(AdapterCallback):
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Have a training refused whose batches cannot be left out, before Trainer prepares it."""
         if self.options.skip_bad_batches is not None:
-            adapter.announce_skipping(self.options.skip_bad_batches)
+            adapter.announced.skip_bad_batches = self.options.skip_bad_batches
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -192,7 +192,9 @@ class CommHealthCallback(AdapterCallback):
             check_ranks(trainer, rank_store)
             if is_main_process() and self._checkpoint_bytes:
                 self._raise_alarms(check_room(args, self._checkpoint_bytes), state.global_step)
-        self._rank_lines = RankLines(adapter.run_dir()) if state.is_world_process_zero else None
+        self._rank_lines = (
+            RankLines(adapter.checkpoints.run_dir()) if state.is_world_process_zero else None
+        )
         hosts = gather_hosts()
         self._start_monitor(trainer, strategy, hosts)
         if rank_store is not None and self.options.hang_after_s:
@@ -477,7 +479,7 @@ class CommHealthCallback(AdapterCallback):
         """
         adapter = TrainerAdapter.current()
         _end_saves(adapter)
-        output_dir = adapter.run_dir()
+        output_dir = adapter.checkpoints.run_dir()
         memory = RunMemory.of_environment()
         with TRAINING.agreed("stop: archive"):
             if memory is not None and adapter.trainer.args.local_process_index == 0:
@@ -506,7 +508,7 @@ class CommHealthCallback(AdapterCallback):
 
 def _end_saves(adapter: TrainerAdapter) -> None:
     """Wait for what is being written, which would be committed after the others have been archived."""
-    adapter.wait_for_save()
+    adapter.checkpoints.wait_for_save()
     TRAINING.barrier("stop: saves have ended")
 
 
@@ -519,7 +521,9 @@ def _newest_good_step(verified_step: int) -> int:
     _end_saves(adapter)  # each deletes older ones
     kept: int | None = None
     if is_main_process():
-        steps = [checkpoint_step(path) for path in list_with_snapshots(adapter.run_dir())]
+        steps = [
+            checkpoint_step(path) for path in list_with_snapshots(adapter.checkpoints.run_dir())
+        ]
         has_verified = verified_step == 0 or any(step <= verified_step for step in steps)
         kept = verified_step if has_verified or not steps else max(steps)
         if kept != verified_step:
@@ -624,7 +628,7 @@ def check_ranks(trainer: Trainer, rank_store: RankStore | None) -> None:
 def _checkpoint_bytes(trainer: Trainer) -> int:
     """Return the size of a checkpoint with this model's weights and AdamW states; 0 if nothing is saved."""
     args = trainer.args
-    if args.save_strategy == "no" and not TrainerAdapter.of(trainer).callback_saves:
+    if args.save_strategy == "no" and not TrainerAdapter.of(trainer).announced.callback_saves:
         return 0
     weights = 0
     trained = 0

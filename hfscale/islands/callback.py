@@ -140,8 +140,8 @@ class DiLoCoCallback(AdapterCallback):
             Strategy.of(adapter.trainer).combination(),
             islands=self.options.islands,
             average=any(getattr(each, "averages_weights", False) for each in callbacks),
-            batch_schedule=adapter.grows_batch,
-            skip_bad_batches=adapter.skip_bad_batches,
+            batch_schedule=adapter.announced.grows_batch,
+            skip_bad_batches=adapter.announced.skip_bad_batches,
         )
         check_support(run, "islands")
         self._part = PartOfParameters(adapter.trainer, self.options.fragments)
@@ -173,7 +173,7 @@ class DiLoCoCallback(AdapterCallback):
                 compression=self.compression,
                 sizes=self._part.sizes,
             )
-            adapter.save_tensors(_NAME, self._outer.state_dict)
+            adapter.announced.tensors[_NAME] = self._outer.state_dict
         self._restore(state)
         adapter.at_training_end(self._disconnect)
         adapter.add_metrics(self._keys)

@@ -110,8 +110,9 @@ class LRScalingCallback(AdapterCallback):
             self._growing = self._grow(adapter)
             self._growing.begin()
         restorer = _ArgumentRestorer(adapter)
-        adapter.wrap_create_optimizer(
-            lambda create: functools.partial(self._create_scaled, adapter, restorer, create)
+        adapter.wrap_method(
+            "create_optimizer",
+            lambda create: functools.partial(self._create_scaled, adapter, restorer, create),
         )
 
     def _grow(self, adapter: TrainerAdapter) -> GrowingBatch:

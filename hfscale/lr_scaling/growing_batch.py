@@ -74,9 +74,9 @@ class GrowingBatch:
         self.batch = None
         self._check_trainer()
         self._accumulation.begin()
-        self._adapter.announce_growing_batch()
+        self._adapter.announced.grows_batch = True
         if self._counts_tokens:
-            self._adapter.wrap_create_scheduler(self._creating_scheduler)
+            self._adapter.wrap_method("create_scheduler", self._creating_scheduler)
 
     def _check_trainer(self) -> None:
         """Refuse a Trainer whose steps or samples depend on a constant batch."""
@@ -229,7 +229,7 @@ class GrowingBatch:
         """Refuse `auto` where the noise scale is not measured. Call it before the first step."""
         if not self._schedule.is_measured:
             return
-        why = self._adapter.why_unmeasured(NOISE_SCALE)
+        why = self._adapter.announced.why_unmeasured(NOISE_SCALE)
         if why is not None:
             raise _refused(
                 f"the noise scale that it follows is not measured: {why}; it needs ScalingMetricsCallback with "

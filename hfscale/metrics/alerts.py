@@ -76,7 +76,9 @@ class AlertCallback(AdapterCallback):
             self._start(TrainerAdapter.current())
 
     def _start(self, adapter: TrainerAdapter) -> None:
-        self._sender = _Sender(self.options.webhook, run=adapter.run_dir().resolve().name)
+        self._sender = _Sender(
+            self.options.webhook, run=adapter.checkpoints.run_dir().resolve().name
+        )
         adapter.at_training_end(self._stop)
 
     def _stop(self) -> None:

@@ -123,7 +123,9 @@ class ScalingMetricsCallback(AdapterCallback):
         # The latter is already a part of the collector
         self._wandb_run, self._fingerprint = wandb_run, fingerprint
         if wandb_run is not None:
-            wandb_run.settle(state, last_logged_step=last_logged_step(adapter.run_dir()))
+            wandb_run.settle(
+                state, last_logged_step=last_logged_step(adapter.checkpoints.run_dir())
+            )
         adapter.at_training_end(self._release)
         self._saved = saved_state(state, "metrics")
         self._tokens_seen = int(self._saved.setdefault("tokens_seen", 0))
@@ -133,11 +135,11 @@ class ScalingMetricsCallback(AdapterCallback):
         for meter in self._meters:
             meter.begin(trainer, state)
         facts = self._efficiency.facts()
-        if adapter.grows_batch and args.max_steps <= 0:
+        if adapter.announced.grows_batch and args.max_steps <= 0:
             # What ends it: the steps are not equally long
             facts = {**facts, "passes": args.num_train_epochs}
         self._goodput_tracker = self._recorder.begin(
-            adapter.run_dir(),
+            adapter.checkpoints.run_dir(),
             args,
             state,
             saved_goodput=saved_state(state, "goodput"),
@@ -147,7 +149,7 @@ class ScalingMetricsCallback(AdapterCallback):
         if state.is_world_process_zero:
             self._recorder.setup(state, run_setup(trainer))
         self._clock = adapter.collect(self)
-        self._fingerprint.begin(trainer, state, adapter.run_dir())
+        self._fingerprint.begin(trainer, state, adapter.checkpoints.run_dir())
         self._counter.watcher = self._fingerprint.digest.see
         adapter.collect(self._fingerprint)
         self._expert_load = expert_load_of(trainer)

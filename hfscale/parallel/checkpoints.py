@@ -589,7 +589,7 @@ class ParallelCheckpointTrainer(Trainer):
         if self._groups is not None:
             return
         optimizer = self._torch_optimizer
-        saves = self.args.save_strategy != "no" or TrainerAdapter.of(self).callback_saves
+        saves = self.args.save_strategy != "no" or TrainerAdapter.of(self).announced.callback_saves
         # On every rank, so that all end with the error of the first one
         saves = saves and not self.args.save_only_model
         with TRAINING.agreed("optimizer can be saved"):

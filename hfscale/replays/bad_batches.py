@@ -101,7 +101,7 @@ class BadBatches:
         UpdateGate(adapter, self._is_made, self._undo).open()
         adapter.wrap_training_step(self._wrap)
         adapter.add_metrics(self._keys)
-        adapter.before_finalizing(self._correct_mean_loss)
+        adapter.evaluations.before_finalizing(self._correct_mean_loss)
 
     def _keys(self, state: TrainerState, logs: Any) -> dict[str, float]:
         return {"health/skipped_batches": float(len(self.skipped.batches))}

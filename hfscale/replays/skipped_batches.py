@@ -46,7 +46,7 @@ class SkippedBatches:
         self.window: dict[str, list[float]] = self.state.setdefault(
             "window", {"loss": [], "grad_norm": []}
         )
-        self._path = adapter.run_dir() / SKIPPED_NAME
+        self._path = adapter.checkpoints.run_dir() / SKIPPED_NAME
         self._writes = trainer.state.is_world_process_zero
         step = trainer.state.global_step
         later: list[dict[str, Any]] = []

@@ -1,9 +1,10 @@
 """The contact with transformers' Trainer and Accelerate: adapter, hooks, strategy, state.
 
-`TrainerAdapter` (in `adapter.py`) makes every change to a Trainer, on the instance, and undoes it at the end of the
-training. Other packages touch only what they alone need; their `__init__.py` lists it.
-`hfscale.core.versions` hides the differences between the supported versions. `tests/trainer/test_integrations.py`
-keeps all this true.
+`TrainerAdapter` (in `adapter.py`) makes every change to a Trainer, on the instance, and `Changes` (in `changes.py`)
+undoes it at the end of the training; those of saves, loads and evaluations are in `checkpoint_changes.py` and
+`evaluation_changes.py`. What callbacks tell each other about a training is in `announced.py`. Other packages touch
+only what they alone need; their `__init__.py` lists it. `hfscale.core.versions` hides the differences between the
+supported versions. `tests/trainer/test_integrations.py` keeps all this true.
 
 What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
 fails when a new version moves it.
@@ -31,7 +32,7 @@ Replaced until the end of the training
   writing. Test: test_checkpoint_writer.py.
 - `Trainer._get_output_dir`, for the call in `Trainer._save_checkpoint`. By: `run_dir`, `output_dir`,
   `output_dir_replaced`. Reason: `_save_checkpoint` takes no folder. Test: test_checkpoint_writer.py.
-- `Trainer._evaluate` and, called, `Trainer._determine_best_metric`. By: `wrap_evaluation_of_training`,
+- `Trainer._evaluate` and, called, `Trainer._determine_best_metric`. By: `wrap_method`,
   `evaluate_as_in_training`. Reason: an evaluation that a notice cuts short must not move a schedule, and the next
   launch makes it up. Test: test_evaluations.py.
 - `Trainer._run_epoch` and `Trainer._finalize_training`. By: `skip_epoch`, `before_finalizing`. Reason: a training
@@ -43,7 +44,7 @@ Replaced until the end of the training
 - `Trainer._load_from_checkpoint`, `Trainer._load_optimizer_and_scheduler`, `Trainer._load_rng_state` and
   `Trainer._load_best_model`. By: `replace_loading`. Reason: Trainer cannot resume a model that was loaded with
   `distributed_config`. Test: test_native.py.
-- `Trainer.create_optimizer` (public). By: `wrap_create_optimizer`. Reason: there is no event between the making of
+- `Trainer.create_optimizer` (public). By: `wrap_method`. Reason: there is no event between the making of
   the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
 - `Trainer.save_model` (public), `Trainer._save_optimizer_and_scheduler`, `Trainer._save_scaler` and
   `Trainer._save_rng_state`, during a save. By: `methods_skipped`. Reason: a subclass's own `_save_checkpoint` must
@@ -53,7 +54,7 @@ Replaced until the end of the training
   output directory with fixed patterns, and a checkpoint before it has its final name. Test: test_hub.py.
 - `Trainer.evaluate` (public). By: `wrap_evaluate`. Reason: no flag of `TrainerControl` ends an evaluation, and no
   event comes before one. Test: test_preemption.py.
-- `Trainer.compute_loss` (public). By: `wrap_compute_loss`. Reason: FLOPs are counted from here on, without the
+- `Trainer.compute_loss` (public). By: `wrap_method`. Reason: FLOPs are counted from here on, without the
   generation that TRL's trainers do before; there is no event between the two. Test: test_flops.py.
 - `Trainer.training_step` (public), in a training with `TraceCallback`. By: `wrap_training_step`. Reason: no event
   comes right before and right after a micro-batch. Test: test_trace_callback.py.
@@ -64,13 +65,13 @@ Replaced until the end of the training
 - `Trainer.set_initial_training_values` and `Trainer.log` (public). By: `finish_without_steps`. Reason: Trainer takes
   a step even if the checkpoint has all of them. Test: test_resume.py.
 - `Trainer._init_training_state`, `Trainer._run_epoch`, `Trainer.get_batch_samples` (public) and
-  `Trainer._finalize_training`, in a training whose global batch changes. By: `wrap_stepping`, for accumulation.py.
+  `Trainer._finalize_training`, in a training whose global batch changes. By: `wrap_method`, for accumulation.py.
   Reason: the loop takes one accumulation for all steps, and no event comes before a step's batches are fetched. It
   reads `args.gradient_accumulation_steps` for each micro-batch, and asks for a remainder. Test: test_growing_batch.py.
 - `Trainer.set_initial_training_values` and `Trainer.create_scheduler` (public). By: `wrap_counting`,
-  `wrap_create_scheduler`. Reason: how many steps a training has is computed from one accumulation, and a learning rate
+  `wrap_method`. Reason: how many steps a training has is computed from one accumulation, and a learning rate
   schedule counts steps. Test: test_growing_batch.py.
-- `Trainer._get_grad_norm`, and `step` of Accelerate's optimizer (public). By: update_gate.py, `wrap_gradient_norm`,
+- `Trainer._get_grad_norm`, and `step` of Accelerate's optimizer (public). By: update_gate.py, `wrap_method`,
   `wrap_optimizer_step`. Reason: no event has the norm of the gradients before the optimizer steps, or keeps it from
   stepping. Test: test_bad_batches.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.

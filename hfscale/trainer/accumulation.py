@@ -99,14 +99,10 @@ class ChangingAccumulation(TrainerCallback):
 
     def begin(self) -> None:
         """Take part in the training that begins. Call it before its data loader is made."""
-        self._adapter.wrap_stepping(
-            {
-                "_init_training_state": self._resuming,
-                "_run_epoch": self._running,
-                "get_batch_samples": self._fetching,
-                "_finalize_training": self._ending,
-            }
-        )
+        self._adapter.wrap_method("_init_training_state", self._resuming)
+        self._adapter.wrap_method("_run_epoch", self._running)
+        self._adapter.wrap_method("get_batch_samples", self._fetching)
+        self._adapter.wrap_method("_finalize_training", self._ending)
         self._adapter.prepend_callback(self)
 
     # ---- how long the training is

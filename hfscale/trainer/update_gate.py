@@ -57,7 +57,7 @@ class UpdateGate:
                 "(pip install --upgrade 'transformers>=5.4')"
             )
         adapter = self._adapter
-        adapter.wrap_gradient_norm(self._asking)
+        adapter.wrap_method("_get_grad_norm", self._asking)
         if self._has_engine:
             adapter.at_training_end(Strategy.of(adapter.trainer).ask_engine(self._ask_of_engine))
         else:

@@ -77,7 +77,7 @@ class TraceCallback(AdapterCallback):
             reason = why_no_operations(adapter.trainer)
             if reason is not None:
                 logger.warning("a trace has modules and no single operations: %s", reason)
-        folder = adapter.run_dir() / TRACES_NAME
+        folder = adapter.checkpoints.run_dir() / TRACES_NAME
         if state.is_world_process_zero and state.global_step == 0 and folder.is_dir():
             with best_effort("writing a trace", folder):  # those of another run
                 folder.rename(folder.with_name(f"{TRACES_NAME}-until-{int(time.time())}"))
@@ -97,7 +97,10 @@ class TraceCallback(AdapterCallback):
             adapter = TrainerAdapter.current()
             step = state.global_step + 1
             self._recorder = StepRecorder(
-                adapter.trainer, adapter.run_dir(), step, operations=self.options.operations
+                adapter.trainer,
+                adapter.checkpoints.run_dir(),
+                step,
+                operations=self.options.operations,
             )
             self._recorder.begin()
 

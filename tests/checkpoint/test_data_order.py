@@ -276,7 +276,7 @@ class SavesBeforeItReads(TrainerCallback):
 
     def on_epoch_begin(self, args, state, control, **kwargs):
         adapter = TrainerAdapter.current()
-        adapter.load_rng_state(adapter.resumes_from)
+        adapter.checkpoints.load_rng_state(adapter.resumes_from)
         trainer = adapter.trainer
         trainer._save_checkpoint(trainer.model, None)
         raise InterruptedError

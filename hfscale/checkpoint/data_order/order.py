@@ -85,7 +85,9 @@ class DataOrder(BatchListener, TrainerCallback):
             "world_size": distributed.world_size(),
             "batch": args.per_device_train_batch_size,
             # Batches are counted one by one, so that it does not matter where it changes
-            "accumulation": 0 if adapter.grows_batch else args.gradient_accumulation_steps,
+            "accumulation": 0
+            if adapter.announced.grows_batch
+            else args.gradient_accumulation_steps,
         }
         self._begin = self._states()
         self._begin_counters: dict[str, Any] = {}
@@ -165,7 +167,7 @@ class DataOrder(BatchListener, TrainerCallback):
         is_same_launch = saved["launch"] == self._launch
         self._resumed = _Resumed(saved, checkpoint, trained, is_same_launch=is_same_launch)
         # Trainer would restore its states after the batches that follow have been fetched: `_finish` does it before
-        self._load = self._adapter.replace_rng_loading(self._load_before_reading)
+        self._load = self._adapter.checkpoints.replace_rng_loading(self._load_before_reading)
 
     def _load_before_reading(self, checkpoint: str | None) -> None:
         """Restore the states for what comes before the first batch, such as an evaluation that is made up."""
@@ -288,7 +290,7 @@ def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
     order = DataOrder(adapter, train_dataloader)
     if not order.listen():
         return
-    adapter.save_json(NAME, order.saved)
+    adapter.announced.json[NAME] = order.saved
     adapter.append_callback(order)
     checkpoint = adapter.resumes_from
     if checkpoint is None or adapter.trainer.args.ignore_data_skip:

@@ -250,9 +250,9 @@ class PreemptionStop(ResetOnCopy):
             if poller is not None:
                 self._listening.callback(poller.stop)
         shield_workers(train_dataloader)
-        adapter.on_eval_dataloader("shield", shield_workers)
-        adapter.wrap_evaluate("stop", self._cut_short_by_a_stop)
-        adapter.wrap_evaluation_of_training(self._without_effect_if_cut)
+        adapter.evaluations.on_eval_dataloader("shield", shield_workers)
+        adapter.evaluations.wrap_evaluate("stop", self._cut_short_by_a_stop)
+        adapter.wrap_method("_evaluate", self._without_effect_if_cut)
 
     def at_step_end(
         self, agreed: float | None, state: TrainerState, control: TrainerControl
@@ -517,7 +517,7 @@ class PreemptionStop(ResetOnCopy):
         if self.stop is None:
             return
         if self._adapter is not None:
-            self._adapter.note_interruption()
+            self._adapter.announced.is_interrupted = True
         control.should_training_stop = True
         control.should_save = self.stop.save and self._may_save(state)
 

@@ -68,7 +68,7 @@ class NoiseScaleMeter(Meter):
         self._probe = None if isinstance(probe, str) else probe
         self.watches_steps = self._probe is not None
         why_not = probe if isinstance(probe, str) else None
-        TrainerAdapter.of(trainer).announce_measurement("scaling/noise_scale", why_not)
+        TrainerAdapter.of(trainer).announced.unmeasured["scaling/noise_scale"] = why_not
         if why_not is not None:
             logger.info("scaling/noise_scale is not logged: %s", why_not)
 

@@ -83,7 +83,7 @@ class UtilizationMeter(Meter):
         else:
             self._fit = FlopsFit()
             self.watches_steps = True
-            self._adapter.wrap_compute_loss(self._starting)
+            self._adapter.wrap_method("compute_loss", self._starting)
 
     def _starting(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """Return `compute_loss` with counting from its beginning on, in the steps that are counted."""
@@ -177,7 +177,7 @@ class UtilizationMeter(Meter):
         self._step = None
         self._fit = None
         self.watches_steps = False
-        self._adapter.unwrap_compute_loss()
+        self._adapter.unwrap_method("compute_loss")
         if not keep_formula:
             self._formula = None
 

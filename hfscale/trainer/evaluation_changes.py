@@ -1,0 +1,107 @@
+"""`EvaluationChanges`: how hfscale changes the evaluations and the end of a training: `TrainerAdapter.evaluations`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
+
+from hfscale.core.logging import get_logger
+from hfscale.core.versions import has_epoch_methods
+from hfscale.trainer.changes import Changes
+from hfscale.trainer.checkpoint_changes import CheckpointChanges
+from hfscale.trainer.frames import training_frame
+
+logger = get_logger(__name__)
+
+
+class EvaluationChanges:
+    """Replaces the methods by which one Trainer evaluates and ends.
+
+    Args:
+        trainer (`Trainer`): the Trainer.
+        changes (`Changes`): makes the changes, and undoes them.
+        checkpoints (`CheckpointChanges`): saves where an evaluation is the best.
+    """
+
+    def __init__(self, trainer: Trainer, changes: Changes, checkpoints: CheckpointChanges) -> None:
+        self.trainer = trainer
+        self.changes = changes
+        self._checkpoints = checkpoints
+        self._listeners: dict[str, Callable[[Any], object]] = {}
+        self._wraps: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
+
+    def wrap_evaluate(
+        self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        """Replace `evaluate` of the Trainer: no event comes before an evaluation, and no flag ends one early.
+
+        Args:
+            name (`str`): what it is wrapped for; a later call with the same name replaces this one.
+            wrap (`Callable`): called with the Trainer's `evaluate`, or what an earlier wrap has made of it; returns
+                the function to use, which takes the same arguments.
+        """
+        self.changes.put_back(self.trainer, "evaluate")
+        self._wraps[name] = wrap
+        self.changes.at_end("evaluations", self._wraps.clear)
+        evaluate: Callable[..., Any] = self.trainer.evaluate
+        for each in self._wraps.values():
+            evaluate = each(evaluate)
+        self.changes.replace(self.trainer, "evaluate", evaluate)
+
+    def evaluate_as_in_training(self) -> None:
+        """Evaluate between two steps as the training loop does: its schedule, the best model and a save follow."""
+        trainer = self.trainer
+        frame = training_frame()
+        known = frame.f_locals if frame is not None else {}
+        metrics = trainer._evaluate(None, known.get("ignore_keys_for_eval"))
+        is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
+        if trainer.args.save_strategy == SaveStrategy.BEST and is_best:
+            self._checkpoints.save_as_in_training()
+
+    def skip_epoch(self) -> None:
+        """Have the epoch that is about to begin take no step. Call it in `on_epoch_begin`."""
+        if not has_epoch_methods():
+            logger.warning("transformers before 5.4 takes one more step before it stops early")
+            return
+        self.changes.replace(self.trainer, "_run_epoch", lambda *args, **kwargs: None)
+
+    def before_finalizing(self, call: Callable[[], None]) -> None:
+        """Have `call()` made when the training has taken its last step, before Trainer loads the best model.
+
+        Args:
+            call (`Callable`): called without arguments, on every rank.
+        """
+        if not has_epoch_methods():
+            call()
+            return
+        finalize: Callable[..., Any] = self.trainer._finalize_training
+
+        @functools.wraps(finalize)
+        def call_and_finalize(*args: Any, **kwargs: Any) -> Any:
+            call()
+            return finalize(*args, **kwargs)
+
+        self.changes.replace(self.trainer, "_finalize_training", call_and_finalize)
+
+    def on_eval_dataloader(self, name: str, listener: Callable[[Any], object]) -> None:
+        """Have `listener(loader)` called when the Trainer gets a data loader for an evaluation, after training too.
+
+        Args:
+            name (`str`): what the listener does; it replaces an earlier one of this name.
+            listener (`Callable`): called with each loader before it is read; its result is ignored.
+        """
+        self._listeners[name] = listener
+        if self.changes.is_replaced(self.trainer, "get_eval_dataloader"):
+            return
+        get = self.trainer.get_eval_dataloader
+
+        @functools.wraps(get)
+        def get_and_tell(*args: Any, **kwargs: Any) -> Any:
+            loader = get(*args, **kwargs)
+            for listener in self._listeners.values():
+                listener(loader)
+            return loader
+
+        self.changes.replace(self.trainer, "get_eval_dataloader", get_and_tell, lasting=True)
