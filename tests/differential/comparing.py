@@ -9,7 +9,19 @@ from typing import Any
 from program import Program
 from running import Launch, Run, is_unplanned
 
-ORDER = ("rows", "rates", "loss", "grad_norm", "metrics", "steps", "tokens", "best", "checkpoints", "weights")
+ORDER = (
+    "rows",
+    "rates",
+    "loss",
+    "grad_norm",
+    "metrics",
+    "steps",
+    "tokens",
+    "best",
+    "checkpoints",
+    "weights",
+    "average",
+)
 """What is compared. Where several differ, the first one is the fault, as the others may follow from it."""
 ZERO = 1e-8
 """Where the terms of a loss cancel, as GRPO's do, what is left is rounding; a float32 near 1 has steps of 1e-7."""
@@ -87,7 +99,7 @@ class Explanation:
     explains: tuple[str, ...]
 
 
-FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "weights")
+FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "weights", "average")
 REFUSED = "refused"
 """A launch ends with a `CheckpointError`, where an earlier one has said that none of its checkpoints can be used."""
 EXPLANATIONS = (
@@ -115,6 +127,7 @@ EXPLANATIONS = (
         r"does not repeat the order of the samples",
         ("rows", *FROM_LOSS),
     ),
+    Explanation(lambda program: program.average != "none", r"the average starts anew", ("average",)),
     Explanation(
         lambda program: any(each.where == "evaluation" for each in program.interruptions),
         r"the last evaluation of the training is cut short",
@@ -139,7 +152,23 @@ def compare(program: Program, plain: Run, whole: Run | None, broken: Run | None)
         fault = difference(program, phase, plain, run)
         if fault is not None:
             return judged(program, fault, lines)
+    if whole is not None and broken is not None:
+        fault = difference_of_averages(program, whole, broken)
+        if fault is not None:
+            return judged(program, fault, lines_of(broken))
     return Comparison(program, "exact")
+
+
+def difference_of_averages(program: Program, whole: Run, broken: Run) -> Fault | None:
+    """Return how the averaged weights of an interrupted run differ from those of the one that was not."""
+    expected, got = whole.end, broken.end
+    assert expected is not None
+    assert got is not None
+    averages = (expected["average"], got["average"])
+    is_there = program.average != "none"
+    if all((average is not None) == is_there for average in averages) and not differs(program, *averages):
+        return None
+    return Fault("resumed", "average", got["step"], f"{averages[0]} became {averages[1]}")
 
 
 def judged(program: Program, fault: Fault, lines: list[tuple[int, str]]) -> Comparison:

@@ -73,6 +73,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "early_stopping": (0, 1, 2),
     "callback": ("spot", "scaling"),
     "replay": (0, 1, 2),
+    "average": ("none", "ema", "last"),
+    "skips": (False, True),
     "move": ("none", "renamed", "relative", "link", "lost", "batch", "processes"),
     "processes": (1, 2),
     "resume": ("latest", "true", "again"),
@@ -159,6 +161,8 @@ class Program:
     early_stopping: int = 0
     callback: str = "spot"
     replay: int = 0
+    average: str = "none"
+    skips: bool = False
     move: str = "none"
     processes: int = 1
     resume: str = "latest"

@@ -34,6 +34,8 @@ PRELOADED = (
     "hfscale.checkpoint.remote",
     "hfscale.checkpoint.resume",
     "hfscale.metrics.profiler",
+    "hfscale.averaging.callback",
+    "hfscale.replays.bad_batches",
     "fsspec.implementations.local",
 )
 """What the process that is forked has imported."""
@@ -171,6 +173,7 @@ def run_child(job: dict[str, Any]) -> None:
             best=trainer.state.best_global_step if program.best != "none" else None,
             checkpoints=sorted(path.name for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()),
             cpu_s=time.process_time(),
+            average=average_of(folder),
             **weights_of(trainer.model),
         )
     except BaseException as error:
@@ -189,16 +192,31 @@ def weights_of(model: Any) -> dict[str, Any]:
     return {"digest": digest.hexdigest()[:16], "total": total}
 
 
+def average_of(folder: Path) -> float | None:
+    """Return a number that differs where the averaged weights that a run has written do; None if there are none."""
+    from safetensors.torch import load_file
+
+    files = sorted((folder / "average").glob("*.safetensors"))
+    tensors = [tensor for file in files for _, tensor in sorted(load_file(file).items())]
+    return sum(float(tensor.double().abs().sum()) for tensor in tensors) if tensors else None
+
+
 def hfscale_callbacks(program: Program, job: dict[str, Any]) -> list[Any]:
     """Return the callbacks of hfscale that the program has."""
-    from hfscale import ScalingCallback, SpotCheckpointCallback
+    from hfscale import ScalingCallback, SpotCheckpointCallback, WeightAveragingCallback
     from hfscale.health.callback import CommHealthCallback
 
     spot = SpotCheckpointCallback(remote=job["remote"])
-    replays = {"replay_every_steps": program.replay} if program.replay else {}
+    health: dict[str, Any] = {}
+    if program.replay:
+        health["replay_every_steps"] = program.replay
+    if program.skips:
+        health["skip_bad_batches"] = 3
+    averages = {"none": {}, "ema": {"ema_decay": 0.9}, "last": {"average_last": 3}}[program.average]
+    average = [WeightAveragingCallback(**averages)] if averages else []
     if program.callback == "scaling":
-        return [ScalingCallback(spot_checkpoint=spot, comm_health=CommHealthCallback(**replays))]
-    return [spot, *([CommHealthCallback(**replays)] if replays else [])]
+        return [ScalingCallback(spot_checkpoint=spot, comm_health=CommHealthCallback(**health)), *average]
+    return [spot, *([CommHealthCallback(**health)] if health else []), *average]
 
 
 def find_checkpoint(job: dict[str, Any]) -> str | None:
