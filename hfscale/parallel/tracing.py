@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from hfscale.core.spelling import spelled
+from hfscale.core.torch_internals import version_of
 from hfscale.errors import UnsupportedModelError
 from hfscale.parallel.partition import (
     IdentityStage,
@@ -142,7 +143,11 @@ def _check_later_stage(model: PreTrainedModel, structure: ModelStructure) -> Non
     replace_embeddings(view, structure)
     width = model.config.get_text_config().hidden_size
     hidden = torch.ones((1, _TOKENS, width), dtype=model.dtype, device=_device_of(model))
+    version = version_of(hidden)
     _run(model, view, structure, inputs_embeds=hidden)
+    if version_of(hidden) != version:
+        # They are what the stage before has sent: its backward pass, and the first layer, would get other values
+        raise _unsupported(model, "it changes the hidden states that it is given, in place")
     _check_calls(model, structure, calls, hidden.new_empty(0))
 
 

@@ -84,6 +84,11 @@ def test_stages_compute_what_the_unsplit_model_does(family):
     assert norm < 1e-5
 
 
+def test_a_decoder_that_changes_what_it_is_given_is_refused():
+    with pytest.raises(UnsupportedModelError, match="in place"):
+        differences_of_stages("ctrl")
+
+
 def result_of_stages(family):
     """`right`, `wrong`, `refused` or `not small` of a family, found in a process of its own that has a minute."""
     reading, writing = os.pipe()
