@@ -39,6 +39,7 @@ from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resume import refuse_to_replace_unread
 from hfscale.checkpoint.retention import drop_states, keeps_weights_apart
+from hfscale.checkpoint.running_loss import keep_running_loss
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.store import (
     DELETING,
@@ -280,6 +281,7 @@ class SpotCheckpointCallback(AdapterCallback):
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
         keep_data_order(adapter, kwargs.get("train_dataloader"))
         keep_generated_batches(adapter)
+        keep_running_loss(adapter)
         resume_evaluations(adapter)
 
     def _refuse_to_discard(self, adapter: TrainerAdapter, state: TrainerState) -> None:

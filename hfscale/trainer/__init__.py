@@ -105,6 +105,9 @@ Read, called, or set once
 - `Trainer._globalstep_last_logged`, `Trainer._total_loss_scalar` and `Trainer._tr_loss`, set. By:
   `leave_out_of_logged_loss`, `leave_out_of_final_loss`. Reason: Trainer divides by all steps, and a step that is left
   out has no loss. Test: test_bad_batches.py.
+- `Trainer._tr_loss`, `Trainer._globalstep_last_logged` and `Trainer._total_loss_scalar`, read and set. By:
+  `running_loss`, `set_running_loss`. Reason: the first log after a resume would be the mean of the steps since the
+  resume only. Test: test_running_loss.py.
 - `AcceleratedOptimizer._is_overflow`, set. By: update_gate.py. Reason: the schedule and averages of weights ask
   Accelerate whether a step was skipped, and only its gradient scaler says so. Test: test_bad_batches.py.
 - `_update_scale`, replaced, and `averaged_gradients` of DeepSpeed's optimizers. By: `Zero.ask_engine`. Reason: the

@@ -183,6 +183,30 @@ def jump_to(trainer: Trainer, step: int) -> None:
     trainer._globalstep_last_logged += missed
 
 
+def running_loss(trainer: Trainer) -> tuple[float, int]:
+    """Return the sum of this rank's losses since the last log, and the step of that log.
+
+    Args:
+        trainer (`Trainer`): a Trainer that trains, of transformers 5.4 or later.
+    """
+    return trainer._tr_loss.item(), trainer._globalstep_last_logged
+
+
+def set_running_loss(trainer: Trainer, loss: float, mean: float, *, last_log: int) -> None:
+    """Have the next log be the mean of all steps since one that another process has made.
+
+    Args:
+        trainer (`Trainer`): a Trainer of transformers 5.4 or later, whose training has begun and has taken no step.
+        loss (`float`): the sum of this rank's losses since that log.
+        mean (`float`): the mean of that sum over the ranks.
+        last_log (`int`): the step of that log.
+    """
+    trainer._tr_loss.fill_(loss)
+    trainer._globalstep_last_logged = last_log
+    # The record that ends the training has the mean loss of the steps of this process alone
+    trainer._total_loss_scalar = -mean
+
+
 def leave_out_of_logged_loss(trainer: Trainer) -> None:
     """Have the next log leave the step that is being taken out of its mean loss; a log of no other step is not made.
 

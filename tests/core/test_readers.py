@@ -606,6 +606,7 @@ SITES = {
     "checkpoint/formats/zero.py:read_zero": PICKLES,
     "checkpoint/formats/zero.py:tag_folder": PICKLES,
     "checkpoint/generated_batches.py:read": VERIFIED,
+    "checkpoint/running_loss.py:_read": VERIFIED,
     "checkpoint/loading.py:_check_adapters": PICKLES,
     "checkpoint/loading.py:_conversion_folder": VERIFIED,
     "checkpoint/lock.py:_describe": "lock",

@@ -1,0 +1,65 @@
+"""Keeps the loss since the last log in checkpoints, so that the first log after a resume is that of the whole run.
+
+Trainer logs the mean loss of the steps since the last log, and adds it up in the process. After a resume from a
+checkpoint that was saved between two logs, its first log is the mean of the steps of the new process only, under the
+number of the same step. Here each rank's checkpoint keeps the sum and the step of the last log.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from hfscale.core import distributed
+from hfscale.core.text_files import read_json
+from hfscale.core.versions import has_epoch_methods
+from hfscale.errors import CheckpointError
+from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.state import running_loss, set_running_loss
+
+NAME = "hfscale_running_loss"
+"""The file of a rank is `hfscale_running_loss_RANK.json`."""
+
+
+def keep_running_loss(adapter: TrainerAdapter) -> None:
+    """Keep the loss since the last log in the checkpoints of a training, and resume with it.
+
+    Call it in `on_train_begin`. Nothing is kept with transformers before 5.4, where the sum is a local variable.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+
+    Raises:
+        CheckpointError: a file of the checkpoint is broken.
+    """
+    if not has_epoch_methods():
+        return
+    trainer = adapter.trainer
+
+    def saved() -> dict[str, Any]:
+        loss, last_log = running_loss(trainer)
+        return {"loss": loss, "last_log": last_log}
+
+    adapter.announced.json[NAME] = saved
+    if adapter.resumes_from is None:
+        return
+    of_ranks = _read(Path(adapter.resumes_from))
+    if not of_ranks:
+        return
+    losses = [loss for loss, _ in of_ranks]
+    mean = sum(losses) / len(losses)
+    is_same_ranks = len(losses) == distributed.world_size()
+    own = losses[distributed.rank()] if is_same_ranks else mean
+    set_running_loss(trainer, own, mean, last_log=of_ranks[0][1])
+
+
+def _read(checkpoint: Path) -> list[tuple[float, int]]:
+    """Return the sum of losses and the step of the last log of each rank that has saved; empty if none has."""
+    found: list[tuple[float, int]] = []
+    while (path := checkpoint / f"{NAME}_{len(found)}.json").is_file():
+        try:
+            saved = read_json(path)
+            found.append((float(saved["loss"]), int(saved["last_log"])))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}): use another checkpoint"
+            ) from None
+    return found

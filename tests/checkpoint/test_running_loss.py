@@ -1,0 +1,75 @@
+"""The first log after a resume is the mean of all steps since the log before, as in a run that was not interrupted."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from forked_ranks import run_ranks
+from tiny import RandomTokens, StopAt, tiny_arguments, tiny_model
+from transformers import Trainer
+
+from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint.running_loss import NAME, keep_running_loss
+from hfscale.core.versions import has_epoch_methods
+from hfscale.errors import CheckpointError
+
+pytestmark = pytest.mark.skipif(not has_epoch_methods(), reason="the sum is a local variable of Trainer")
+
+
+def train(folder, *callbacks, resume=False, **arguments):
+    """Train 8 steps of 4 sequences and log every third one; return the logs, and the mean loss of the launch."""
+    batch = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    defaults = {"max_steps": 8, "logging_steps": 3, "per_device_train_batch_size": batch}
+    args = tiny_arguments(folder, **(defaults | arguments))
+    callbacks = [SpotCheckpointCallback(), *callbacks]
+    trainer = Trainer(tiny_model(), args, train_dataset=RandomTokens(), callbacks=callbacks)
+    checkpoint = latest_checkpoint(str(folder)) if resume else None
+    mean = trainer.train(resume_from_checkpoint=checkpoint).training_loss
+    return [(log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log], mean
+
+
+def begin(folder):
+    """Train as a whole, and to step 4."""
+    whole, _ = train(folder / "whole", save_strategy="no")
+    train(folder / "broken", StopAt(4))
+    (folder / f"whole-{os.environ['RANK']}.json").write_text(json.dumps(whole))
+
+
+def resume(folder):
+    """Resume from step 4."""
+    resumed, _ = train(folder / "broken", resume=True)
+    (folder / f"resumed-{os.environ['RANK']}.json").write_text(json.dumps(resumed))
+
+
+def test_a_log_covers_the_steps_before_the_resume(tmp_path):
+    whole, _ = train(tmp_path / "whole", save_strategy="no")
+    each, _ = train(tmp_path / "each", save_strategy="no", logging_steps=1)
+    train(tmp_path / "broken", StopAt(4))
+    resumed, mean = train(tmp_path / "broken", resume=True)
+    assert resumed == whole
+    # The record that ends a training is about the steps of its launch, in Trainer too
+    rest = [loss for step, loss in each if step > 4]
+    assert mean == pytest.approx(sum(rest) / len(rest), rel=1e-6)
+
+
+def test_each_rank_has_a_sum_and_another_number_of_ranks_their_mean(tmp_path):
+    assert run_ranks(2, begin, tmp_path, log=tmp_path / "log") == [0, 0]
+    files = sorted((tmp_path / "broken" / "checkpoint-4").glob(f"{NAME}_*.json"))
+    assert len({json.loads(path.read_text())["loss"] for path in files}) == 2
+    shutil.copytree(tmp_path / "broken", tmp_path / "alone")
+    assert run_ranks(2, resume, tmp_path, log=tmp_path / "log") == [0, 0]
+    whole = json.loads((tmp_path / "whole-0.json").read_text())
+    assert json.loads((tmp_path / "resumed-0.json").read_text()) == whole
+    alone, _ = train(tmp_path / "alone", resume=True)
+    assert [step for step, _ in alone] == [step for step, _ in whole]
+    assert [loss for _, loss in alone] == pytest.approx([loss for _, loss in whole], rel=1e-5)
+
+
+@pytest.mark.parametrize("text", ['{"loss": "many", "last_log": 3}', "[]", "{"])
+def test_a_broken_file_is_an_error_of_one_line(tmp_path, text):
+    (tmp_path / f"{NAME}_0.json").write_text(text)
+    adapter = SimpleNamespace(trainer=None, announced=SimpleNamespace(json={}), resumes_from=str(tmp_path))
+    with pytest.raises(CheckpointError, match=f"{NAME}_0.json"):
+        keep_running_loss(adapter)
