@@ -111,6 +111,7 @@ def result_of_stages(family):
 
 
 @pytest.mark.recipes
+@pytest.mark.timeout(900)
 def test_the_list_has_every_family_that_can_be_built_small():
     families = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     results = {family: result_of_stages(family) for family in sorted(families)}
