@@ -58,6 +58,9 @@ class Accelerator:
     """Total device memory that torch reports, GiB."""
     memory_tb_s: float
     """Memory bandwidth, TB/s."""
+    l2_mib: float | None = None
+    """Level-2 cache, MiB, where it is one piece and several times as fast as the memory, as from Ada on beside GDDR;
+    None elsewhere (A100 and H100 have two halves, which are hardly faster than their HBM)."""
     link_gb_s: float | None = None
     """NVLink or xGMI bandwidth of one device to all others of its node, one direction, GB/s; None if it has
     none (bridges between pairs of cards are not counted)."""

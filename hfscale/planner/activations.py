@@ -386,7 +386,8 @@ def _fullest(job: Job) -> ModelShape:
 
 def _score_bytes(job: Job, framework: Framework) -> float:
     """Bytes of one layer's attention scores and micro-batch that `layer_bytes` does not count."""
-    if job.flash_attention or (framework.kept is None and has_scores(job.shape.model_type)):
+    is_counted = framework.kept is None and has_scores(job.shape.model_type)
+    if is_counted or not job.writes_scores:
         return 0.0
     scores = job.tokens * job.shape.attention.heads / job.layout.tp * job.seq_len
     return SCORE_BYTES_KEPT[framework.name] * scores

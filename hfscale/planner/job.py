@@ -17,7 +17,13 @@ from hfscale.facts.support import Combination, check_support
 from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, Schedule
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
-"""What is known about each `Optimizer`: `state_bytes`, `traffic_bytes`, and its name in Trainer, `trainer`, if any."""
+"""What is known about each `Optimizer`: `state_bytes`, `traffic_bytes`, `update_share`, and its name in Trainer,
+`trainer`, if any."""
+
+HOPPER_TFLOPS = 700.0
+"""bf16 peak, TFLOP/s, from which a device counts as Hopper or later."""
+FUSED_HEAD_WIDTH = 128
+"""Widest heads that cuDNN's fused attention trains with before Hopper."""
 
 
 def planner_schedule(name: str) -> Schedule:
@@ -86,6 +92,11 @@ class Job(LayoutOptions):
         return self.micro_batch * self.sequences_per_example * self.seq_len // self.layout.cp
 
     @property
+    def has_pure_adamw(self) -> bool:
+        """Whether AdamW keeps its moments in the format of pure bf16 parameters."""
+        return self.pure_bf16 and self.optimizer in ("adamw", "adamw_foreach")
+
+    @property
     def value_bytes(self) -> float:
         """Bytes of a value in the format of the matrix products; those in fp8 are kept in bf16."""
         return 4.0 if self.precision == "fp32" else 2.0
@@ -107,10 +118,27 @@ class Job(LayoutOptions):
 
     @property
     def writes_scores(self) -> bool:
-        """Whether attention scores are written to memory: without flash attention, and in Hugging Face's families that
-        support neither it nor SDPA."""
-        return not self.flash_attention or (
-            self.stack == "hf" and has_scores(self.shape.model_type)
+        """Whether attention scores are written to memory: without flash attention, in Hugging Face's families that
+        support neither it nor SDPA, and in Megatron where no fused kernel takes the heads (`has_unfused_heads`)."""
+        if not self.flash_attention or self.has_unfused_heads:
+            return True
+        return self.stack == "hf" and has_scores(self.shape.model_type)
+
+    @property
+    def has_unfused_heads(self) -> bool:
+        """Whether Megatron computes attention unfused because keys are wider than values, as in latent attention.
+
+        Transformer Engine disables flash attention 2 for such heads, and cuDNN's kernels take heads wider than 128
+        from Hopper on only (transformer_engine/pytorch/attention/dot_product_attention/utils.py,
+        `get_attention_backend`; common/fused_attn/fused_attn.cpp, `nvte_get_fused_attn_backend`).
+        """
+        attention = self.shape.attention
+        peak = self.gpu.bf16_tflops or self.gpu.fp16_tflops or 0.0
+        return (
+            self.stack == "megatron"
+            and attention.head_dim != attention.value_head_dim
+            and attention.head_dim > FUSED_HEAD_WIDTH
+            and peak < HOPPER_TFLOPS
         )
 
     @cached_property

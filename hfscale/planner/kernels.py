@@ -5,36 +5,35 @@ bandwidth. All durations are in seconds. `tokens` are those of a micro-batch on 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from hfscale.core.spelling import spelled
-from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
-from hfscale.facts.activations import layer_widths
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.facts.layer_shape import AttentionShape, Linear
 from hfscale.facts.model_shape import LayerKind
-from hfscale.planner.activations import regime_of
-from hfscale.planner.adapters import has_merged_experts, target_modules
+from hfscale.planner.adapters import has_merged_experts
+from hfscale.planner.elementwise import (
+    elementwise_bytes,
+    has_liger_kernels,
+    liger_loss_bytes,
+    share_of_memory_time,
+)
 from hfscale.planner.experts import imbalance_of, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants
-from hfscale.planner.job import Job
+from hfscale.planner.job import HOPPER_TFLOPS, Job
 from hfscale.planner.options import Precision
 
-_EAGER: dict[str, dict[str, Any]] = read_table("facts/eager_traffic.toml")
-_SAME_OPERATORS = {"mixed": "bf16"}
-"""Regimes whose operators are those of another: FSDP2's weights and residuals are in bf16 before autocast."""
 DEFAULT_ACHIEVED = 0.8
 """Rate of the best matrix product relative to the peak, where none was measured: 80% on H100, 87% on A100 (Bekman, ML
 Engineering, 2025)."""
-GEFORCE_ACHIEVED = 0.95
-"""The same for GeForce cards, which clock higher than the datasheet of the peak says: an RTX 5060 Ti reached 47.0
-of 47.4 TFLOP/s (QuantumDrizzy/BLACKWALL, 2026)."""
-HOPPER_TFLOPS = 700.0
-"""bf16 peak, TFLOP/s, from which a device counts as Hopper or later: flash attention 2 reaches 35-40% of its peak
-there, and 50-70% on earlier devices (Shah et al., FlashAttention-3, arXiv 2407.08608)."""
+GEFORCE_ACHIEVED = 1.0
+"""The same for GeForce cards, which clock higher than the datasheet of the peak says, and whose tensor cores run at
+half rate, so that the power limit does not slow them: an RTX 5060 Ti reached 47.0 of 47.4 TFLOP/s
+(QuantumDrizzy/BLACKWALL, 2026), and all of a training step 148 of 165 on an RTX 4090 (torchtune's README: Llama 3.1
+8B, LoRA with recomputation, 3,083 tokens/s)."""
 USUAL_POWER_W = {"H100": 700.0, "H200": 700.0, "A100": 400.0, "B200": 1000.0}
 """Power limit, W, of the device on which the best matrix product of its series was measured."""
 ALIGNMENT = 64
@@ -73,9 +72,6 @@ MERGE_BYTES = 8.0
 """Bytes of memory traffic per expert parameter and pass where experts have adapters: the product of an adapter's two
 matrices is written and read, the weight is read and their sum is written (peft 0.21.2, `_LoraParameterProxy`); in the
 backward pass the gradient of the sum is written, and read for each of the two matrices."""
-NORM_PART = 0.5
-"""Fraction of the reads and writes of hidden-wide activations that norms, residuals and dropout make: they keep 10 of
-a layer's 24 h (Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
 MOE_PASSES = 12.0
 """Reads and writes of a hidden-wide activation, per expert that a token passes, to sort tokens by expert and back."""
 
@@ -144,6 +140,8 @@ class Rates:
         self.bf16_matmul = self.matmul
         if job.precision == "fp8" and gpu.fp8_tflops:
             self.matmul *= framework.fp8_rowwise_gain if job.rowwise_fp8 else framework.fp8_gain
+        # Flash attention 2 reaches 35-40% of the peak there, and 50-70% on earlier devices (Shah et al.,
+        # FlashAttention-3, arXiv 2407.08608)
         self.is_hopper = peak >= HOPPER_TFLOPS
         share = framework.attention_hopper if self.is_hopper else framework.attention_ampere
         self.attention = best * share
@@ -215,12 +213,13 @@ def layer_forward(
             experts = [linear for linear in kind.linears if linear.copies > 1]
             merged += kind.share * _matrices_s(experts, job, shared, rates)
         attention += kind.share * _attention_s(kind, job, shared, rates)
-    forward, backward = _elementwise_s(job, framework, rates)
+    forward, backward = elementwise_bytes(job, framework)
+    memory = rates.memory / share_of_memory_time(job)
     return LayerTime(
         matmul=matmul,
         attention=attention,
-        elementwise=forward,
-        elementwise_backward=backward,
+        elementwise=forward / memory,
+        elementwise_backward=backward / memory,
         routing=_routing_s(job, framework, rates),
         merging=merging,
         merged_matmul=merged,
@@ -303,64 +302,6 @@ def _attention_s(kind: LayerKind, job: Job, shared: SharedConstants, rates: Rate
     return 2 * widths * seq_len * tokens / rate + moved * scores / rates.memory
 
 
-def _elementwise_s(job: Job, framework: Framework, rates: Rates) -> tuple[float, float]:
-    """Duration of the operators outside matrix products and attention, forward and backward.
-
-    Where transformers' layers run uncompiled, their operators were counted. Otherwise it is a number of passes over
-    the widths, which published runs were fitted to.
-    """
-    counted = _counted_operators(job)
-    if counted is not None:
-        of_forward = _counted_bytes(job, counted, "forward")
-        of_backward = _counted_bytes(job, counted, "backward")
-        return of_forward / rates.memory, of_backward / rates.memory
-    shape = job.shape
-    tp = job.layout.tp
-    left = framework.compiled_passes if job.compile else 1.0
-    # Norms and residuals are split only with sequence parallelism, activations inside attention and MLP always.
-    outside = NORM_PART / job.sequence_split
-    hidden = framework.passes_h * shape.hidden * (outside + (1 - NORM_PART) / tp)
-    gate = 1.0 if shape.gated else 0.5
-    widths = hidden + framework.passes_f * gate * shape.mlp_width / tp
-    seconds = 2 * job.tokens * widths * left / rates.memory
-    return seconds, 2 * seconds
-
-
-def _counted_operators(job: Job) -> Mapping[str, Any] | None:
-    """What was counted for the run's layers; None where they run compiled, in another framework, or were not counted.
-
-    A layer norm is one kernel, and an RMS norm of transformers several.
-    """
-    if job.stack != "hf" or job.compile:
-        return None
-    regime = regime_of(job)
-    has_layer_norms = job.shape.norm_parameters != job.shape.hidden
-    name = f"{regime}_layer_norm" if has_layer_norms else _SAME_OPERATORS.get(regime, regime)
-    return _EAGER.get(name)
-
-
-def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> float:
-    """Bytes that the operators of an uncompiled layer read and write, with those of its adapters' small products."""
-    shape = job.shape
-    attention = shape.attention
-    norms = shape.norms_per_layer / 2
-    gate = 0.5 if not shape.gated and not counted.get("plain_mlp") else 1.0
-    widths = {
-        "hidden": norms * shape.hidden,
-        "mlp": gate * shape.mlp_width,
-        "query": attention.query_width,
-        "kv": attention.kv_width,
-        "normed": layer_widths(shape, job.seq_len)["normed"],
-    }
-    of_token: float = sum(size * widths[name] for name, size in counted[direction].items())
-    if job.method != "full":
-        inputs, outputs, _, _ = shape.adapted_widths(target_modules(job))
-        products = 1 if direction == "forward" else 2
-        of_token += products * 2.0 * (inputs + outputs)
-    of_weights: float = counted["weights"][direction] * sum(layer_parameters(job))
-    return job.tokens * of_token + of_weights
-
-
 def _routing_s(job: Job, framework: Framework, rates: Rates) -> float:
     shape = job.shape
     left = framework.compiled_passes if job.compile else 1.0
@@ -385,5 +326,7 @@ def head_s(job: Job, framework: Framework, rates: Rates) -> float:
     if job.task != "text":
         passes += 1.0
     products = passes * 2 * job.tokens * shape.hidden * vocab / rates.bf16_matmul
+    if has_liger_kernels(job):
+        return products + liger_loss_bytes(job) / rates.memory
     logits = vocab if job.loss_parallel else shape.vocab
     return products + framework.loss_bytes * job.tokens * logits / rates.memory

@@ -23,7 +23,7 @@ from hfscale.planner.experts import kept_share, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
 from hfscale.planner.frozen import QLORA_BYTES as QLORA_BYTES
 from hfscale.planner.frozen import frozen_bytes
-from hfscale.planner.job import OPTIMIZERS, Job
+from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.peak import highest_moment
 from hfscale.planner.tasks import reference_bytes
 
@@ -135,9 +135,9 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
         gradient_share = share_of(all_replicas) if job.zero == 2 else 1.0
         optimizer_share = share_of(all_replicas) if job.zero >= 1 else 1.0
     weight, gradient, master = _formats(job, framework)
-    moments = OPTIMIZERS[job.optimizer]["state_bytes"] / (
-        2 if job.pure_bf16 and job.optimizer == "adamw" else 1
-    )
+    moments = OPTIMIZERS[job.optimizer]["state_bytes"]
+    if job.has_pure_adamw:
+        moments /= 2
     frozen = frozen_bytes(job) * local / shape.total_parameters
     trained = share * local
     parameters = (frozen + weight * trained) * parameter_share
@@ -148,6 +148,19 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     if job.offload == "full":
         parameters = gradients = 0.0
     return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
+
+
+def update_bytes(job: Job, states: StateBytes) -> float:
+    """Compute the bytes that the optimizer's update needs in addition to the states on one rank.
+
+    Args:
+        job (`Job`): the run; 0 with DeepSpeed and Megatron, which have optimizers of their own.
+        states (`StateBytes`): the states of the rank.
+    """
+    if job.stack == "megatron" or strategy_of(job).startswith("zero"):
+        return 0.0
+    share: float = OPTIMIZERS[job.optimizer].get("update_share", 0.0)
+    return share * states.optimizer
 
 
 def _expert_part(job: Job, local: float) -> float:
@@ -292,7 +305,7 @@ def memory_of(job: Job, framework: Framework, common: SharedConstants | None = N
     """
     common = common or shared_constants()
     states = state_bytes(job, framework)
-    peak = highest_moment(job, framework, states.gradients)
+    peak = highest_moment(job, framework, states.gradients, update_bytes(job, states))
     reference = reference_bytes(job)
     others = peak.total - peak.gradients
     parts = {
@@ -338,7 +351,8 @@ def peak_of(job: Job, framework: Framework) -> Peak:
         job (`Job`): the run.
         framework (`Framework`): constants of the training framework.
     """
-    peak = highest_moment(job, framework, state_bytes(job, framework).gradients)
+    states = state_bytes(job, framework)
+    peak = highest_moment(job, framework, states.gradients, update_bytes(job, states))
     return Peak(rank=peak.rank, at=peak.at)
 
 

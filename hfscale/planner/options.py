@@ -38,8 +38,18 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 """Format of the matrix products; states are in fp32 unless `pure_bf16`."""
 Method = Literal["full", "lora", "qlora"]
 """Which parameters train; `qlora` keeps the frozen ones in 4 bits."""
-Optimizer = Literal["adamw", "adamw_bf16", "adamw_8bit", "sgd", "sgd_momentum", "adafactor", "muon"]
-"""Optimizers, which differ in the size of their states."""
+Optimizer = Literal[
+    "adamw",
+    "adamw_foreach",
+    "adamw_bf16",
+    "adamw_8bit",
+    "sgd",
+    "sgd_momentum",
+    "adafactor",
+    "muon",
+]
+"""Optimizers, which differ in the size of their states. `adamw` is fused, Trainer's default; `adamw_foreach` is
+Trainer's `adamw_torch`, which was its default until 2025."""
 Offload = Literal["none", "optimizer", "full"]
 """What is kept in the CPU's memory: with `optimizer` the optimizer states, which are updated there; with `full` also
 parameters and gradients."""

@@ -66,7 +66,7 @@ class Moment:
         return self.activations + self.loss + self.gradients + self.buffers + self.kv_cache
 
 
-def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
+def highest_moment(job: Job, framework: Framework, gradients: float, update: float = 0.0) -> Moment:
     """The moment of a step at which most memory is in use.
 
     Without a pipeline this moment is the loss of the last micro-batch, the backward pass of the last layer, or that of
@@ -76,13 +76,23 @@ def highest_moment(job: Job, framework: Framework, gradients: float) -> Moment:
     the previous step's shards left free is too small to be reused for activations (torchtitan's peaks fall by 16 bytes
     per parameter and shard from 8 to 128 ranks, gradients included). The recipes store gradients in the
     buckets (`gradient_as_bucket_view`). With a pipeline the rank with most micro-batches in
-    flight or the one with the loss is the fullest.
+    flight or the one with the loss is the fullest. Where the optimizer needs memory for its update, that is a moment
+    too.
 
     Args:
         job (`Job`): the run.
         framework (`Framework`): constants of the training framework.
         gradients (`float`): bytes of all gradients, as they are at the end of the backward pass.
+        update (`float`): bytes that the optimizer's update needs in addition to the states.
     """
+    highest = _highest_in_passes(job, framework, gradients)
+    if update + gradients > highest.total:
+        return Moment(0.0, 0.0, gradients, update, at="optimizer update")
+    return highest
+
+
+def _highest_in_passes(job: Job, framework: Framework, gradients: float) -> Moment:
+    """The moment of the forward and backward passes at which most memory is in use."""
     if job.runs_parallel_trainer and job.layout.pp > 1:
         return max(_pipeline_moments(job, framework), key=lambda moment: moment.total)
     if job.spreads_experts:

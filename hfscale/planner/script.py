@@ -151,9 +151,7 @@ def estimate_script(
     Raises:
         UsageError: the states of the script's optimizer are not known, or no peak of the device for the precision.
     """
-    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {
-        "adamw_torch": "adamw"
-    }
+    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()}
     if counts["optimizer"] not in names:
         raise UsageError(
             f"the script's optim is {counts['optimizer']}: the states of {', '.join(names)} are known"

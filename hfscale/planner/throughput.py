@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hfscale.facts.schedules import idle_relative_to_1f1b
 from hfscale.planner.activations import regime_of
 from hfscale.planner.experts import (
+    copied_share,
     expert_exchange_s,
     gathered_share,
     kept_share,
@@ -22,8 +23,8 @@ from hfscale.planner.experts import (
     owners,
 )
 from hfscale.planner.frameworks import Framework, SharedConstants
-from hfscale.planner.frozen import dense_bytes
-from hfscale.planner.job import OPTIMIZERS, Job
+from hfscale.planner.frozen import dense_bytes, mean_bytes
+from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import reduced_gradient_bytes, trained_parameters
 from hfscale.planner.network import Group, Network, exposed_s
@@ -97,7 +98,8 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
         job, network, forward + backward
     )
     head = head_s(job, framework, rates)
-    gathered = _sharded_traffic(job, framework, network, forward, backward, head)
+    copies = _Copies.of(job, rates)
+    gathered = _sharded_traffic(job, framework, network, copies, forward, backward, head)
 
     first, last = job.layer_split
     exposed = sent + gathered.per_layer
@@ -256,10 +258,47 @@ class _ShardedTraffic:
     """Once per step."""
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """Seconds per byte of the copies that come with the communication of sharded parameters, and delay it."""
+
+    gathered: float = 0.0
+    """Per byte of a gathered buffer. FSDP2 copies it to the parameters: it is read and written."""
+    scattered: float = 0.0
+    """Per byte of gradients that are copied into the buffer of the reduce-scatter, or out of the gradients."""
+    own: float = 0.0
+    """Per byte of the rank's shard that is copied to the device from the CPU, where parameters are offloaded."""
+
+    @classmethod
+    def of(cls, job: Job, rates: Rates) -> "_Copies":
+        """Return those of a run: FSDP2 copies (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py,
+        `foreach_all_gather_copy_out` and `foreach_reduce_scatter_copy_in`), DeepSpeed and Megatron gather in
+        place. DeepSpeed copies offloaded shards on the stream of its gathers (DeepSpeed 0.19.8,
+        runtime/zero/partitioned_param_coordinator.py)."""
+        own = 0.0
+        if job.offload == "full":
+            own = 1 / _host_bytes_s(job)
+        is_fsdp2 = job.stack != "megatron" and not strategy_of(job).startswith("zero")
+        if not is_fsdp2:
+            return cls(own=own)
+        return cls(gathered=2 / rates.memory, scattered=1 / rates.memory, own=own)
+
+
+def _host_bytes_s(job: Job) -> float:
+    """Bandwidth to the CPU's memory, bytes/s."""
+    return (job.gpu.host_gb_s or 16.0) * 1e9
+
+
 def _sharded_traffic(
-    job: Job, framework: Framework, network: Network, forward: float, backward: float, head: float
+    job: Job,
+    framework: Framework,
+    network: Network,
+    copies: _Copies,
+    forward: float,
+    backward: float,
+    head: float,
 ) -> _ShardedTraffic:
-    """Exposed communication of sharded parameters (ZeRO-3, FSDP).
+    """Exposed communication of sharded parameters (ZeRO-3, FSDP), with the copies that belong to it.
 
     Parameters are gathered before each pass, and gradients are reduce-scattered after the backward pass. With a
     pipeline both happen once per step, not per micro-batch.
@@ -278,6 +317,12 @@ def _sharded_traffic(
     expert_weight = job.value_bytes
     gather = _layer_gather_s(job, network, shard, dense_bytes(job), expert_weight)
     scatter = _layer_gather_s(job, network, shard, gradient, gradient)
+    copied_experts = experts * copied_share(job)
+    weights = dense_bytes(job) * dense + expert_weight * copied_experts
+    gather += weights * (copies.gathered + copies.own / shard.size)
+    trained = trained_parameters(job) / shape.total_parameters
+    read_and_written = job.value_bytes * trained + gradient
+    scatter += copies.scattered * read_and_written * (dense + copied_experts)
     share = dense / shard.size + experts * kept_share(job, shard.size)
     across = network.reduce_s(gradient * share, replicas)
     if job.spreads_experts and job.expert_parallel > layout.dp_shard * layout.cp * layout.tp:
@@ -424,13 +469,15 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     if job.zero:
         trained /= (layout.dp_shard * layout.cp) if job.zero == 3 else job.data_parallel * layout.cp
     traffic: float = OPTIMIZERS[job.optimizer]["traffic_bytes"]
-    if job.pure_bf16 and job.optimizer == "adamw":
+    if job.has_pure_adamw:
         traffic *= 0.5
     if job.offload == "none":
         return trained * traffic / rates.memory + _orthogonalization_s(job, rates)
-    host = (job.gpu.host_gb_s or 16.0) * 1e9
-    # Gradients are copied to the CPU and parameters back over PCIe, and the update runs in the CPU's memory; fully
-    # offloaded parameters are copied to the device for each pass of each micro-batch.
-    bytes_copied = 2 * 2.0 * job.micro_batches if job.offload == "full" else 0.0
-    parameters = job.shape.total_parameters / (layout.tp * layout.pp) / max(1, layout.dp_shard)
-    return trained * ((4 + 2) / host + traffic / CPU_BYTES_S) + bytes_copied * parameters / host
+    # Gradients are copied to the CPU and parameters back over PCIe, and the update runs in the CPU's memory. Fully
+    # offloaded parameters are copied with each gather; without one, where ranks share none, for each pass.
+    copied = 0.0
+    if job.offload == "full" and layout.dp_shard * layout.cp == 1:
+        copied = 2 * job.micro_batches * mean_bytes(job) * job.shape.total_parameters
+        copied /= layout.tp * layout.pp
+    of_update = trained * ((4 + 2) / _host_bytes_s(job) + traffic / CPU_BYTES_S)
+    return of_update + copied / _host_bytes_s(job)

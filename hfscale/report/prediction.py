@@ -197,9 +197,7 @@ def _job(run: Run) -> Job:
     is_other = bool(own.get("of_trl")) and "SFT" not in trainer  # not recorded by earlier versions
     if "DPO" in trainer or "GRPO" in trainer or is_other:
         raise UnknownHardwareError(f"steps of {trainer} are not estimated from what a run records")
-    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()} | {
-        "adamw_torch": "adamw"
-    }
+    names = {trainer: name for name, trainer in TRAINER_OPTIMIZERS.items()}
     if own["optimizer"] not in names:
         known = ", ".join(sorted(names.values()))
         raise UnknownHardwareError(

@@ -122,9 +122,7 @@ class RecipeCommand:
             UsageError: the planner does not know the optimizer.
         """
         name = str(getattr(self.flags.optim, "value", self.flags.optim))
-        known = {trainer: own for own, trainer in TRAINER_OPTIMIZERS.items()} | {
-            "adamw_torch": "adamw"
-        }
+        known = {trainer: own for own, trainer in TRAINER_OPTIMIZERS.items()}
         if name not in known:
             raise UsageError(
                 f"--optim is {name}, which the planner does not know: use one of {', '.join(known)}"

@@ -9,6 +9,7 @@ from torch.optim import AdamW
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from hfscale.facts.hardware import accelerator
 from hfscale.facts.models import find_model
 from hfscale.planner.activations import (
     RECIPE_CHUNK_TOKENS,
@@ -19,8 +20,17 @@ from hfscale.planner.activations import (
     selective_bytes,
 )
 from hfscale.planner.estimate import estimate
-from hfscale.planner.frameworks import find_framework
-from hfscale.planner.memory import GIB, QLORA_BYTES, allocated_gib, groups, memory_of, state_bytes, trained_parameters
+from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.memory import (
+    GIB,
+    QLORA_BYTES,
+    allocated_gib,
+    groups,
+    memory_of,
+    peak_of,
+    state_bytes,
+    trained_parameters,
+)
 from hfscale.recipe.fused_loss import CHUNK_TOKENS
 
 
@@ -97,6 +107,18 @@ class TestStates:
         sizes = [states(optimizer=name).optimizer for name in order]
         assert sizes == sorted(sizes)
         assert len(set(sizes)) == len(sizes)
+
+    def test_an_update_by_foreach_needs_a_copy_of_the_second_moments(self):
+        """Full training in bf16: the copy is the peak, where little else is kept."""
+        run = {"gpu": accelerator("A100-80GB"), "zero": 0, "dp_shard": 1, "pure_bf16": True, "compile": False}
+        run |= {"activation_checkpointing": "full", "micro_batch": 1, "global_batch": 1, "seq_len": 1024}
+        fused, foreach = (memory(optimizer=name, **run) for name in ("adamw", "adamw_foreach"))
+        assert (foreach.optimizer, foreach.parameters) == (fused.optimizer, fused.parameters)
+        copied = foreach.buffers + foreach.activations
+        assert copied == pytest.approx(shared_constants().fragmentation * 2 * N / GIB)
+        found = peak_of(job(optimizer="adamw_foreach", **run), find_framework("hf"))
+        assert found.at == "optimizer update"
+        assert memory(zero=2, optimizer="adamw_foreach").total == memory(zero=2).total  # DeepSpeed has its own
 
     def test_offload_leaves_no_states_on_the_gpu(self):
         assert states(offload="optimizer").optimizer == 0

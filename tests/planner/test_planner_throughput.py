@@ -13,6 +13,7 @@ from planner_jobs import job
 from benchmarks import planner_choice, planner_fit, planner_memory, planner_runs
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.hardware import accelerator
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.models import find_model
 from hfscale.facts.schedules import one_f_one_b
 from hfscale.planner.estimate import estimate_job
@@ -20,7 +21,7 @@ from hfscale.planner.frameworks import find_framework, framework_names, shared_c
 from hfscale.planner.job import OPTIMIZERS
 from hfscale.planner.kernels import Rates, layer_forward
 from hfscale.planner.network import Group, Network
-from hfscale.planner.throughput import MUON_ITERATIONS, exposed_s, step_time
+from hfscale.planner.throughput import MUON_ITERATIONS, _Copies, exposed_s, step_time
 
 PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 
@@ -381,3 +382,44 @@ def test_a_plan_with_muon_contains_its_products_on_the_ranks_that_share_them(axe
     traffic = {name: OPTIMIZERS[name]["traffic_bytes"] for name in runs}
     products_s = MUON_ITERATIONS * runs["muon"].shape.newton_schulz_flops / ranks / rates.bf16_matmul
     assert times["muon"] == pytest.approx(times["adamw"] * traffic["muon"] / traffic["adamw"] + products_s)
+
+
+def test_fsdp2_copies_what_it_gathers_and_deepspeed_does_not():
+    """Two copies of the weights per micro-batch, and one of the gradients into the fp32 buffer of their reduction."""
+    sharded = job(zero=3, dp_shard=8, dp_replicate=1, micro_batch=1, global_batch=8)
+    rates = Rates(sharded, find_framework("hf"), shared_constants())
+    assert _Copies.of(sharded, rates) == _Copies(gathered=2 / rates.memory, scattered=1 / rates.memory)
+    offloaded = replace(sharded, offload="full")
+    assert _Copies.of(offloaded, rates) == _Copies(own=1 / 64e9)
+    assert _Copies.of(replace(sharded, stack="megatron"), rates) == _Copies()
+    experts = replace(sharded, shape=find_model("qwen3-30b-a3b"))
+    of_copies = experts.shape.total_parameters * (2 * 4 + 2 + 4) / rates.memory
+    exposed = step_time(experts, find_framework("hf"), shared_constants()).communication
+    gathered = network(shared_constants()).gather_s(8.0 * experts.shape.total_parameters, Group(size=8))
+    assert 0.5 * of_copies < exposed - 0.5 * gathered < 2 * (of_copies + gathered)
+
+
+def test_offloaded_weights_in_4_bits_are_copied_in_4_bits():
+    """From the CPU's memory once per pass, each rank its part, while another layer computes."""
+    run = job(shape=find_model("llama-2-70b"), gpu=accelerator("RTX4090"), zero=3, dp_shard=2, dp_replicate=1)
+    run = replace(run, micro_batch=1, global_batch=2, offload="full", activation_checkpointing="full", compile=False)
+    framework = find_framework("hf")
+    times = {
+        method: step_time(replace(run, method=method), framework, shared_constants()).total
+        for method in ("qlora", "lora")
+    }
+    copied_in_16_bits = 2 * run.shape.total_parameters / 32e9
+    assert times["lora"] - times["qlora"] > copied_in_16_bits
+    alone = replace(run, global_batch=1, method="qlora", layout=ParallelLayout())
+    seconds = step_time(alone, framework, shared_constants()).optimizer
+    assert 2 * 0.52 * run.shape.total_parameters / 32e9 < seconds < copied_in_16_bits
+
+
+def test_megatron_computes_latent_attention_unfused_before_hopper():
+    """Keys of 192 and values of 128, as in DeepSeek-V3."""
+    shape = find_model("deepseek-v3")
+    run = job(stack="megatron", shape=shape, gpu=accelerator("A100-80GB"), seq_len=4096)
+    assert run.writes_scores
+    assert not replace(run, gpu=accelerator("H100-80GB")).writes_scores
+    assert not replace(run, shape=find_model("llama-3.1-8b")).writes_scores
+    assert not replace(run, stack="hf").writes_scores
