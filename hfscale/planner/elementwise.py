@@ -187,7 +187,7 @@ def liger_loss_bytes(job: Job) -> float:
     shape = job.shape
     parts = math.ceil(shape.vocab / shape.hidden)
     tokens = math.ceil(job.tokens / parts)
-    rounded = 2 ** math.ceil(math.log2(tokens))
+    rounded: int = 2 ** math.ceil(math.log2(tokens))
     chunks = math.ceil(job.tokens / rounded)
     in_half = LIGER_HALF_WEIGHT_BYTES[job.method]
     of_weight = LIGER_WEIGHT_BYTES.get(regime_of(job), in_half)
