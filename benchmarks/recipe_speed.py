@@ -43,9 +43,9 @@ _BEFORE = re.compile(r"^# Learning rate", re.MULTILINE)
 
 
 def recipes() -> list[Path]:
-    """Return the YAML files for which there is a prediction: generation is not planned, and no teacher."""
+    """Return the YAML files for which there is a prediction: generation is not planned, no teacher, no tower."""
     yamls = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
-    return [path for path in yamls if path.parent.name not in ("grpo", "distillation")]
+    return [path for path in yamls if path.parent.name not in ("grpo", "distillation", "vision")]
 
 
 def job_of(path: Path) -> Job:

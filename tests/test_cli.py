@@ -79,6 +79,10 @@ def test_wrong_usage_is_one_line_and_exit_code_2(argv, parts):
     assert all(part in done.stderr for part in parts), done.stderr
 
 
+FOLDERS = ("ddp", "sharded", "tp_pp", "sft", "vision", "dpo", "grpo", "distillation")
+"""The folders of the recipes."""
+
+
 class TestConfigs:
     def test_list_has_every_shipped_file_with_a_summary(self, capsys):
         assert main(["configs", "list", "--json"]) == 0
@@ -87,7 +91,7 @@ class TestConfigs:
             path.relative_to(REPOSITORY).as_posix()
             for folder, pattern in (("accelerate_configs", "*.yaml"), ("ds_configs", "*.json"), ("recipes", "*.yaml"))
             for path in (REPOSITORY / folder).rglob(pattern)
-        ] + [f"recipes/{tier}/train.py" for tier in ("ddp", "sharded", "tp_pp", "sft", "dpo", "grpo", "distillation")]
+        ] + [f"recipes/{tier}/train.py" for tier in FOLDERS]
         files += [path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "launch").glob("*/*")]
         assert sorted(row["name"] for row in rows) == sorted(files)
         assert all(row["summary"] for row in rows)

@@ -20,6 +20,8 @@ fails when a new version moves it.
 - `_get_current_dispatch_mode_stack`, `_push_mode`, `_pop_mode`, and `_mode_key` of modes, in
   `torch.utils._python_dispatch`. By: torch_internals.py. Reason: modes belong to a thread, and one that counts the
   operations of a step is to see those of the thread that runs its backward passes. Test: test_overlap.py.
+- `_find_final_norm` of `accelerate.utils.fsdp_utils`. By: versions.py. Reason: nothing else tells which modules
+  Accelerate shards together with the head. Test: test_fsdp2_loading.py.
 - `_version` of tensors. By: torch_internals.py. Reason: nothing public tells whether a tensor was written. Test:
   test_state_hashes.py.
 - `_top_saved_tensors_default_hooks` of `torch._C._autograd`. By: torch_internals.py. Reason: nothing public tells

@@ -17,7 +17,7 @@ _KINDS = {
     "launch": ("launch", "*"),
 }
 _LAUNCH_FILE = re.compile(r"(?:launch|\.\.)/([a-z]+)/\w[\w.-]*\w")
-_TRL_FOLDERS = ("sft", "dpo", "grpo", "distillation")
+_TRL_FOLDERS = ("sft", "vision", "dpo", "grpo", "distillation")
 _REMOVED = {  # file name -> why it is gone, and what to use
     f"{name}.json": f"DeepSpeed has had no 1-bit optimizers since 0.19.7: use accelerate_configs/{name}.yaml with "
     f"--gradient_compression {name}"

@@ -77,6 +77,12 @@ FEATURES = {
     "W&B": (*_BASE, Requirement(package="wandb", minimum="0.31", extra="wandb")),
     "TRL": (*_BASE, _TRL),
     "TRL recipes": (*_RECIPES, _TRL_OF_RECIPES),
+    "vision recipes": (
+        *_RECIPES,
+        _NEWEST,
+        _TRL_OF_RECIPES,
+        Requirement(package="pillow", minimum="10.0", extra="vision"),
+    ),
     "GPU telemetry": (*_BASE, Requirement(package="nvidia-ml-py", minimum="12", extra="gpu")),
     "Liger kernels": (*_BASE, Requirement(package="liger-kernel", minimum="0.6", extra="gpu")),
     "hfscale plan --plot": (Requirement(package="matplotlib", minimum="3.9", extra="report"),),
@@ -339,6 +345,20 @@ def is_fsdp_enabled() -> bool:
     else:
         from transformers.integrations.fsdp import is_fsdp_enabled as asked
     return bool(asked())
+
+
+def finds_final_norm(model: Any) -> bool:
+    """Return whether Accelerate's FSDP2 shards the head of a model together with its final norm.
+
+    Versions without the function that looks for the norm leave the head with the rest of the model, whatever it is.
+
+    Args:
+        model (`nn.Module`): the model as it is given to `Accelerator.prepare`.
+    """
+    from accelerate.utils import fsdp_utils
+
+    find = getattr(fsdp_utils, "_find_final_norm", None)
+    return find is None or find(model) is not None
 
 
 def merges_weights() -> bool:

@@ -39,6 +39,8 @@ class Combination:
     """Whether the Trainer is one of TRL."""
     task: str | None = None
     """What a step trains on: `text`, `sft`, `dpo`, `grpo` or `distillation`."""
+    images: bool | None = None
+    """Whether records have images, which a vision-language model reads."""
     precompute_ref_log_probs: bool | None = None
     """Whether the log-probabilities of DPO's reference are computed before the training."""
     strategy: str | None = None

@@ -35,6 +35,7 @@ def describe_arguments(
         compile=bool(args.torch_compile),
         compile_full=compiles_full_model(args, environ),
         device=device,
+        images=getattr(args, "reads_images", None),
     )
 
 

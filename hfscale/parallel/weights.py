@@ -36,9 +36,14 @@ from hfscale.trainer.expert_adapters import is_wrapped_parameter
 
 
 def build_model(
-    config: PreTrainedConfig, *, seed: int, dtype: torch.dtype, **kwargs: Any
+    config: PreTrainedConfig,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    auto_class: Any = AutoModelForCausalLM,
+    **kwargs: Any,
 ) -> PreTrainedModel:
-    """Make a causal language model with drawn weights, in the memory of as few ranks as the strategy allows.
+    """Make a model with drawn weights, by default a causal language model, in the memory of as few ranks as possible.
 
     Under ZeRO-3 each rank keeps its part, and one module at a time is gathered. Under FSDP2 with
     `fsdp_cpu_ram_efficient_loading` only rank 0 fills the memory of its copy, from which Accelerate distributes the
@@ -48,17 +53,18 @@ def build_model(
         config (`PreTrainedConfig`): the config of any architecture that has a causal language model.
         seed (`int`): equal seeds give equal weights under every strategy and on every number of processes.
         dtype (`torch.dtype`): type of the parameters.
-        kwargs: keywords of `AutoModelForCausalLM.from_config`, such as `attn_implementation`.
+        auto_class (`type`): the class of transformers that finds the class of the model.
+        kwargs: keywords of its `from_config`, such as `attn_implementation`.
 
     Returns:
         The model, on the CPU.
     """
     model: PreTrainedModel
     if is_deepspeed_zero3_enabled():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
+        model = auto_class.from_config(config, dtype=dtype, **kwargs)
     else:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)
+            model = auto_class.from_config(config, dtype=dtype, **kwargs)
         model.to_empty(device="cpu")  # the system provides memory only when it is written
         model.tie_weights()
     draw_weights(model, seed=seed, parameters=not is_fsdp_enabled() or distributed.rank() == 0)

@@ -26,12 +26,13 @@ Each is loaded when it is first used. Behind them:
 | `resume` | the checkpoint to resume from, and the accumulation that keeps the global batch |
 | `data`, `corpus` | text packed into sequences; the embedded default text, tokenizer and model |
 | `models` | loading of model, tokenizer and adapters |
-| `modalities` | the parts of a model that text does not pass, which stay as they were loaded |
+| `modalities` | the parts of a model that text does not pass, which are frozen where no images are read |
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels`, `compilation`, `fused_loss` | attention, loss and compiled layers by default; the loss in chunks |
 | `router_loss`, `router_bias` | how the experts of a mixture are balanced: by a loss, or by the bias of their router |
 | `trl`, `rewards`, `teacher` | TRL's arguments, records and reference models; reward functions; teachers |
+| `vision`, `images`, `pictures` | arguments, batches with images and the embedded default of `recipes/vision` |
 
 What it touches inside other libraries: each entry says by which function, why there is no public way, and which test
 fails when a new version moves it.

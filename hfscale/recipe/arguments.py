@@ -32,6 +32,7 @@ from hfscale.islands.options import IslandOptions
 from hfscale.metrics.options import AlertOptions, ProfilerOptions, SampleOptions
 from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
 from hfscale.recipe.fused_loss import FUSED_LOSSES
+from hfscale.recipe.modalities import freeze_beside_text
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.optimizer import DEFAULT_OPTIMIZER, OPTIMIZERS, hidden_from_transformers
 from hfscale.recipe.recompute import RECOMPUTE_POLICIES, checkpointing_kwargs
@@ -41,6 +42,8 @@ from hfscale.why.options import TraceOptions
 
 # The mixin is used in front of subclasses of TrainingArguments; as a subclass itself it would reset their defaults.
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     _TrainingArguments = TrainingArguments
 else:
     _TrainingArguments = object
@@ -224,6 +227,9 @@ class RecipeTrainingMixin(_TrainingArguments):
     task: ClassVar[str | None] = None
     """With TRL, what a step trains on, where the kind of records does not tell it."""
 
+    reads_images: ClassVar[bool] = False
+    """Whether the model reads images with its text, so that its class is one of image-text models."""
+
     output_dir: str | None = flag(
         "Folder for checkpoints, metrics and the model.", default="runs/default"
     )
@@ -343,6 +349,15 @@ class RecipeTrainingMixin(_TrainingArguments):
         Args:
             model_args (`ModelArguments`): the flags of the model and of the adapters.
         """
+
+    def choose_trained_parts(self, model: "PreTrainedModel", *, use_peft: bool) -> None:
+        """Freeze what a recipe of text does not train. A subclass for records of another kind overrides it.
+
+        Args:
+            model (`PreTrainedModel`): the model, before adapters are added.
+            use_peft (`bool`): whether adapters of the language model are trained.
+        """
+        freeze_beside_text(model)
 
     def keep_global_batch(
         self, checkpoint: str | None, *, data_parallel_size: int | None = None

@@ -22,7 +22,7 @@ from hfscale.trainer.strategies.requested import deepspeed_config, requested
 
 logger = get_logger(__name__)
 
-_TASKS = {"chat": "sft", "preference": "dpo", "prompt": "grpo"}
+_TASKS = {"chat": "sft", "pictures": "sft", "preference": "dpo", "prompt": "grpo"}
 """Kind of records of one of TRL's trainers -> its task."""
 
 

@@ -95,7 +95,7 @@ def _exit_with_line(error: HfScaleError) -> None:
         link.ending_by(error)
     # As Python does for an uncaught error, so that exit handlers can read the reason
     sys.last_value = error
-    message = " ".join(str(error).split())
+    message = " ".join(_of_loader(str(error)).split())
     where = ""
     if not is_main_process():
         # If the main process failed too, the launcher ends this one meanwhile
@@ -103,6 +103,13 @@ def _exit_with_line(error: HfScaleError) -> None:
         where = f" on rank {os.environ['RANK']}"
     print_line(f"hfscale: error{where}: {message}")
     sys.exit(error.exit_code)
+
+
+def _of_loader(message: str) -> str:
+    """Return the message of an error without the traceback of the data loader's process that has raised it."""
+    if not message.startswith("Caught ") or " in DataLoader worker process " not in message:
+        return message
+    return message.rstrip().rpartition("\n")[2].partition(": ")[2]
 
 
 def check_output_dir(output_dir: str) -> None:

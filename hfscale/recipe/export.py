@@ -3,9 +3,9 @@
 import copy
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from hfscale.core.collectives import TRAINING
@@ -13,6 +13,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.run_files import AVERAGE_NAME
 from hfscale.core.versions import is_peft_model
 from hfscale.errors import UsageError
+from hfscale.recipe.models import auto_class_of
 from hfscale.trainer.generation import stop_tokens
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategies import Strategy
@@ -57,7 +58,7 @@ def save_final_model(trainer: "Trainer", *, merge_adapters: bool = False) -> Non
     TRAINING.barrier("export")
 
 
-def write_merged(adapter: Path, target: Path) -> None:
+def write_merged(adapter: Path, target: Path, *, auto_class: Any = AutoModelForCausalLM) -> None:
     """Merge an adapter into its base model and write the result. It needs host memory for one copy of the model.
 
     The base model is read again from where it was loaded, so nothing is needed from the training, and no GPU is used.
@@ -66,6 +67,7 @@ def write_merged(adapter: Path, target: Path) -> None:
     Args:
         adapter (`Path`): a folder of `PeftModel.save_pretrained`.
         target (`Path`): the folder to write; an earlier one is replaced when the new one is complete.
+        auto_class (`type`): the class of transformers that finds the class of the base model.
 
     Raises:
         UsageError: the adapter does not name its base model.
@@ -78,7 +80,7 @@ def write_merged(adapter: Path, target: Path) -> None:
             f"the adapter in {adapter} does not name its base model, into which it could be merged: train adapters of "
             "a --model_name_or_path"
         )
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = auto_class.from_pretrained(base, dtype="auto")
     merged = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload(safe_merge=True)
     unfinished = target.with_name(f".{target.name}-unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -93,7 +95,7 @@ def _merge_while_others_wait(trainer: "Trainer", folder: Path) -> None:
     # Under ZeRO-3 transformers would shard the model over all ranks while it reads
     unset_hf_deepspeed_config()
     try:
-        write_merged(folder, folder / MERGED)
+        write_merged(folder, folder / MERGED, auto_class=auto_class_of(trainer.args))
     finally:
         if Strategy.of(trainer).engine_steps:
             set_hf_deepspeed_config(trainer.accelerator.state.deepspeed_plugin.hf_ds_config)
@@ -109,7 +111,10 @@ def _write_generation_config(trainer: "Trainer", folder: Path) -> None:
     if config is None:
         return
     config = copy.deepcopy(config)
-    if isinstance(trainer.processing_class, PreTrainedTokenizerBase):
-        stops = stop_tokens(config, trainer.processing_class)
+    tokenizer: Any = trainer.processing_class
+    if isinstance(tokenizer, ProcessorMixin):
+        tokenizer = tokenizer.tokenizer
+    if isinstance(tokenizer, PreTrainedTokenizerBase):
+        stops = stop_tokens(config, tokenizer)
         config.eos_token_id = stops[0] if len(stops) == 1 else stops or None
     config.save_pretrained(folder)

@@ -16,7 +16,7 @@ from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.metrics.progress import use_compact_progress
-from hfscale.recipe.arguments import RecipeTrainingArguments
+from hfscale.recipe.arguments import RecipeTrainingArguments, RecipeTrainingMixin
 from hfscale.recipe.compilation import compile_layers
 from hfscale.recipe.compression import compress_gradients, store_gradients_in_buckets
 from hfscale.recipe.entrypoint import end_if_preempted
@@ -79,6 +79,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     choose_loss(trainer, kernels)
     average_router_loss(trainer)
     balance_by_bias(trainer)
+    _make_image_batches(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     end_if_preempted(scaling)
     return metrics
@@ -109,6 +110,15 @@ def finish_run(
             ):
                 write_model_card(trainer, written)
     _print_summary(trainer, _scaling_callback(trainer), metrics)
+
+
+def _make_image_batches(trainer: "Trainer") -> None:
+    """Let batches have images where the recipe's records do."""
+    args = trainer.args
+    if isinstance(args, RecipeTrainingMixin) and args.reads_images:
+        from hfscale.recipe.images import make_image_batches  # it needs Pillow
+
+        make_image_batches(trainer)
 
 
 def _compress_gradients(trainer: "Trainer") -> None:

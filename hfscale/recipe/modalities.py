@@ -1,8 +1,10 @@
-"""Parts of a model that read images or sound: the recipes train on text, and keep them as they were loaded."""
+"""Parts of a model that read images or sound: recipes that train on text keep them as they were loaded."""
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from hfscale.core.logging import get_logger
+from hfscale.errors import UnsupportedModelError
 from hfscale.recipe.fused_loss import loss_takes_number_of_tokens
 
 logger = get_logger(__name__)
@@ -40,6 +42,37 @@ def freeze_beside_text(model: PreTrainedModel) -> None:
         model.get_submodule(name).requires_grad_(False)
     if parts:
         logger.info("kept as loaded, since text does not pass them: %s", ", ".join(parts))
+
+
+def parts_that_read_images(
+    model: PreTrainedModel,
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the parameters of the vision tower, and the others that text does not pass, which are the projector's.
+
+    Args:
+        model (`PreTrainedModel`): a model that reads images, before adapters are added.
+
+    Raises:
+        UnsupportedModelError: transformers knows no vision tower of the model, or the model reads sound too.
+    """
+    tower = model.get_encoder(modality="image")
+    family = model.config.model_type
+    if tower is model:
+        raise UnsupportedModelError(
+            f"{family} has no vision tower that transformers knows (get_encoder): use a model such as LLaVA, "
+            "Qwen2.5-VL, Gemma 3 or SmolVLM"
+        )
+    if model.get_encoder(modality="audio") is not model:
+        raise UnsupportedModelError(
+            f"{family} reads sound too, which was not tested: use a model that reads images and text"
+        )
+    read = [model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()]
+    of_text = {
+        id(weight) for module in read if module is not None for weight in module.parameters()
+    }
+    of_tower = list(tower.parameters())
+    known = of_text | {id(weight) for weight in of_tower}
+    return of_tower, [weight for weight in model.parameters() if id(weight) not in known]
 
 
 def weigh_tokens_equally(model: PreTrainedModel) -> None:

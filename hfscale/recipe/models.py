@@ -10,6 +10,7 @@ from accelerate import PartialState
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedConfig,
@@ -17,6 +18,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     set_seed,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import CONFIG_NAME
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -93,6 +95,7 @@ def load_config(
     *,
     block_size: int,
     length_flag: str = "--block_size",
+    reads_images: bool = False,
 ) -> PreTrainedConfig:
     """Load the model's config and check that the tokenizer and the sequences fit it.
 
@@ -101,18 +104,25 @@ def load_config(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): the tokenizer to check. By default nothing is checked.
         block_size (`int`): tokens per sequence.
         length_flag (`str`): the flag that gave it, for the message.
+        reads_images (`bool`): whether the model must read images.
 
     Raises:
-        UsageError: the config cannot be loaded, or the model is too small for the tokenizer or the sequences.
+        UsageError: the config cannot be loaded, or the model is too small for the tokenizer or the sequences, or reads
+            no images as it must.
     """
     name = args.model_name_or_path or args.config_name
     with errors_name_flag(
         "--model_name_or_path" if args.model_name_or_path else "--config_name", name
     ):
-        config = (
-            AutoConfig.from_pretrained(name)
-            if name
-            else corpus.default_config(tokenizer or load_tokenizer(args))
+        config: PreTrainedConfig
+        if name:
+            config = AutoConfig.from_pretrained(name)
+        else:
+            config = _embedded_config(tokenizer or load_tokenizer(args), reads_images=reads_images)
+    if reads_images and type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise UsageError(
+            f"{name} is a {config.model_type}, which reads no images: name a vision-language model, or train text "
+            "with recipes/sft"
         )
     text = config.get_text_config()
     if tokenizer is not None:
@@ -123,6 +133,15 @@ def load_config(
             f"{length_flag} {block_size} is longer than the model's {positions} positions: lower it"
         )
     return config
+
+
+def _embedded_config(tokenizer: PreTrainedTokenizerBase, *, reads_images: bool) -> PreTrainedConfig:
+    """Return the config of the embedded model."""
+    if not reads_images:
+        return corpus.default_config(tokenizer)
+    from hfscale.recipe import pictures  # it needs Pillow
+
+    return pictures.default_config(tokenizer)
 
 
 def _check_tokenizer(
@@ -207,12 +226,18 @@ def load_model(
     if data_args is not None and not is_dry_run:
         _check_rows_are_known(data_args)
     length, flag = _sequence_length(training_args, data_args)
-    config = load_config(model_args, tokenizer, block_size=length, length_flag=flag)
+    reads_images = isinstance(training_args, RecipeTrainingMixin) and training_args.reads_images
+    config = load_config(
+        model_args, tokenizer, block_size=length, length_flag=flag, reads_images=reads_images
+    )
     if isinstance(training_args, RecipeTrainingArguments):
         set_router_loss(config, training_args.router_aux_loss_coef)
         check_has_bias(config, training_args.router_bias_update_rate)
     else:
         name_experts(config)
+    if reads_images:
+        described = replace(describe_config(config), images=True)
+        check_support(replace(described, strategy=requested(training_args).name), "images")
     if model_args.load_in_4bit:
         check_support(replace(describe_config(config), method="qlora"), "checkpoint_format")
     if layout is not None:
@@ -225,7 +250,10 @@ def load_model(
         set_expert_rules(config.get_text_config())
         model = load_weights(model_args, config, training_args, layout=layout)
         unset_expert_rules(model.config.get_text_config())
-        freeze_beside_text(model)
+        if isinstance(training_args, RecipeTrainingMixin):
+            training_args.choose_trained_parts(model, use_peft=model_args.use_peft)
+        else:
+            freeze_beside_text(model)
     weigh_tokens_equally(model)
     if data_args is None:
         return model
@@ -282,6 +310,7 @@ def load_weights(
         UsageError: the checkpoint cannot be loaded, or the model does not support the attention.
     """
     options = _model_options(args, training_args)
+    auto_class = auto_class_of(training_args)
     sharding = distributed_config(layout, training_args) if layout is not None else None
     if (
         args.model_name_or_path
@@ -290,7 +319,7 @@ def load_weights(
         and distributed.rank() > 0
     ):
         # Rank 0 will send the shards, but transformers 5.23 would read the full checkpoint on every rank.
-        return build_model(config, seed=training_args.seed, **options)
+        return build_model(config, seed=training_args.seed, auto_class=auto_class, **options)
     if args.model_name_or_path:
         # gpt-oss, whose weights cannot be trained in 4 bits
         is_mxfp4 = quantization_of(config) == "mxfp4"
@@ -299,7 +328,7 @@ def load_weights(
         elif is_mxfp4:
             options["quantization_config"] = Mxfp4Config(dequantize=True)
         with errors_name_flag("--model_name_or_path", args.model_name_or_path):
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model: PreTrainedModel = auto_class.from_pretrained(
                 args.model_name_or_path, config=config, distributed_config=sharding, **options
             )
         if is_mxfp4:
@@ -308,7 +337,7 @@ def load_weights(
         return model
     with errors_name_flag("--attn_implementation", args.attn_implementation):
         if sharding is None:
-            return build_model(config, seed=training_args.seed, **options)
+            return build_model(config, seed=training_args.seed, auto_class=auto_class, **options)
         return _build_sharded(config, training_args, sharding, options)
 
 
@@ -443,6 +472,17 @@ def cut_document_attention(
             name,
             mask_mib,
         )
+
+
+def auto_class_of(training_args: "TrainingArguments") -> Any:
+    """Return the class of transformers that finds the class of a run's model.
+
+    Args:
+        training_args (`TrainingArguments`): those of a recipe whose records have images, or any others.
+    """
+    if isinstance(training_args, RecipeTrainingMixin) and training_args.reads_images:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
 
 
 def _model_options(args: ModelArguments, training_args: "TrainingArguments") -> dict[str, Any]:

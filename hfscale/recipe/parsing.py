@@ -49,15 +49,18 @@ _TRL_CLASSES = {
     "dpo": "DPOArguments",
     "grpo": "GRPOArguments",
     "distillation": "DistillationArguments",
+    "vision": "VisionArguments",
 }
-"""Task -> its training arguments in `hfscale.recipe.trl`, which cannot be imported without TRL."""
+"""Task -> its training arguments in `hfscale.recipe.trl` or a module of its own, which need TRL."""
+_MODULES = {"vision": "hfscale.recipe.vision"}
+"""Task -> the module of its training arguments, if it is not `hfscale.recipe.trl`."""
 
 
 def flag_groups(task: str = "text") -> tuple[type, ...]:
     """Return the dataclasses of the flags that the recipes of a task have.
 
     Args:
-        task (`str`): `text`, or `sft`, `dpo`, `grpo` or `distillation` for TRL's trainers.
+        task (`str`): `text`, or `sft`, `dpo`, `grpo`, `distillation` or `vision` for TRL's trainers.
 
     Raises:
         UsageError: the task is unknown.
@@ -67,7 +70,8 @@ def flag_groups(task: str = "text") -> tuple[type, ...]:
         return (ModelArguments, DataArguments, ScalingArguments, RecipeTrainingArguments)
     if task not in _TRL_CLASSES:
         raise UsageError(f"task is {task!r}: use one of text, {', '.join(_TRL_CLASSES)}")
-    training = getattr(import_module("hfscale.recipe.trl"), _TRL_CLASSES[task])
+    module = import_module(_MODULES.get(task, "hfscale.recipe.trl"))
+    training = getattr(module, _TRL_CLASSES[task])
     groups = (ModelArguments, SourceArguments, ScalingArguments, training)
     return (*groups, RewardArguments) if task == "grpo" else groups
 
@@ -107,8 +111,8 @@ def parse_arguments(
 
     Args:
         argv (`Sequence[str]`, *optional*): the flags. Default: those of this process.
-        task (`str`): `text` for `Trainer` and `ParallelTrainer`; `sft`, `dpo`, `grpo` or `distillation` for TRL's
-            trainers.
+        task (`str`): `text` for `Trainer` and `ParallelTrainer`; `sft`, `dpo`, `grpo`, `distillation` or `vision` for
+            TRL's trainers.
         also (`Sequence[type]`): further dataclasses of flags, such as `hfscale.ParallelArguments` or one of yours.
 
     Returns:

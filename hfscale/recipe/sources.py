@@ -114,15 +114,24 @@ def _load_corpus(args: SourceArguments, kind: str) -> Splits:
     for split in ("train", "validation"):
         with errors_name_source(args, split):
             splits[split] = Dataset.from_generator(
-                corpus.RECORDS[kind],
+                _embedded_records(kind),
                 gen_kwargs={"split": split},
                 fingerprint=f"{corpus.fingerprint()}-{kind}-{split}",
             )
     return splits
 
 
+def _embedded_records(kind: str) -> Callable[[str], Iterator[dict[str, Any]]]:
+    """Return the function that yields the embedded records of a kind and split."""
+    if kind != "pictures":
+        return corpus.RECORDS[kind]
+    from hfscale.recipe import pictures  # it needs Pillow
+
+    return pictures.picture_records
+
+
 def _load_file(args: SourceArguments, split: str) -> AnyDataset:
-    path = Path(_file_of(args, split) or "")
+    path = Path(file_of(args, split) or "")
     source = source_name(args, split)
     builder = _BUILDERS.get(path.suffix.lower())
     if not path.exists():
@@ -240,7 +249,7 @@ def _first(dataset: AnyDataset, count: int | None) -> AnyDataset:
 # The source of a text, and the one line that names it if it cannot be read.
 
 
-def _file_of(args: SourceArguments, split: str) -> str | None:
+def file_of(args: SourceArguments, split: str) -> str | None:
     """Return the file from which a split is read, None if it is not read from a file."""
     return (args.validation_file if split == "validation" else None) or args.train_file
 
@@ -260,7 +269,7 @@ def source_name(args: SourceArguments, split: str) -> str:
 
 def is_continuous_text(args: SourceArguments, split: str) -> bool:
     """Return whether a split is one text in lines instead of one record per document."""
-    return Path(_file_of(args, split) or "").suffix.lower() == ".txt"
+    return Path(file_of(args, split) or "").suffix.lower() == ".txt"
 
 
 def columns_of(dataset: AnyDataset) -> list[str]:
@@ -302,7 +311,7 @@ def _explain(cause: BaseException, args: SourceArguments, split: str) -> HfScale
             "HF_DATASETS_CACHE to a folder that has it"
         )
     source = source_name(args, split)
-    file = _file_of(args, split)
+    file = file_of(args, split)
     reason = shorten(" ".join(str(cause).split()).rstrip("."))
     if "corresponds to no data" in reason:
         return DataError(f"{source} has no records")

@@ -44,6 +44,11 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "chat": (("messages",), ("prompt", "completion"), ("conversations",), ("text",)),
     "preference": (("chosen", "rejected"),),
     "prompt": (("prompt",),),
+    "pictures": tuple(
+        (column, *said)
+        for column in ("images", "image")
+        for said in (("messages",), ("prompt", "completion"))
+    ),
 }
 """Kind of records -> sets of columns, of which a dataset needs one."""
 
@@ -229,14 +234,15 @@ class DistillationArguments(RecipeTrainingMixin, DistillationConfig):
 @speaking("recipe")
 def load_records(
     data_args: SourceArguments,
-    training_args: SFTArguments | DPOArguments | GRPOArguments | DistillationArguments,
+    training_args: RecipeTrainingMixin,
 ) -> tuple[AnyDataset, AnyDataset | None]:
     """Load the records for one of TRL's trainers, which tokenises them itself. Use `one_process_prepares`.
 
     Args:
         data_args (`SourceArguments`): the source of the records; without one, the embedded ones are loaded.
-        training_args (`SFTArguments`, `DPOArguments`, `GRPOArguments` or `DistillationArguments`): decides which
-            columns the records need. Its seed chooses evaluation records where the source has none of its own.
+        training_args (`SFTArguments`, `DPOArguments`, `GRPOArguments`, `DistillationArguments` or `VisionArguments`):
+            decides which columns the records need. Its seed chooses evaluation records where the source has none of
+            its own.
 
     Returns:
         `tuple`: the training records, and the evaluation records or None.
@@ -248,7 +254,12 @@ def load_records(
     """
     kind = training_args.records
     assert kind is not None
-    splits = load_splits(data_args, seed=training_args.seed, embedded=kind)
+    convert = None
+    if training_args.reads_images:
+        from hfscale.recipe.images import read_images  # it needs Pillow
+
+        convert = read_images
+    splits = load_splits(data_args, seed=training_args.seed, embedded=kind, convert=convert)
     for split, records in splits.items():
         with errors_name_source(data_args, split):
             first = next(iter(records), None)

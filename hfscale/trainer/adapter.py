@@ -26,7 +26,7 @@ from hfscale.trainer.collector import Judge, LogCollector, LogPart
 from hfscale.trainer.evaluation_changes import EvaluationChanges
 from hfscale.trainer.expert_adapters import spread_expert_adapters
 from hfscale.trainer.frames import calling_trainer, resumed_from
-from hfscale.trainer.fsdp2_loading import name_layers_that_are_there
+from hfscale.trainer.fsdp2_loading import gather_head_with_root, name_layers_that_are_there
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
 from hfscale.trainer.loss_rule import why_loss_grows
@@ -93,6 +93,7 @@ class TrainerAdapter:
             self.changes.replace(trainer, name, push, lasting=True)
         if trainer.is_fsdp_enabled:
             name_layers_that_are_there(model_of(trainer))
+            gather_head_with_root(trainer)
             save = self._saving_complete_weights(trainer.save_model)
             self.changes.replace(trainer, "save_model", save, lasting=True)
         remove_locks_before_deepspeed()
@@ -319,6 +320,15 @@ class TrainerAdapter:
             "deepspeed_ulysses_dl_adapter",
             lambda loader, model: wrap(adapt(loader, model)),
         )
+
+    def wrap_data_collator(self, wrap: Callable[[Any], Any]) -> None:
+        """Replace what makes batches of samples, for training and evaluations, as long as the Trainer lives.
+
+        Args:
+            wrap (`Callable`): called with the Trainer's collator; returns the one to use.
+        """
+        collator = wrap(self.trainer.data_collator)
+        self.changes.replace(self.trainer, "data_collator", collator, lasting=True)
 
     def wrap_method(
         self, name: Wrapped, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]

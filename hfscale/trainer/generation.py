@@ -34,16 +34,27 @@ def turn_end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """
     if not getattr(tokenizer, "chat_template", None):
         return None
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except TemplateError:  # the template refuses this conversation: it may need a system message
+    rendered = _rendered_turn(tokenizer, "a", _ANSWER)
+    if rendered is None:  # the template of a vision-language model may need contents in parts
+        parts = [[{"type": "text", "text": text}] for text in ("a", _ANSWER)]
+        rendered = _rendered_turn(tokenizer, *parts)
+    if rendered is None:
         return None
     rest = tokenizer(rendered.rpartition(_ANSWER)[2].lstrip(), add_special_tokens=False)[
         "input_ids"
     ]
     added = tokenizer.added_tokens_decoder
     return rest[0] if rest and rest[0] in added and added[rest[0]].special else None
+
+
+def _rendered_turn(tokenizer: PreTrainedTokenizerBase, question: Any, answer: Any) -> str | None:
+    """Return a conversation of two turns as text; None where the template refuses it or leaves the answer out."""
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    try:
+        rendered = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except (TemplateError, TypeError):  # it may need a system message
+        return None
+    return rendered if _ANSWER in rendered else None
 
 
 def stop_tokens(config: "GenerationConfig", tokenizer: PreTrainedTokenizerBase) -> list[int]:

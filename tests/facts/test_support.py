@@ -198,6 +198,16 @@ CASES = {
         planned(task="grpo", compile=True, layout={"dp_replicate": 8}),
         c.recipe(DDP | REGIONAL, torch_compile=True, records="prompt"),
     ],
+    "images with QLoRA": lambda c: [c.recipe(model=QLORA, reads_images=True)],
+    "images with torch.compile": lambda c: [c.recipe(DDP, torch_compile=True, reads_images=True)],
+    "images with Muon": lambda c: [c.recipe(DDP, optim="muon", reads_images=True)],
+    "images on islands": lambda c: [c.recipe(DDP, islands=2, reads_images=True)],
+    "generating from prompts with images": lambda c: [
+        message_of(check_support, Combination(images=True, sample_prompts="prompts.txt"))
+    ],
+    "sharded weights of vision-language models whose modules were not counted": lambda c: [
+        message_of(check_support, Combination(images=True, strategy="fsdp2", family="no_such_family"))
+    ],
     "DPO or GRPO with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
     "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
     "a Trainer under Megatron-LM": lambda c: [c.launch()],

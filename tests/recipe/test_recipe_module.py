@@ -26,8 +26,8 @@ def imports(script):
     return found
 
 
-def test_there_are_seven_scripts():
-    names = ["ddp", "distillation", "dpo", "grpo", "sft", "sharded", "tp_pp"]
+def test_there_are_eight_scripts():
+    names = ["ddp", "distillation", "dpo", "grpo", "sft", "sharded", "tp_pp", "vision"]
     assert [script.parent.name for script in SCRIPTS] == names
 
 

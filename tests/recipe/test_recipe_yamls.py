@@ -19,7 +19,7 @@ from hfscale.recipe.parsing import flag_groups, parse_arguments
 RECIPES = sorted((REPOSITORY / "recipes").rglob("*.yaml"))
 A_RECIPE = REPOSITORY / "recipes" / "ddp" / "smollm2-135m-full.yaml"
 READMES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "recipes").rglob("README.md"))]
-TRL_TASKS = ("sft", "dpo", "grpo", "distillation")
+TRL_TASKS = ("sft", "vision", "dpo", "grpo", "distillation")
 """The folders of TRL's recipes."""
 FLAGS = {
     "config",

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import fsdp_utils
 from forked_ranks import run_ranks
 from recipe_runs import environment_of, warm_up
 from tiny import RandomTokens
@@ -14,6 +16,8 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     Qwen3_5TextConfig,
     Trainer,
     default_data_collator,
@@ -23,7 +27,7 @@ from hfscale import ParallelArguments, ScalingCallback
 from hfscale.recipe import train
 from hfscale.recipe.arguments import RecipeTrainingArguments
 from hfscale.recipe.layout import set_up_parallelism
-from hfscale.trainer.fsdp2_loading import name_layers_that_are_there
+from hfscale.trainer.fsdp2_loading import gather_head_with_root, name_layers_that_are_there
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
@@ -101,3 +105,41 @@ def test_layers_that_a_model_does_not_have_are_not_named():
     plugin.transformer_cls_names_to_wrap = None
     plugin.set_auto_wrap_policy(model)
     assert plugin.transformer_cls_names_to_wrap == ["Qwen3_5DecoderLayer"]
+
+
+def a_vision_language_model(*, is_tied):
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = small | {"model_type": "llama", "vocab_size": 64, "pad_token_id": 0}
+    vision = small | {"image_size": 8, "patch_size": 4}
+    with torch.device("meta"):
+        return Idefics3ForConditionalGeneration(
+            Idefics3Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+        )
+
+
+def test_a_head_whose_norm_accelerate_does_not_find_is_gathered_with_the_rest():
+    """TRL reads its weight. A norm that is found, a tied head and a frozen one stay as they are."""
+    frozen = a_vision_language_model(is_tied=False)
+    frozen.get_output_embeddings().requires_grad_(False)
+    models = {
+        "alone": a_vision_language_model(is_tied=False),
+        "tied": a_vision_language_model(is_tied=True),
+        "frozen": frozen,
+        "with its norm": small_model(),
+    }
+    assert fsdp_utils._find_final_norm(models["alone"]) is None  # once it finds it, the workaround can go
+    seen = {}
+
+    def prepare(model):
+        seen[model] = model.get_output_embeddings()
+        return model
+
+    kind = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
+    for name, model in models.items():
+        trainer = kind()
+        trainer.is_fsdp_enabled = True
+        trainer.accelerator = SimpleNamespace(prepare=prepare)
+        gather_head_with_root(trainer)
+        assert trainer.accelerator.prepare(model) is model
+        assert (seen[model] is None) == (name == "alone"), name
+        assert model.get_output_embeddings() is not None
