@@ -30,6 +30,7 @@ _HOME_OF = {
     "TraceCallback": "hfscale.why.callback",
     "WeightAveragingCallback": "hfscale.averaging.callback",
     "estimate": "hfscale.planner.estimate",
+    "initialize_at_width": "hfscale.lr_scaling.width",
     "latest_checkpoint": "hfscale.checkpoint.resume",
     "plan": "hfscale.planner.plan",
     "use_compact_progress": "hfscale.metrics.progress",
@@ -44,7 +45,9 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'hfscale' has no attribute {name!r}")
     feature = (
-        "ScalingCallback" if name.endswith("Callback") or name == "use_compact_progress" else name
+        "ScalingCallback"
+        if name.endswith("Callback") or name in ("initialize_at_width", "use_compact_progress")
+        else name
     )
     # The modules cannot be imported without what they need
     if feature in ("ScalingCallback", "ParallelTrainer"):
@@ -66,6 +69,7 @@ _LATE = {
     "BadBatches": ("hfscale.replays.bad_batches", "BadBatches"),
     "StepReplay": ("hfscale.replays.replay", "StepReplay"),
     "run_reader": ("hfscale.report.run_reader", None),
+    "width": ("hfscale.lr_scaling.width", None),
 }
 """What a training asks `hfscale.core.late` for -> the module, and the name in it; None: the module itself."""
 

@@ -124,6 +124,7 @@ def test_the_promised_names_of_this_version():
         "TraceCallback",
         "WeightAveragingCallback",
         "estimate",
+        "initialize_at_width",
         "latest_checkpoint",
         "plan",
         "ParallelLayout",

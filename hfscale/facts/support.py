@@ -164,6 +164,8 @@ class Combination:
     """Whether evaluations use that average."""
     batch_schedule: bool | None = None
     """Whether the global batch changes during the training."""
+    base_width: int | None = None
+    """The width at which the learning rate was tuned."""
     skip_bad_batches: int | None = None
     """How many bad batches the run may leave out."""
     compute_loss: bool | None = None

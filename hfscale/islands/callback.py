@@ -142,6 +142,7 @@ class DiLoCoCallback(AdapterCallback):
             average=any(getattr(each, "averages_weights", False) for each in callbacks),
             batch_schedule=adapter.announced.grows_batch,
             skip_bad_batches=adapter.announced.skip_bad_batches,
+            base_width=adapter.announced.base_width,
         )
         check_support(run, "islands")
         self._part = PartOfParameters(adapter.trainer, self.options.fragments)

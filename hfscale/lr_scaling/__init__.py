@@ -11,4 +11,6 @@ Read, called, or set once
   Test: test_growing_batch.py.
 - `_buffered_inputs` of TRL's trainers. By: growing_batch.py. Reason: nothing public says that a trainer reads all
   micro-batches of a step at once. Test: test_growing_batch.py.
+- `_is_hf_initialized` of parameters. By: width.py. Reason: nothing public says which parameters `from_pretrained` has
+  read. Test: test_width.py.
 """

@@ -5,10 +5,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 
+from hfscale.core.late import late
 from hfscale.core.logging import get_logger
 from hfscale.core.options import names_of, takes_options
 from hfscale.core.spelling import spelled
@@ -27,7 +30,13 @@ from hfscale.lr_scaling.learning_rate import (
 from hfscale.lr_scaling.options import LRScalingOptions
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.loss_rule import why_loss_grows
-from hfscale.trainer.state import global_batch_size, growing_batch_state, saved_state
+from hfscale.trainer.state import (
+    global_batch_size,
+    growing_batch_state,
+    model_of,
+    saved_state,
+    unwrap_compiled,
+)
 from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
@@ -60,7 +69,9 @@ class LRScalingCallback(AdapterCallback):
     | `lr_scaling/factor` | ratio | learning rate in use / learning rate given; absent where it cannot be applied |
     | `scaling/global_batch` | sequences | sequences of the last optimizer step; absent where the batch is constant |
 
-    With `batch_schedule` the global batch changes during the training, and the rule is applied at each change.
+    With `batch_schedule` the global batch changes during the training, and the rule is applied at each change. With
+    `base_width` the groups of the optimizer are split, and each has the rate that its parameters need at the width of
+    the model.
 
     Args:
         **options: the options, see below.
@@ -106,6 +117,7 @@ class LRScalingCallback(AdapterCallback):
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Scale the optimizer as soon as it has been made."""
         self._begin_run()
+        adapter.announced.base_width = self.options.base_width
         if self._schedule is not None:
             self._growing = self._grow(adapter)
             self._growing.begin()
@@ -157,6 +169,7 @@ class LRScalingCallback(AdapterCallback):
         trainer = adapter.trainer
         self._restore(adapter)  # DeepSpeed's start calls this twice
         optimizer = create(*args, **kwargs)
+        self._split_by_width(adapter)
         self._optimizer = optimizer_name(trainer)
         self.scaling = scaling = self._decide(self._optimizer, global_batch_size(trainer))
         scale_to(trainer, scaling.factor)
@@ -175,6 +188,22 @@ class LRScalingCallback(AdapterCallback):
                 adapter.set_argument(name, _scaled_warmup(steps, scaling.warmup_factor))
         return optimizer
 
+    def _split_by_width(self, adapter: TrainerAdapter) -> None:
+        """Split the optimizer's groups by the roles of their parameters, if a base width is given."""
+        base_width = self.options.base_width
+        with names_of(LRScalingOptions):
+            _check_resumed_width(adapter.resumes_from, base_width)
+            if base_width is None:
+                return
+            trainer = adapter.trainer
+            optimizer: Any = trainer.optimizer
+            while hasattr(optimizer, "optimizer"):  # in a second training
+                optimizer = optimizer.optimizer
+            model = unwrap_compiled(model_of(trainer))
+            width = late("width")
+            width.check_width(model, base_width)
+            width.split_groups(optimizer, trainer.lr_scheduler, model, base_width)
+
     def _restore(self, adapter: TrainerAdapter) -> None:
         restore_arguments(adapter)
         if self._created is not None:
@@ -190,6 +219,7 @@ class LRScalingCallback(AdapterCallback):
         self._restore(adapter)
         # The callback was added when the optimizer existed, or nothing called create_optimizer
         if created is None:
+            self._check_no_width()
             if Strategy.of(trainer).engine_steps:
                 raise UsageError(
                     "with DeepSpeed give LRScalingCallback to Trainer(callbacks=[...]), not add_callback()"
@@ -213,12 +243,34 @@ class LRScalingCallback(AdapterCallback):
                     factor,
                 )
         rates = created.rates if created is not None else rates_in_use(trainer.optimizer)
+        self._check_scheduler(trainer, rates)
         self._announce(trainer, state, rates)
         adapter.when_unused("learning rate", lambda: scale_to(trainer, 1.0))
         saved.update(factor=factor, kappa=self.scaling.kappa, rule=self.scaling.rule)
+        if self.options.base_width is not None:
+            saved.update(base_width=self.options.base_width)
         adapter.add_metrics(self._keys)
         self._check_growth(state)
         self._has_begun = True
+
+    def _check_no_width(self) -> None:
+        """Refuse a base width where this callback has not seen how the optimizer was made."""
+        if self.options.base_width is not None:
+            raise UsageError(
+                "with base_width give the callback to Trainer(callbacks=[...]), not add_callback(), and let the "
+                "Trainer make the optimizer in create_optimizer()"
+            )
+
+    def _check_scheduler(self, trainer: Trainer, rates: list[float]) -> None:
+        """Refuse a base width where the scheduler gives all groups rates of its own."""
+        if self.options.base_width is None or not foreign_rates(trainer.lr_scheduler, rates):
+            return
+        with names_of(LRScalingOptions):
+            named = spelled("base_width", self.options.base_width)
+        raise UsageError(
+            f"{named}: {type(trainer.lr_scheduler).__name__} gives all groups of the optimizer its own rates; use a "
+            "schedule that multiplies those of the optimizer, such as cosine"
+        )
 
     def _check_growth(self, state: TrainerState) -> None:
         """Refuse a training whose batch would not be what the checkpoint or the options say."""
@@ -337,6 +389,20 @@ class LRScalingCallback(AdapterCallback):
                 critical_batch_size=options.critical_batch_size,
                 warmup_scale=options.warmup_scale,
             )
+
+
+def _check_resumed_width(checkpoint: str | None, base_width: int | None) -> None:
+    """Refuse to resume from a checkpoint whose optimizer has the groups of another base width."""
+    path = Path(checkpoint or "") / TRAINER_STATE_NAME
+    if checkpoint is None or not path.is_file():
+        return
+    saved = saved_state(TrainerState.load_from_json(str(path)), "lr_scaling").get("base_width")
+    if saved != base_width:
+        asked = spelled("base_width", base_width)
+        had = "without one" if saved is None else f"with {spelled('base_width', saved)}"
+        raise UsageError(
+            f"{asked}: {checkpoint} was trained {had}; resume as it was, or start from scratch"
+        )
 
 
 class _ArgumentRestorer(TrainerCallback):

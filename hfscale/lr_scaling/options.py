@@ -64,3 +64,10 @@ class LRScalingOptions(Options):
         help="What the learning rate schedule counts while the batch grows: tokens or optimizer steps",
         details="With `tokens`, numbers of steps, such as `warmup_steps`, are steps of the first batch.",
     )
+    base_width: int | None = option(
+        None,
+        check=positive,
+        help="hidden_size at which the learning rate was tuned; the model was initialised for it",
+        details="See `hfscale.initialize_at_width` and docs/width_transfer.md.",
+        unset="the learning rate does not follow the width",
+    )

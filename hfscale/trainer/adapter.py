@@ -540,6 +540,7 @@ class TrainerAdapter:
             callback_saves=self._announced.callback_saves,
             grows_batch=self._announced.grows_batch,
             skip_bad_batches=self._announced.skip_bad_batches,
+            base_width=self._announced.base_width,
         )
 
     def _leave_if_unused(self) -> bool:

@@ -35,13 +35,15 @@ class SavedShards(Protocol):
 class Announced:
     """What callbacks have announced for the training that begins or runs.
 
-    What is known before a training (`callback_saves`, `grows_batch`, `skip_bad_batches`) is set in `before_train`, so
-    that it is there when the first `on_train_begin` is called, and when the table of what works with what is asked.
+    What is known before a training (`callback_saves`, `grows_batch`, `skip_bad_batches`, `base_width`) is set in
+    `before_train`, so that it is there when the first `on_train_begin` is called, and when the table of what works
+    with what is asked.
 
     Args:
         callback_saves (`bool`): whether a callback saves, although `save_strategy` may be `no`.
         grows_batch (`bool`): whether the global batch changes.
         skip_bad_batches (`int`, *optional*): how many bad batches the run may leave out; None: none is looked for.
+        base_width (`int`, *optional*): the width at which the learning rate was tuned; None: it does not follow it.
         is_interrupted (`bool`): whether the training ends early because of a notice, and another launch is to resume
             it.
         unmeasured (`dict`): metric key -> why it is not measured, None where it is: for callbacks that act on it.
@@ -57,6 +59,7 @@ class Announced:
     callback_saves: bool = False
     grows_batch: bool = False
     skip_bad_batches: int | None = None
+    base_width: int | None = None
     is_interrupted: bool = False
     unmeasured: dict[str, str | None] = field(default_factory=dict)
     tensors: dict[str, Callable[[], dict[str, torch.Tensor]]] = field(default_factory=dict)

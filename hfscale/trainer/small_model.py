@@ -3,12 +3,16 @@
 The vocabulary stays, so that the user's data fits.
 """
 
+import copy
+import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from hfscale.errors import ParameterError
 
 _LAYERS = (
     "num_hidden_layers",
@@ -21,6 +25,17 @@ _LAYERS = (
 )
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
 """Names that configs have for the widths inside a layer."""
+_WITH_THE_WIDTH = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    *WIDTHS,
+    "shared_expert_intermediate_size",
+    "shared_intermediate_size",
+    "ffn_hidden_size",
+    "word_embed_proj_dim",
+)
+"""Names that configs have for what grows with the width of a model whose heads keep their size."""
 _MAX_LAYERS = 2
 _MAX_HEADS = 4
 _SCALE = 0.02
@@ -89,6 +104,37 @@ def _narrower(config: Any, divisor: int) -> None:
         width = getattr(config, name, None)
         if isinstance(width, int) and width > 2 * config.hidden_size:
             setattr(config, name, 2 * config.hidden_size)
+
+
+def config_at_width(config: Any, width: int, *, named: str = "base_width") -> Any:
+    """Return a copy of a config for a narrower model: fewer heads of the same size, and all widths divided alike.
+
+    Args:
+        config (`PreTrainedConfig`): the config of a causal language model.
+        width (`int`): the `hidden_size` of the copy.
+        named (`str`): the parameter that gave it, for the message.
+
+    Raises:
+        ParameterError: the sizes of the config cannot be divided by the same number.
+    """
+    hidden = config.hidden_size
+    sizes = {}
+    for name in _WITH_THE_WIDTH:
+        size = getattr(config, name, None)
+        # A single key-value head serves all heads at every width
+        if isinstance(size, int) and not (name == "num_key_value_heads" and size == 1):
+            sizes[name] = size
+    step = hidden // math.gcd(*sizes.values())
+    if width % step or not 0 < width <= hidden:
+        rule = (
+            f"it must be a multiple of {step} up to {hidden}, by which the heads and widths of this "
+            f"{config.model_type} can be divided"
+        )
+        raise ParameterError(named, width, rule)
+    narrow = copy.deepcopy(config)
+    for name, size in sizes.items():
+        setattr(narrow, name, size * width // hidden)
+    return narrow
 
 
 def _divides_alike(fewer: int, heads: int, groups: Any, divisor: int) -> bool:

@@ -10,6 +10,7 @@ trains a small Llama on the Python standard library. This command trains a real 
 Relaunching the same command resumes from the newest verified checkpoint. Copy this file and change it.
 """
 
+from hfscale import initialize_at_width
 from hfscale.recipe import (
     RowCollator,
     finish_run,
@@ -35,6 +36,8 @@ def main():
         train_dataset, eval_dataset = load_datasets(data_args, training_args, tokenizer)
 
     model = load_model(model_args, training_args, tokenizer, data_args)
+    if scaling_args.base_width is not None:
+        initialize_at_width(model, base_width=scaling_args.base_width)
     trainer = Trainer(
         model=model,
         args=training_args,

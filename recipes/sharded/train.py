@@ -12,7 +12,7 @@ accelerate_configs/. Relaunching the same command resumes from the newest verifi
 change it.
 """
 
-from hfscale import ParallelArguments
+from hfscale import ParallelArguments, initialize_at_width
 from hfscale.recipe import (
     RowCollator,
     finish_run,
@@ -38,6 +38,8 @@ def main():
         train_dataset, eval_dataset = load_datasets(data_args, training_args, tokenizer)
 
     model = load_model(model_args, training_args, tokenizer, data_args, layout=start.layout)
+    if scaling_args.base_width is not None:
+        initialize_at_width(model, base_width=scaling_args.base_width)
     trainer = Trainer(
         model=model,
         args=training_args,

@@ -509,6 +509,8 @@ ELSEWHERE = {
 }
 GROWING = [rule.name for rule in rules() if "batch_schedule" in rule.when]
 ELSEWHERE |= dict.fromkeys(GROWING, "checked at the start of a training: tests/lr_scaling/test_growing_batch.py")
+WIDE = [rule.name for rule in rules() if "base_width" in rule.when]
+ELSEWHERE |= dict.fromkeys(WIDE, "checked at the start of a training: tests/lr_scaling/test_width.py")
 SKIPPING = [rule.name for rule in rules() if "skip_bad_batches" in rule.when]
 ELSEWHERE |= dict.fromkeys(SKIPPING, "checked at the start of a training: tests/replays/test_bad_batches.py")
 ELSEWHERE |= dict.fromkeys(

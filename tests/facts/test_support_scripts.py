@@ -74,6 +74,11 @@ ELSEWHERE |= {
     for rule in rules()
     if "skip_bad_batches" in rule.when and "parallel_trainer" not in rule.when.values()
 }
+ELSEWHERE |= {
+    rule.name: "needs an option of a callback: tests/lr_scaling/test_width.py"
+    for rule in rules()
+    if "base_width" in rule.when and "parallel_trainer" not in rule.when.values()
+}
 """Rules that no script of two ranks on a CPU can meet -> why."""
 
 

@@ -448,6 +448,7 @@ class Strategy:
         callback_saves: bool = False,
         grows_batch: bool = False,
         skip_bad_batches: int | None = None,
+        base_width: int | None = None,
     ) -> None:
         """Refuse a training that the table of what works with what refuses. It needs no prepared model.
 
@@ -458,12 +459,13 @@ class Strategy:
             callback_saves (`bool`): whether a callback writes checkpoints, although `save_strategy` may be `no`.
             grows_batch (`bool`): whether the global batch changes during the training.
             skip_bad_batches (`int`, *optional*): how many bad batches the run may leave out; None: none is looked for.
+            base_width (`int`, *optional*): the width at which the learning rate was tuned.
 
         Raises:
             HfScaleError: it does not work; the class is that of the rule, most often `UsageError`.
             MissingDependencyError: the installed versions cannot train this model with the strategy.
         """
-        asked = self.combination(environ)
+        asked = replace(self.combination(environ), base_width=base_width)
         if callback_saves:
             asked = replace(asked, saves=True)
         if grows_batch:
