@@ -58,7 +58,7 @@ def _size_before_layers(kind: type[PreTrainedModel], config: Any) -> float:
     config.vocab_size = _TOKENS
     config.pad_token_id = None
     with torch.device("meta"):
-        model = kind(config)
+        model: Any = kind(config)
     layers = layers_of(model)
     inside = {id(module) for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
