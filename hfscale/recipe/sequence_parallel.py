@@ -87,9 +87,9 @@ class SkippableUlyssesLoader:
         return getattr(self._loader.dl, "base_dataloader", self._loader.dl)
 
     @property
-    def batch_sampler(self) -> Iterator[list[int]]:
-        """The number of each micro-batch, as a batch of its own; it has no end, since the dataset ends the pass."""
-        return ([number] for number in itertools.count())
+    def batch_sampler(self) -> "_Numbers":
+        """The number of each micro-batch, as a batch of its own."""
+        return _Numbers(len(self))
 
     @property
     def dataset(self) -> "_MicroBatches":
@@ -105,6 +105,22 @@ class SkippableUlyssesLoader:
         """
         (micro_batch,) = micro_batches
         return micro_batch
+
+
+class _Numbers:
+    """The numbers of the micro-batches of a pass, each as a batch of its own.
+
+    They have no end, since the dataset ends the pass; the length is for Accelerate, which computes what is left of it.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([number] for number in itertools.count())
 
 
 class _MicroBatches(Dataset[Any]):

@@ -71,7 +71,7 @@ def test_a_run_of_one_process_resumes_under_another_strategy_and_back(workplace,
 
 @pytest.mark.world(2)
 def test_zero_is_refused_in_one_line(workplace, tmp_path):
-    with pytest.raises(AssertionError, match="--optim muon updates complete matrices, and DeepSpeed cuts them"):
+    with pytest.raises(AssertionError, match="Muon updates complete matrices, and DeepSpeed cuts them"):
         run_recipe(copy_of(workplace, tmp_path), "zero2", 2, *SMALL)
 
 
