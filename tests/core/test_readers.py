@@ -687,6 +687,7 @@ SITES = {
     "recipe/chat.py:use_chat_template": CALLER,
     "recipe/corpus.py:_documented_functions": OURS,
     "recipe/corpus.py:read_sources": OURS,
+    "recipe/images.py:_with_files": "tests/finetuning/test_vision_recipe.py: files that are no images",
     "recipe/model_card.py:_sha256": PROGRAM,
     "recipe/model_card.py:write_model_card": CALLER,
     "recipe/resume.py:is_finished": VERIFIED,

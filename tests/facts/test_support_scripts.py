@@ -53,6 +53,17 @@ ELSEWHERE = {
     "updating the bias of routers on islands": ONLY_FLAGS,
     **dict.fromkeys(
         [
+            "generating from prompts with images",
+            "sharded weights of vision-language models whose modules were not counted",
+            "images on islands",
+            "images with QLoRA",
+            "images with torch.compile",
+            "images with Muon",
+        ],
+        "recipes alone say that the data have images: tests/facts/test_support.py",
+    ),
+    **dict.fromkeys(
+        [
             "averaged weights on islands",
             "averaged weights under ZeRO-3 that does not gather the weights for a save",
             "averaged weights with parameters on a disk",
