@@ -73,11 +73,35 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     if model_type not in TEXT_MODELS or not isinstance(text, Mapping):
         raise UnsupportedModelError(
             f"model_type {model_type!r} has its language model in text_config: save the text_config as a separate "
-            "config.json and pass that instead"
+            "config.json and pass that instead; the memory of the vision tower is to be added (docs/trl_recipes.md)"
         )
     # The head belongs to the outer model, so the outer key determines whether it is tied.
     tied = config.get("tie_word_embeddings", model_type in _TIED)
     return {**text, "model_type": TEXT_MODELS[model_type], "tie_word_embeddings": tied}
+
+
+def tower_parameters(source: Mapping[str, Any] | str | Path) -> int | None:
+    """Return about how many parameters the vision tower of an image-and-text model has, which no plan counts.
+
+    Counted are the matrices of a vision transformer (Dosovitskiy et al., arXiv 2010.11929, table 1): four of attention
+    and two of the MLP in each layer.
+
+    Args:
+        source (`Mapping`, `str` or `Path`): the parsed `config.json`, its path, or its folder.
+
+    Returns:
+        `int`, *optional*: the number; None without a tower, or where the config does not name its sizes.
+    """
+    config = source if isinstance(source, Mapping) else _parse(Path(source))
+    vision = config.get("vision_config")
+    if not isinstance(vision, Mapping):
+        return None
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+    sizes = [vision.get(name) for name in names]
+    if not all(type(size) is int for size in sizes):
+        return None
+    layers, hidden, intermediate = sizes
+    return layers * (4 * hidden**2 + 2 * hidden * intermediate)  # type: ignore[no-any-return, operator]
 
 
 def _with_block_types(config: dict[str, Any]) -> dict[str, Any]:

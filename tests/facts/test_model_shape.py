@@ -20,11 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hfscale.errors import ConfigFileError, HfScaleError, UnsupportedModelError, UsageError
-from hfscale.facts.config_reader import ALIASES
+from hfscale.facts.config_reader import ALIASES, tower_parameters
 from hfscale.facts.families import FAMILIES, rules
 from hfscale.facts.families.family import COMMON_DEFAULTS
 from hfscale.facts.layer_shape import AttentionShape, MambaShape
 from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.models import find_model
 from hfscale.recipe.model_arguments import ModelArguments
 
 LLAMA = {
@@ -675,6 +676,19 @@ def test_the_language_model_of_an_image_and_text_model_is_read() -> None:
     # The outer config of the hub's Gemma 3 holds only what differs from the defaults.
     read = ModelShape.from_config({"model_type": "gemma3", "text_config": text, **UNTIED})
     assert dataclasses.replace(read, max_positions=shape.max_positions) == shape
+
+
+def test_a_tower_that_is_left_out_is_counted_and_named(tmp_path, log) -> None:
+    text = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 7, "vocab_size": 101}
+    vision = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 6, "num_attention_heads": 2}
+    outer = CONFIG_MAPPING["gemma3"](text_config=text, vision_config=vision)
+    outer.save_pretrained(tmp_path)
+    tower = meta_model(outer).get_encoder(modality="image")
+    of_layers = sum(weight.numel() for name, weight in tower.named_parameters() if ".layers." in name)
+    assert tower_parameters(outer.to_dict()) == pytest.approx(of_layers, rel=0.02)
+    find_model(str(tmp_path))
+    assert "vision tower has about 0.664 M parameters" in log.text
+    assert tower_parameters(text | {"model_type": "llama"}) is None
 
 
 @pytest.mark.parametrize(
