@@ -17,6 +17,7 @@ from hfscale.checkpoint.cadence import SaveCadence
 from hfscale.checkpoint.data_order.order import keep_data_order
 from hfscale.checkpoint.data_order.skipping import check_can_skip
 from hfscale.checkpoint.evaluations import note_made, note_unfinished_epoch, resume_evaluations
+from hfscale.checkpoint.followers import keep_followers
 from hfscale.checkpoint.generated_batches import keep_generated_batches
 from hfscale.checkpoint.identity import check_identity, identity_of, words_of
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
@@ -26,7 +27,6 @@ from hfscale.checkpoint.loading import (
     discard_conversions,
     finish_merged_load,
     finish_universal_load,
-    warn_of_moved_models,
 )
 from hfscale.checkpoint.lock import lock_for_all_ranks, make_and_lock, unlock_output_dir
 from hfscale.checkpoint.manifest import Identity, Manifest
@@ -260,7 +260,7 @@ class SpotCheckpointCallback(AdapterCallback):
             )
         if self._saves:
             check_own_adapters(adapter.trainer)
-            warn_of_moved_models(adapter.trainer)
+            keep_followers(adapter)
         else:
             logger.info(
                 "save_strategy is 'no': nothing will be saved, and a lost machine loses the run"

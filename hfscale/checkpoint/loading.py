@@ -400,25 +400,3 @@ def _check_plain(checkpoint: Path, running: StrategyFacts) -> None:
         f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {checkpoint} NEW_FOLDER --to "
         f"{running.name} --global-batch-size N` and resume from that"
     )
-
-
-_OF_MOVED_MODELS = ("ref_model", "shadow_weights", "running_model")
-"""Attributes in which callbacks of TRL keep weights that they move after steps: those of `sync_ref_model`, of teachers
-that average the student, and of BEMA."""
-
-
-def warn_of_moved_models(trainer: Trainer) -> None:
-    """Warn of callbacks of TRL whose weights follow those that are trained, since no checkpoint holds them.
-
-    Args:
-        trainer (`Trainer`): whose training begins and saves checkpoints.
-    """
-    for callback in trainer.callback_handler.callbacks:
-        kinds = type(callback).__mro__
-        is_of_trl = any(kind.__module__.startswith("trl.") for kind in kinds)
-        if is_of_trl and any(name in vars(callback) for name in _OF_MOVED_MODELS):
-            logger.warning(
-                "%s moves a reference model or a teacher that no checkpoint holds: a run that resumes begins with the "
-                "first one again, so that its losses differ; leave sync_ref_model out, or give a teacher that stays",
-                type(callback).__name__,
-            )

@@ -9,7 +9,6 @@ import torch
 from hfscale.checkpoint import generated_batches
 from hfscale.checkpoint.contents import take_json, take_tensors
 from hfscale.checkpoint.generated_batches import NAME, GeneratedBatches
-from hfscale.checkpoint.loading import warn_of_moved_models
 from hfscale.errors import CheckpointError
 
 PERIOD = 6
@@ -97,12 +96,3 @@ def test_broken_files_are_named(tmp_path):
     (tmp_path / f"{NAME}_outer_0.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=f"{NAME}_0.json"):
         generated_of(trainer()).read(tmp_path)
-
-
-def test_models_that_follow_the_student_are_named(caplog):
-    moving = type("Sync", (), {"__module__": "trl.trainer.callbacks"})()
-    moving.ref_model = object()
-    others = [type("Other", (), {"__module__": "trl.trainer.callbacks"})(), type("Own", (), {"ref_model": None})()]
-    handler = SimpleNamespace(callbacks=[moving, *others])
-    warn_of_moved_models(SimpleNamespace(callback_handler=handler))
-    assert [record.getMessage().split()[0] for record in caplog.records] == ["Sync"]

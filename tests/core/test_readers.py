@@ -605,6 +605,7 @@ SITES = {
     "checkpoint/formats/zero.py:read_universal": PICKLES,
     "checkpoint/formats/zero.py:read_zero": PICKLES,
     "checkpoint/formats/zero.py:tag_folder": PICKLES,
+    "checkpoint/followers.py:_read": VERIFIED,
     "checkpoint/generated_batches.py:read": VERIFIED,
     "checkpoint/running_loss.py:_read": VERIFIED,
     "checkpoint/loading.py:_check_adapters": PICKLES,
