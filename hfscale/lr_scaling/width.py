@@ -58,7 +58,8 @@ def initialize_at_width(model: PreTrainedModel, *, base_width: int) -> None:
     noted = getattr(model.config, KEY, None)
     if noted is not None:
         raise UsageError(
-            f"the model was initialised for a base width of {noted} before: make it from its config again"
+            f"the config of the model notes a base width of {noted}: it was initialised before, or shares the object "
+            "with a model that was; make config and model again"
         )
     rules = width_rules(model, base_width)
     _check_is_new(model, base_width)

@@ -35,6 +35,7 @@ from hfscale.facts.config_reader import load_config
 from hfscale.facts.hardware import read_hardware_file
 from hfscale.facts.prices import all_egress, all_prices
 from hfscale.health.node import _offload_device
+from hfscale.lr_scaling.lr_command import read_training_text
 from hfscale.metrics.baseline import read_baselines
 from hfscale.metrics.prompts import read_prompts
 from hfscale.plugins import llamafactory, section
@@ -185,6 +186,9 @@ READERS = {
         file="h.toml",
         read=lambda folder: read_hardware_file(folder / "h.toml"),
         sample='[[accelerator]]\nname = "x"\n',
+    ),
+    "text of a sweep": Reader(
+        file="t.txt", read=lambda folder: read_training_text(folder / "t.txt"), sample="some text"
     ),
     "prompts": Reader(
         file="p.jsonl", read=lambda folder: read_prompts(folder / "p.jsonl"), sample=lines({"prompt": "a"})
@@ -626,6 +630,7 @@ SITES = {
     "checkpoint/resumable.py:_check_state": "state of Trainer",
     "checkpoint/rng_states.py:_load": PICKLES,
     "checkpoint/store.py:name_last_checkpoint": "state of Trainer",
+    "lr_scaling/lr_command.py:read_training_text": "text of a sweep",
     "checkpoint/writer.py:__init__": OTHER,
     "core/configs_command.py:_copy_launch_files": OURS,
     "core/configs_command.py:absolute": OURS,

@@ -157,7 +157,7 @@ def other_draw():
 @pytest.mark.parametrize(
     ("make", "width", "message"),
     [
-        (wide_llama, BASE, "was initialised for a base width of 16 before"),
+        (wide_llama, BASE, "notes a base width of 16"),
         (trained, BASE, "model.norm.weight is not 1 everywhere"),
         (other_draw, BASE, "up_proj.weight has a standard deviation of"),
         (lambda: tiny_model(**SIZES), 24, "base_width is 24: it must be a multiple of 16 up to 64"),
