@@ -61,6 +61,7 @@ SEED, MANY = int(os.environ.get("SEED", "0")), int(os.environ.get("FUZZ", "400")
 LIMIT_S, LIMIT_BYTES = 30, 2**31
 CALLER = "its caller gives the text, and catches its errors"
 OTHER = "opens something that is no file, or writes only"
+IMAGES = "tests/finetuning/test_vision_recipe.py: files that are no images, and damaged ones"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -693,7 +694,7 @@ SITES = {
     "recipe/chat.py:use_chat_template": CALLER,
     "recipe/corpus.py:_documented_functions": OURS,
     "recipe/corpus.py:read_sources": OURS,
-    "recipe/images.py:_with_files": "tests/finetuning/test_vision_recipe.py: files that are no images",
+    "recipe/images.py:_with_files": IMAGES,
     "recipe/model_card.py:_sha256": PROGRAM,
     "recipe/model_card.py:write_model_card": CALLER,
     "recipe/resume.py:is_finished": VERIFIED,
@@ -739,4 +740,6 @@ def test_every_reader_of_the_package_is_listed():
     assert sites() == set(SITES)
     assert {what for what in SITES.values() if what in READERS} <= set(READERS)
     for what in SITES.values():
-        assert what in READERS or what in (OURS, MEMORY, SYSTEM, PROGRAM, PICKLES, VERIFIED, CALLER, OTHER), what
+        assert what in READERS or what in (OURS, MEMORY, SYSTEM, PROGRAM, PICKLES, VERIFIED, CALLER, OTHER, IMAGES), (
+            what
+        )
