@@ -24,6 +24,7 @@ NOT_SAMPLED = {
     "batch_schedule": "its recipes are started by tests/lr_scaling",
     "plot": "draws the choices and changes no file",
     "details": "prints more and changes no file",
+    "average_device": "an average in the CPU's memory is started by tests/averaging",
     "provider": "chooses prices and changes no file",
     "spot": "chooses prices and changes no file",
 }
@@ -106,8 +107,17 @@ SAMPLERS: Mapping[str, Callable[[Draw], Any]] = {
     "precision": lambda draw: _weighted(draw, bf16=0.68, fp16=0.1, fp32=0.1, fp8=0.12),
     "pure_bf16": lambda draw: draw.rarely(True, 0.03),
     "optimizer": lambda draw: _weighted(
-        draw, adamw=0.72, adamw_8bit=0.07, sgd=0.07, adafactor=0.08, adamw_bf16=0.02, sgd_momentum=0.02, muon=0.02
+        draw,
+        adamw=0.7,
+        adamw_foreach=0.02,
+        adamw_8bit=0.07,
+        sgd=0.07,
+        adafactor=0.08,
+        adamw_bf16=0.02,
+        sgd_momentum=0.02,
+        muon=0.02,
     ),
+    "ema_decay": lambda draw: draw.rarely(0.99),
     "compile": lambda draw: draw.rarely(True, 0.2),
     "liger": lambda draw: draw.rarely(draw.one_of(True, False), 0.3),
     "gpus_per_node": lambda draw: draw.rarely(draw.one_of(1, 2, 4, 16), 0.25),

@@ -57,6 +57,10 @@ class Combination:
     """Ranks that share each sequence."""
     expert_parallel: int | None = None
     """Ranks that share the experts of a layer."""
+    experts_implementation: str | None = None
+    """How transformers computes the experts of a layer: `grouped_mm`, `batched_mm` or `eager`."""
+    averages: bool | None = None
+    """Whether an average of the weights is kept."""
     dp_sizes: bool | None = None
     """Whether sizes of the data-parallel axes are given."""
     fsdp_size: int | None = None

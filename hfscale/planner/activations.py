@@ -19,7 +19,7 @@ from hfscale.facts.activations import (
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import SPLIT_BACKWARD, held_at_peak, in_flight
 from hfscale.planner.adapters import formed_bytes
-from hfscale.planner.experts import imbalance_of, unit_parameters
+from hfscale.planner.experts import expert_costs, imbalance_of, unit_parameters
 from hfscale.planner.frameworks import Framework, shared_constants
 from hfscale.planner.job import Job
 
@@ -77,6 +77,15 @@ def regime_of(job: Job) -> Regime:
     if job.zero == 0 and is_plain:
         return "autocast"
     return "mixed"
+
+
+def weight_bytes(job: Job) -> float:
+    """Compute the bytes of a weight as the layers have it: DDP's are in fp32 also under autocast.
+
+    Args:
+        job (`Job`): the run, in Hugging Face's stack.
+    """
+    return 4.0 if regime_of(job) in ("autocast", "fp32") else 2.0
 
 
 def layer_bytes(job: Job, framework: Framework) -> float:
@@ -328,12 +337,14 @@ def kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:
     """
     kept, working = _kept_and_working(job, framework)
     formed = formed_bytes(job, regime_of(job))
-    working += _expert_gradient_bytes(job, framework)
+    experts = expert_costs(job, weight_bytes(job))
+    kept_copies = formed.kept + experts.kept_bytes
+    working += _expert_gradient_bytes(job, framework) + experts.working_bytes
     if job.activation_checkpointing == "none":
-        return kept + formed.kept, working + formed.working
+        return kept + kept_copies, working + formed.working
     if job.activation_checkpointing == "selective":
         kept += formed.kept_by_selective
-    return kept, working + formed.kept + formed.working
+    return kept, working + kept_copies + formed.working
 
 
 def _kept_and_working(job: Job, framework: Framework) -> tuple[float, float]:

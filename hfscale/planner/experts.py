@@ -7,6 +7,7 @@ data parallelism).
 """
 
 import math
+from dataclasses import dataclass
 
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import paired_share
@@ -122,6 +123,78 @@ def unit_parameters(job: Job) -> float:
     dense, experts = layer_parameters(job)
     copied = experts * copied_share(job)
     return max(dense, copied) if job.spreads_experts else dense + copied
+
+
+# -- how transformers computes them -----------------------------------------------------------------------------------
+
+LOOP_LAUNCHES = (26.0, 22.0)
+"""Kernels that a loop over experts launches for each of them, forward and backward. Four times in the forward pass the
+CPU waits for a value, the expert's number or its tokens, which counts as three kernels each (transformers 5.23,
+models/qwen3_moe/modeling_qwen3_moe.py, `Qwen3MoeExperts.forward`)."""
+LOOP_PASSES = 4.0
+"""Reads and writes of all experts of a layer, per expert in the backward pass of a loop: the gradient of one expert's
+matrices is written into zeros of the size of all, which are added to the gradients so far (torch 2.13,
+`select_backward`)."""
+BATCHED_PASSES = (3.0, 4.0)
+"""Reads and writes of the matrices of each token's experts, forward and backward: they are copied and multiplied; in
+the backward pass they are multiplied again, and their gradients are written and added up (transformers 5.23,
+integrations/moe.py, `batched_mm_experts_forward`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertCosts:
+    """Holds what other products of experts than grouped ones cost an average layer in addition, per micro-batch."""
+
+    forward_bytes: float = 0.0
+    """Memory traffic of the forward pass."""
+    backward_bytes: float = 0.0
+    """Memory traffic of the backward pass."""
+    forward_launches: float = 0.0
+    """Kernels of the forward pass that the CPU launches one by one."""
+    backward_launches: float = 0.0
+    """The same of the backward pass."""
+    kept_bytes: float = 0.0
+    """Bytes kept until the backward pass, unless the layer is recomputed."""
+    working_bytes: float = 0.0
+    """Bytes in addition while the layer's backward pass runs."""
+
+
+def expert_costs(job: Job, width: float) -> ExpertCosts:
+    """Compute what the run's products of experts cost in addition to grouped ones.
+
+    Args:
+        job (`Job`): the run, which names the implementation.
+        width (`float`): bytes of a weight as the layers have it.
+    """
+    moe = job.shape.moe
+    if moe is None or job.experts_implementation == "grouped_mm":
+        return ExpertCosts()
+    _, experts = layer_parameters(job)
+    weights = width * experts
+    matrices = [one.parameters for one in moe.linears if one.copies > 1]
+    share = max(matrices) / sum(matrices)
+    largest = weights * share
+    used = job.shape.top_k / moe.experts
+    if job.experts_implementation == "eager":
+        missed = (1 - used) ** job.tokens
+        hit = moe.experts * (1 - missed)
+        in_layers = hit * job.shape.moe_share
+        of_forward, of_backward = LOOP_LAUNCHES
+        return ExpertCosts(
+            backward_bytes=LOOP_PASSES * hit * weights,
+            forward_launches=of_forward * in_layers,
+            backward_launches=of_backward * in_layers,
+            working_bytes=largest,
+        )
+    copies = job.tokens * used
+    copied = copies * weights
+    of_forward, of_backward = BATCHED_PASSES
+    return ExpertCosts(
+        forward_bytes=of_forward * copied,
+        backward_bytes=of_backward * copied,
+        kept_bytes=copied,
+        working_bytes=copies * largest,
+    )
 
 
 # -- the exchange -----------------------------------------------------------------------------------------------------

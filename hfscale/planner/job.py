@@ -97,6 +97,18 @@ class Job(LayoutOptions):
         return self.pure_bf16 and self.optimizer in ("adamw", "adamw_foreach")
 
     @property
+    def averages(self) -> int:
+        """Copies of the trained weights in fp32 that an average keeps: one, or the snapshots of a mean."""
+        if self.average_last is not None:
+            return self.average_last
+        return int(self.ema_decay is not None)
+
+    @property
+    def averages_on_host(self) -> bool:
+        """Whether they are in the CPU's memory: they are asked to be, or the weights that the optimizer steps are."""
+        return self.average_device == "cpu" or self.offload != "none"
+
+    @property
     def value_bytes(self) -> float:
         """Bytes of a value in the format of the matrix products; those in fp8 are kept in bf16."""
         return 4.0 if self.precision == "fp32" else 2.0
@@ -282,6 +294,8 @@ class Job(LayoutOptions):
                 f"{spelled('precision')} {other}"
             )
         self._check_model()
+        self._check_experts()
+        self._check_averages()
         self._check_task()
         share = self.data_parallel * self.micro_batch
         if self.global_batch % share:
@@ -361,6 +375,33 @@ class Job(LayoutOptions):
                 "least two micro-batches, no full recomputation, and in a pipeline "
                 f"{spelled('virtual_stages')} above 1: set these, or leave it out"
             )
+
+    def _check_experts(self) -> None:
+        given = spelled("experts_implementation", self.experts_implementation)
+        if self.experts_implementation != "grouped_mm" and self.shape.moe is None:
+            raise UsageError(
+                f"{given} needs a mixture of experts, which this model is not: leave it out"
+            )
+        asked = Combination(
+            planned=True,
+            engine=self.stack,
+            method=self.method,
+            compile=self.compile,
+            expert_parallel=self.expert_parallel,
+            experts_implementation=self.experts_implementation,
+        )
+        check_support(asked, "experts_implementation")
+
+    def _check_averages(self) -> None:
+        if self.ema_decay is not None and self.average_last is not None:
+            given = spelled("average_last", self.average_last)
+            other = spelled("ema_decay", self.ema_decay)
+            raise UsageError(f"{given} excludes {other}: give one of them")
+        if self.average_device == "cpu" and not self.averages:
+            given = spelled("average_device", "cpu")
+            raise UsageError(f"{given} has no average to keep: give {spelled('ema_decay')} too")
+        asked = Combination(planned=True, engine=self.stack, averages=bool(self.averages))
+        check_support(asked, "averages")
 
     def _check_spread_experts(self) -> None:
         asked = Combination(

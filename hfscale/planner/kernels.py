@@ -14,6 +14,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.hardware import Accelerator, Dtype, peak_tflops
 from hfscale.facts.layer_shape import AttentionShape, Linear
 from hfscale.facts.model_shape import LayerKind
+from hfscale.planner.activations import weight_bytes
 from hfscale.planner.adapters import has_merged_experts
 from hfscale.planner.elementwise import (
     elementwise_bytes,
@@ -21,7 +22,7 @@ from hfscale.planner.elementwise import (
     liger_loss_bytes,
     share_of_memory_time,
 )
-from hfscale.planner.experts import imbalance_of, layer_parameters
+from hfscale.planner.experts import expert_costs, imbalance_of, layer_parameters
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.job import HOPPER_TFLOPS, Job
 from hfscale.planner.options import Precision
@@ -214,12 +215,13 @@ def layer_forward(
             merged += kind.share * _matrices_s(experts, job, shared, rates)
         attention += kind.share * _attention_s(kind, job, shared, rates)
     forward, backward = elementwise_bytes(job, framework)
+    experts = expert_costs(job, weight_bytes(job))
     memory = rates.memory / share_of_memory_time(job)
     return LayerTime(
         matmul=matmul,
         attention=attention,
-        elementwise=forward / memory,
-        elementwise_backward=backward / memory,
+        elementwise=forward / memory + experts.forward_bytes / rates.memory,
+        elementwise_backward=backward / memory + experts.backward_bytes / rates.memory,
         routing=_routing_s(job, framework, rates),
         merging=merging,
         merged_matmul=merged,

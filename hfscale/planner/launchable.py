@@ -30,6 +30,8 @@ def describe(job: Job) -> Combination:
         pp=job.layout.pp,
         cp=job.layout.cp,
         expert_parallel=job.expert_parallel,
+        experts_implementation=job.experts_implementation,
+        averages=bool(job.averages),
         sequence_parallel=job.sequence_parallel if runs_parallel_trainer else None,
         loss_parallel=job.loss_parallel,
         reshard=job.reshard,

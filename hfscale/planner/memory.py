@@ -27,6 +27,9 @@ from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.peak import highest_moment
 from hfscale.planner.tasks import reference_bytes
 
+AVERAGE_BYTES = 4.0
+"""Bytes per trained parameter of an average, or of a snapshot of a mean."""
+
 # -- states: what a rank keeps between steps --------------------------------------------------------------------------
 
 
@@ -40,6 +43,8 @@ class StateBytes:
     """All gradients, as they are at the end of the backward pass."""
     optimizer: float
     """Moments and master copies."""
+    average: float = 0.0
+    """Averaged weights in fp32."""
 
 
 def trained_parameters(job: Job) -> float:
@@ -143,11 +148,17 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     parameters = (frozen + weight * trained) * parameter_share
     gradients = gradient * trained * gradient_share
     optimizer = (master + moments) * trained * optimizer_share
+    # The average is of what the rank's optimizer steps (hfscale/averaging/weights.py)
+    average = 0.0
+    if not job.averages_on_host:
+        average = AVERAGE_BYTES * job.averages * trained * optimizer_share
     if job.offload != "none":
         optimizer = 0.0
     if job.offload == "full":
         parameters = gradients = 0.0
-    return StateBytes(parameters=parameters, gradients=gradients, optimizer=optimizer)
+    return StateBytes(
+        parameters=parameters, gradients=gradients, optimizer=optimizer, average=average
+    )
 
 
 def update_bytes(job: Job, states: StateBytes) -> float:
@@ -223,7 +234,7 @@ class Memory:
     gradients: float
     """Gradients, after sharding."""
     optimizer: float
-    """Moments and master copies."""
+    """Moments and master copies, and averaged weights."""
     activations: float
     """Activations kept for the backward pass, of all micro-batches in flight."""
     loss: float
@@ -311,7 +322,7 @@ def memory_of(job: Job, framework: Framework, common: SharedConstants | None = N
     parts = {
         "parameters": states.parameters / GIB,
         "gradients": peak.gradients / GIB,
-        "optimizer": states.optimizer / GIB,
+        "optimizer": (states.optimizer + states.average) / GIB,
         "activations": peak.activations / GIB,
         "loss": peak.loss / GIB,
         "buffers": (peak.buffers + (common.fragmentation - 1) * others) / GIB,
@@ -414,6 +425,8 @@ def node_host_gib(job: Job, *, saves: bool = True) -> float:
     copies weights and optimizer states that are not sharded, otherwise each rank its part. What is offloaded is copied
     too.
 
+    Averaged weights in the CPU's memory are there all the time.
+
     Args:
         job (`Job`): the run.
         saves (`bool`): whether a background save is to have its copy. Where it does not fit, training waits for each
@@ -431,4 +444,9 @@ def node_host_gib(job: Job, *, saves: bool = True) -> float:
     saving = saved if job.zero == 0 and not is_split else saved * share
     if not saves:
         saving = 0.0
-    return host_gib(job) * local + float(max(loading, saving)) / GIB
+    averages = 0.0
+    if job.averages_on_host:
+        # Every rank has one of what its optimizer steps; without sharding that is all of it
+        averages = AVERAGE_BYTES * job.averages * trained
+        averages *= local if job.zero == 0 and not is_split else share
+    return host_gib(job) * local + float(max(loading, saving) + averages) / GIB

@@ -58,6 +58,11 @@ Task = Literal["text", "sft", "dpo", "grpo"]
 chosen and a rejected sequence (`dpo`), or completions that the model generates in the step (`grpo`)."""
 Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
 """Pipeline schedules; `1f1b` with several virtual stages is the interleaved one. See `hfscale.facts.schedules`."""
+AverageDevice = Literal["device", "cpu"]
+"""Where an average of the weights is kept: with the weights, or in the CPU's memory."""
+ExpertsImplementation = Literal["grouped_mm", "batched_mm", "eager"]
+"""How transformers computes the experts of a layer: in one grouped product; with a copy of its expert's matrices for
+each token; or in a loop over the experts."""
 Objective = Literal["time", "cost", "gpus"]
 """What choices are ranked by."""
 
@@ -136,6 +141,18 @@ def a_fraction(name: str, value: Any) -> None:
     """Check that a value is at least 0 and below 1."""
     if not 0 <= value < 1:
         raise ParameterError(name, value, "it must be at least 0 and below 1")
+
+
+def a_decay(name: str, value: Any) -> None:
+    """Check that a decay is above 0 and below 1."""
+    if not 0 < value < 1:
+        raise ParameterError(name, value, "it must be above 0 and below 1, such as 0.999")
+
+
+def several(name: str, value: Any) -> None:
+    """Check that a mean is of several snapshots."""
+    if value < 2:
+        raise ParameterError(name, value, "it must be at least 2")
 
 
 def a_count(name: str, value: Any) -> None:
@@ -244,6 +261,18 @@ class RunOptions:
         help="Parameters, gradients and optimizer states are in bf16, as the matrix products",
     )
     optimizer: Optimizer = option("adamw", group=METHOD, help="The optimizer")
+    ema_decay: float | None = option(
+        None,
+        group=METHOD,
+        check=a_decay,
+        help="Decay of a moving average of the trained weights, which is kept in fp32 (--ema_decay of the recipes)",
+        unset="no such average",
+    )
+    average_device: AverageDevice = option(
+        "device",
+        group=METHOD,
+        help="Where the average is kept: with the weights (device), or in the CPU's memory (cpu)",
+    )
     compile: bool | None = option(
         None,
         group=METHOD,
@@ -297,6 +326,18 @@ class LayoutOptions(RunOptions):
         help="Activation recomputation",
     )
     offload: Offload = option("none", group=METHOD, help="States kept in the CPU's memory")
+    average_last: int | None = option(
+        None,
+        group=METHOD,
+        check=several,
+        help="Number of snapshots of the trained weights, in fp32, of which the mean is kept",
+        unset="no such mean",
+    )
+    experts_implementation: ExpertsImplementation = option(
+        "grouped_mm",
+        group=METHOD,
+        help="How transformers computes the experts of a layer (its experts_implementation)",
+    )
     use_dora: bool = option(
         False,
         group=METHOD,

@@ -13,9 +13,10 @@ import math
 from dataclasses import dataclass
 
 from hfscale.facts.schedules import idle_relative_to_1f1b
-from hfscale.planner.activations import regime_of
+from hfscale.planner.activations import regime_of, weight_bytes
 from hfscale.planner.experts import (
     copied_share,
+    expert_costs,
     expert_exchange_s,
     gathered_share,
     kept_share,
@@ -38,6 +39,10 @@ ACCUMULATION_BYTES = 12.0
 ADAPTER_LAUNCHES = 2.0
 """Kernels that a layer with adapters on all matrices launches, relative to one without: 115 against 55 in the forward
 pass of a Llama, 165 against 101 in its backward pass (counted with transformers 5.23 and PEFT 0.21.2)."""
+AVERAGING_BYTES = 12.0
+"""Bytes of memory traffic per parameter of an update of a moving average."""
+LAUNCHED_KERNELS = 55
+"""Kernels of a Llama's forward pass per layer, whose launch `Framework.launch_s` is."""
 MUON_ITERATIONS = 5
 """Newton-Schulz iterations of an update, the default of `hfscale.Muon` and of `torch.optim.Muon`."""
 
@@ -177,10 +182,13 @@ def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[fl
         launch *= 0.5
     elif job.method != "full":
         launch *= ADAPTER_LAUNCHES
-    forward = max(layer.total, launch)
-    launch_of_backward = 1.5 * launch
+    experts = expert_costs(job, weight_bytes(job))
+    each = framework.launch_s / LAUNCHED_KERNELS
+    launch_of_forward = launch + each * experts.forward_launches
+    forward = max(layer.total, launch_of_forward)
+    launch_of_backward = 1.5 * launch + each * experts.backward_launches
     if again:
-        launch_of_backward += launch
+        launch_of_backward += launch_of_forward
     backward = max(backward, launch_of_backward)
     # A recomputed layer runs forward twice, and backward, which counts as two passes.
     fixed = 0.0
@@ -458,6 +466,18 @@ def _orthogonalization_s(job: Job, rates: Rates) -> float:
     )
 
 
+def _average_s(job: Job, rates: Rates) -> float:
+    """Time per parameter to update a moving average in each step, which reads it and the weights, and writes it."""
+    if job.ema_decay is None:
+        return 0.0
+    if not job.averages_on_host:
+        return AVERAGING_BYTES / rates.memory
+    copied = 0.0
+    if job.offload == "none":
+        copied = 4 / _host_bytes_s(job)
+    return copied + AVERAGING_BYTES / CPU_BYTES_S
+
+
 def _optimizer_s(job: Job, rates: Rates) -> float:
     """Time of the optimizer update."""
     layout = job.layout
@@ -471,8 +491,10 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
     traffic: float = OPTIMIZERS[job.optimizer]["traffic_bytes"]
     if job.has_pure_adamw:
         traffic *= 0.5
+    averaging = trained * _average_s(job, rates)
     if job.offload == "none":
-        return trained * traffic / rates.memory + _orthogonalization_s(job, rates)
+        update = trained * traffic / rates.memory
+        return update + _orthogonalization_s(job, rates) + averaging
     # Gradients are copied to the CPU and parameters back over PCIe, and the update runs in the CPU's memory. Fully
     # offloaded parameters are copied with each gather; without one, where ranks share none, for each pass.
     copied = 0.0
@@ -480,4 +502,4 @@ def _optimizer_s(job: Job, rates: Rates) -> float:
         copied = 2 * job.micro_batches * mean_bytes(job) * job.shape.total_parameters
         copied /= layout.tp * layout.pp
     of_update = trained * ((4 + 2) / _host_bytes_s(job) + traffic / CPU_BYTES_S)
-    return of_update + copied / _host_bytes_s(job)
+    return of_update + copied / _host_bytes_s(job) + averaging

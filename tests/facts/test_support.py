@@ -187,6 +187,14 @@ PIPELINE = {"pp": 2, "dp_shard": 4}
 TENSOR = {"tp": 2, "dp_shard": 4}
 CASES = {
     "TRL's tasks on another stack": lambda c: [planned("titan", task="dpo")],
+    "transformers' experts in another stack": lambda c: [planned("titan", experts_implementation="eager")],
+    "other products of experts than grouped ones, with adapters": lambda c: [
+        planned(method="lora", experts_implementation="batched_mm")
+    ],
+    "other products of experts than grouped ones, which ranks share": lambda c: [
+        planned(expert_parallel=8, zero=3, experts_implementation="eager")
+    ],
+    "an average of the weights in another stack": lambda c: [planned("megatron", ema_decay=0.999)],
     "launching another stack": lambda c: [planned("megatron")],
     "TRL with tensor, pipeline or context parallelism": lambda c: [planned(task="dpo", layout=TENSOR)],
     "a fused loss beside TRL's own": lambda c: [planned(task="sft", liger=True)],

@@ -8,12 +8,15 @@ from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from hfscale import estimate
+from hfscale.errors import UsageError
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.elementwise import _EAGER, _counted_bytes, liger_loss_bytes, share_of_memory_time
 from hfscale.planner.estimate import estimate_job
+from hfscale.planner.experts import LOOP_LAUNCHES, LOOP_PASSES
 
 TOKENS = 2 * 67
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -140,3 +143,62 @@ def test_a_fast_cache_holds_a_part_of_what_small_kernels_read():
     ]
     assert 0.2 <= shares[0] < shares[1] < shares[2] < 1
     assert share_of_memory_time(estimate("llama-2-7b", gpu="H100-80GB", **run).job) == 1
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that compute, and the bytes that those on tensors of a shape read and write."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = torch.Size(shape)
+        self.number = self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        made = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        if made and not func.is_view and name not in ("detach", "empty", "empty_like", "new_empty", "_unsafe_view"):
+            self.number += 1
+            every = [one for one in tree_leaves((args, kwargs, made)) if isinstance(one, torch.Tensor)]
+            self.elements += sum(one.numel() for one in every if one.shape == self.shape)
+        return result
+
+
+def loops_over(experts):
+    """Forward and backward of transformers' eager experts, each of which gets tokens."""
+    sizes = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": experts, "num_experts_per_tok": 2}
+    layer = Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
+    layer.config._experts_implementation = "eager"
+    torch.nn.init.normal_(layer.gate_up_proj)
+    torch.nn.init.normal_(layer.down_proj)
+    hidden = torch.randn(experts, 32, requires_grad=True)
+    index = torch.stack([torch.arange(experts), (torch.arange(experts) + 1) % experts], dim=1)
+    with Kernels(layer.gate_up_proj.shape) as forward:
+        out = layer(hidden, index, torch.full((experts, 2), 0.5, requires_grad=True))
+    with Kernels(layer.gate_up_proj.shape) as backward:
+        out.sum().backward()
+    return forward, backward, layer.gate_up_proj.numel()
+
+
+def test_a_loop_over_experts_writes_gradients_of_all_for_each():
+    few, many = loops_over(4), loops_over(12)
+    for index, launches in enumerate(LOOP_LAUNCHES):
+        each = (many[index].number - few[index].number) / 8
+        waits = 4 * 3 if index == 0 else 0
+        assert each + waits == pytest.approx(launches, rel=0.25)
+    _, backward, elements = many
+    assert backward.elements / 12 / elements == pytest.approx(LOOP_PASSES, rel=0.15)
+
+
+def test_other_products_of_experts_than_grouped_ones_are_slow_or_large():
+    run = {"gpu": "H100-80GB", "layout": {"dp_shard": 8}, "seq_len": 4096, "zero": 3, "compile": False}
+    run["activation_checkpointing"] = "full"
+    grouped, loop, batched = (
+        estimate("qwen3-30b-a3b", **run, experts_implementation=name) for name in ("grouped_mm", "eager", "batched_mm")
+    )
+    assert loop.tokens_per_s_per_gpu < 0.2 * grouped.tokens_per_s_per_gpu
+    matrices = 2 * 8 * 4096 * grouped.job.shape.mean_expert_parameters / 128  # a copy for each token and expert
+    assert batched.memory.total - grouped.memory.total > matrices / 2**30
+    assert not batched.fits
+    with pytest.raises(UsageError, match=r"experts_implementation='eager' needs a mixture of experts"):
+        estimate("llama-3.1-8b", **run, experts_implementation="eager")

@@ -27,6 +27,7 @@ from hfscale.planner.memory import (
     allocated_gib,
     groups,
     memory_of,
+    node_host_gib,
     peak_of,
     state_bytes,
     trained_parameters,
@@ -120,7 +121,22 @@ class TestStates:
         assert found.at == "optimizer update"
         assert memory(zero=2, optimizer="adamw_foreach").total == memory(zero=2).total  # DeepSpeed has its own
 
+    @pytest.mark.parametrize(("zero", "ranks"), [(0, 1), (1, 8), (2, 8), (3, 8)])
+    def test_an_average_takes_4_bytes_per_trained_parameter_of_the_rank(self, zero, ranks):
+        """On the device or in the CPU's memory, where all ranks of the node have theirs; a mean has several."""
+        layout = {"zero": zero, "dp_shard": 8} if zero == 3 else {"zero": zero, "dp_replicate": 8}
+        assert states(**layout, ema_decay=0.999).average == pytest.approx(4 * N / ranks)
+        assert states(**layout, average_last=3).average == pytest.approx(12 * N / ranks)
+        on_cpu = {"ema_decay": 0.999, "average_device": "cpu"}
+        assert states(**layout, **on_cpu).average == 0
+        gib = node_host_gib(job(**layout, **on_cpu)) - node_host_gib(job(**layout))
+        assert gib == pytest.approx(4 * N * 8 / ranks / GIB)
+        assert memory(**layout, ema_decay=0.9).total == pytest.approx(memory(**layout).total + 4 * N / ranks / GIB)
+
     def test_offload_leaves_no_states_on_the_gpu(self):
+        offloaded = job(offload="full", ema_decay=0.999)
+        assert states(offload="full", ema_decay=0.999).average == 0
+        assert node_host_gib(offloaded) - node_host_gib(job(offload="full")) == pytest.approx(4 * N / GIB)
         assert states(offload="optimizer").optimizer == 0
         full = states(offload="full")
         assert full.parameters == full.gradients == full.optimizer == 0
