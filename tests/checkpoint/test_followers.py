@@ -18,7 +18,9 @@ def trainer_of(folder, **arguments):
     """A Trainer that mixes a half of its weights into a reference model after each step."""
     reference = tiny_model()
     sync = callbacks.SyncRefModelCallback(ref_model=reference, accelerator=None)
-    trainer = tiny_trainer(folder, ScalingCallback(), sync, save_steps=2, learning_rate=1e-2, **arguments)
+    trainer = tiny_trainer(
+        folder, ScalingCallback(), sync, save_strategy="steps", save_steps=2, learning_rate=1e-2, **arguments
+    )
     trainer.args.ref_model_sync_steps = 1
     trainer.args.ref_model_mixup_alpha = 0.5
     return trainer, reference
