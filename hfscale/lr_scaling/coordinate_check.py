@@ -89,7 +89,8 @@ def _new_model(kind: type[PreTrainedModel], config: Any, seed: int) -> PreTraine
         torch.manual_seed(seed)
         model = kind(config)
     switch_dropout_off(model)
-    return model.train()
+    model.train()
+    return model
 
 
 def _outputs(kind: type[PreTrainedModel], config: Any, base_width: int) -> set[str]:

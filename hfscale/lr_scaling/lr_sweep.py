@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.modeling_utils import PreTrainedModel
 
 from hfscale.errors import ParameterError, UsageError
@@ -87,7 +93,7 @@ def _train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
         model = kind(copy.deepcopy(config))  # a base width is noted in it
-    callbacks = []
+    callbacks: list[TrainerCallback] = []
     if settings.base_width is not None:
         initialize_at_width(model, base_width=settings.base_width)
         callbacks.append(LRScalingCallback(base_width=settings.base_width))
@@ -109,7 +115,7 @@ def _train(
         trainer = Trainer(
             model=model,
             args=args,
-            train_dataset=[{"input_ids": row, "labels": row} for row in rows],  # type: ignore[arg-type]
+            train_dataset=[{"input_ids": row, "labels": row} for row in rows],
             data_collator=default_data_collator,
             callbacks=callbacks,
         )

@@ -211,8 +211,8 @@ def layer_forward(
     for kind in job.shape.layer_kinds:
         matmul += kind.share * _matrices_s(kind.linears, job, shared, rates)
         if merges:
-            experts = [linear for linear in kind.linears if linear.copies > 1]
-            merged += kind.share * _matrices_s(experts, job, shared, rates)
+            of_experts = [linear for linear in kind.linears if linear.copies > 1]
+            merged += kind.share * _matrices_s(of_experts, job, shared, rates)
         attention += kind.share * _attention_s(kind, job, shared, rates)
     forward, backward = elementwise_bytes(job, framework)
     experts = expert_costs(job, weight_bytes(job))
