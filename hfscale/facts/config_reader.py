@@ -97,11 +97,11 @@ def tower_parameters(source: Mapping[str, Any] | str | Path) -> int | None:
     if not isinstance(vision, Mapping):
         return None
     names = ("num_hidden_layers", "hidden_size", "intermediate_size")
-    sizes = [vision.get(name) for name in names]
-    if not all(type(size) is int for size in sizes):
+    sizes = [size for size in map(vision.get, names) if type(size) is int]
+    if len(sizes) < len(names):
         return None
     layers, hidden, intermediate = sizes
-    return layers * (4 * hidden**2 + 2 * hidden * intermediate)  # type: ignore[no-any-return, operator]
+    return layers * (4 * hidden**2 + 2 * hidden * intermediate)
 
 
 def _with_block_types(config: dict[str, Any]) -> dict[str, Any]:
