@@ -75,6 +75,7 @@ _MODULES = {
     "W&B": ("wandb",),
     "TRL": ("trl",),
     "TRL recipes": ("hfscale.recipe.trl",),
+    "vision recipes": ("hfscale.recipe.vision", "hfscale.recipe.images"),
     "GPU telemetry": ("pynvml",),
     "Liger kernels": ("liger_kernel",),
     "hfscale plan --plot": ("matplotlib",),
