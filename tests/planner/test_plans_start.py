@@ -85,13 +85,13 @@ def test_a_launched_plan_that_gets_sigterm_saves_and_resumes(tmp_path):
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         program.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
-    status = tmp_path / "out" / "hfscale_status.json"
+    logged = tmp_path / "out" / "scaling.jsonl"
 
     def found():
-        return json.loads(status.read_text(encoding="utf-8")) if status.exists() else {"step": 0}
+        return json.loads((tmp_path / "out" / "hfscale_status.json").read_text(encoding="utf-8"))
 
     started = subprocess.Popen([*words, "--max_steps", "100000"], cwd=tmp_path, env=env)
-    while found()["step"] < 2:
+    while not logged.exists() or logged.read_text(encoding="utf-8").count("\n") < 2:
         assert started.poll() is None
         time.sleep(0.1)
     started.send_signal(signal.SIGTERM)
