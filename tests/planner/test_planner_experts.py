@@ -38,7 +38,7 @@ from hfscale.planner.layouts import layouts
 from hfscale.planner.memory import state_bytes
 from hfscale.planner.network import Group, Network
 from hfscale.planner.request import PlanRequest
-from hfscale.planner.throughput import _sharded_traffic
+from hfscale.planner.throughput import _Copies, _sharded_traffic
 
 PERFECT = replace(shared_constants(), link_rate=1.0, network_rate=1.0, hop_s=0.0, network_hop_s=0.0)
 NETWORK = Network.of(accelerator("H800"), node_size=8, network_gb_s=50.0, shared=PERFECT)
@@ -204,7 +204,9 @@ class TestShardedExperts:
     def test_ranks_with_the_same_experts_gather_them(self):
         """64 ranks that share experts by 8: a layer's experts are gathered from the 8 nodes, an eighth each."""
         run = replace(mixtral(64, stack="titan"), expert_parallel=8)
-        perfect = _sharded_traffic(run, replace(find_framework("titan"), overlap_dp=0.0), NETWORK, 0.0, 0.0, 0.0)
+        perfect = _sharded_traffic(
+            run, replace(find_framework("titan"), overlap_dp=0.0), NETWORK, _Copies(), 0.0, 0.0, 0.0
+        )
         dense, experts = layer_parameters(run)
         assert experts == 3 * 4096 * 14336
         inside = 50e9 * 8  # a ring over all ranks of a node uses all of its network cards
@@ -244,8 +246,10 @@ class TestOfTransformers:
         assert layer_parameters(qwen())[1] == experts / 8
         assert layer_parameters(qwen(expert_parallel=1))[1] == experts
         exact = replace(find_framework("hf"), overlap_dp=0.0)
-        spread = _sharded_traffic(qwen(), exact, NETWORK, 0.0, 0.0, 0.0).per_layer
-        assert spread < _sharded_traffic(qwen(expert_parallel=1), exact, NETWORK, 0.0, 0.0, 0.0).per_layer / 3
+        spread = _sharded_traffic(qwen(), exact, NETWORK, _Copies(), 0.0, 0.0, 0.0).per_layer
+        assert (
+            spread < _sharded_traffic(qwen(expert_parallel=1), exact, NETWORK, _Copies(), 0.0, 0.0, 0.0).per_layer / 3
+        )
 
     def test_a_layer_exchanges_its_tokens_twice_forward_and_twice_backward(self):
         """Each of 4096 tokens goes to 8 experts of 2048 numbers of 2 bytes, seven eighths of which are on other ranks

@@ -67,6 +67,8 @@ JOB = {  # the variables that sbatch sets on the first of two nodes
 POD = {"PRIMARY_ADDR": "10.65.0.2", "PRIMARY_PORT": "29400", "NODE_RANK": "1", "NUM_NODES": "2", "NUM_TRAINERS": "8"}
 KUBERNETES = "1.37"
 EXTRAS = ("recipes", "trl", "wandb", "gpu")  # what a launch file that installs hfscale must ask for
+OF_IMAGES = "vision"
+"""The extra that only `recipes/vision` needs: the launch files say that it is to be added."""
 PREEMPTED, WRONG_USAGE = 75, 2
 
 
@@ -932,7 +934,7 @@ def third_party_imports(script: Path) -> set[str]:
 def missing_packages(extras: tuple[str, ...], script: Path) -> set[str]:
     """Return the packages that a recipe imports and that an installation with these extras does not have."""
     packages = importlib.metadata.packages_distributions()
-    there = installed_with(extras)
+    there = installed_with(extras if script.parent.name == "vision" else (*extras, OF_IMAGES))
     return {name for name in third_party_imports(script) if not {*map(canonicalize_name, packages[name])} & there}
 
 
@@ -944,12 +946,19 @@ def test_launch_files_install_the_extras_of_the_recipes():
 
 @pytest.mark.parametrize("script", sorted(REPOSITORY.glob("recipes/*/train.py")), ids=named)
 def test_every_import_of_a_recipe_is_installed_by_the_launch_files(script):
-    assert missing_packages(EXTRAS, script) == set()
+    of_images = (OF_IMAGES,) if script.parent.name == "vision" else ()
+    assert missing_packages((*EXTRAS, *of_images), script) == set()
+    assert bool(missing_packages(EXTRAS, script)) == bool(of_images)
+
+
+@pytest.mark.parametrize("path", [DOCKERFILE, SKYPILOT], ids=named)
+def test_launch_files_that_install_hfscale_name_the_extra_for_images(path):
+    assert f"`{OF_IMAGES}`" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("extras", "recipe", "missing"),
-    [(("wandb", "gpu"), "sharded", {"datasets", "pyarrow"}), (("recipes", "wandb", "gpu"), "sft", {"trl"})],
+    [(("wandb", "gpu"), "sharded", {"datasets", "pyarrow", "trl"}), (("recipes", "wandb", "gpu"), "sft", {"trl"})],
     ids=["without datasets", "without trl"],
 )
 def test_a_package_that_no_extra_installs_is_found(extras, recipe, missing):
