@@ -392,18 +392,20 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
     for micro_batch in MICRO_BATCHES:
         if (variant.global_batch // variant.data_parallel) % micro_batch:
             break
+        # What rules a job out by its number of micro-batches comes first: most are, and a job takes long to make
+        micro_batches = max(1, variant.global_batch // (variant.data_parallel * micro_batch))
+        if micro_batches % variant.generation_rounds:
+            break
+        if variant.stack == "hf" and not _schedule_runs(variant, micro_batches):
+            continue
         trial = (
             variant
             if variant.micro_batch == micro_batch
             else replace(variant, micro_batch=micro_batch)
         )
-        if trial.micro_batches % trial.generation_rounds:
-            break
         # Only one micro-batch is left
         if trial.overlapped_experts and not can_overlap_experts(trial):
             trial = replace(trial, overlapped_experts=False)
-        if trial.stack == "hf" and not _schedule_runs(trial):
-            continue
         needed = memory_of(trial, framework).needed
         least_gib = needed if least_gib is None else min(least_gib, needed)
         if needed > limit:
@@ -412,12 +414,12 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
     return fitting, least_gib, False
 
 
-def _schedule_runs(job: Job) -> bool:
+def _schedule_runs(job: Job, micro_batches: int) -> bool:
     return supports(
         job.schedule_name,
         pp=job.layout.pp,
         stages_per_rank=job.virtual_stages,
-        micro_batches=job.micro_batches,
+        micro_batches=micro_batches,
     )
 
 

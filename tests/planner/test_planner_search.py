@@ -1,5 +1,6 @@
 """The search: which layouts it tries, how it ranks them, and why it rejects others."""
 
+import gc
 import math
 import time
 from dataclasses import replace
@@ -485,8 +486,13 @@ def test_405b_on_16384_gpus_is_planned_in_under_a_second():
     plan("llama-3.1-8b", gpu="H100-80GB", gpus=8)
 
     def cpu_s():
-        begun = time.process_time()
-        plan("llama-3.1-405b", gpu="H100-80GB", gpus=16384, seq_len=8192, tokens=15e12)
-        return time.process_time() - begun
+        gc.collect()
+        gc.disable()  # it visits the objects of all other tests of this process
+        try:
+            begun = time.process_time()
+            plan("llama-3.1-405b", gpu="H100-80GB", gpus=16384, seq_len=8192, tokens=15e12)
+            return time.process_time() - begun
+        finally:
+            gc.enable()
 
     assert any(cpu_s() < 1.0 for _ in range(5)), "on a busy machine some calls take longer"
