@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
 from hfscale.core.text_files import read_json
 from hfscale.core.versions import has_epoch_methods
 from hfscale.errors import CheckpointError
@@ -28,7 +29,7 @@ def keep_running_loss(adapter: TrainerAdapter) -> None:
         adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
 
     Raises:
-        CheckpointError: a file of the checkpoint is broken.
+        CheckpointError: a file of the checkpoint is broken; raised on every rank.
     """
     if not has_epoch_methods():
         return
@@ -41,20 +42,25 @@ def keep_running_loss(adapter: TrainerAdapter) -> None:
     adapter.announced.json[NAME] = saved
     if adapter.resumes_from is None:
         return
-    of_ranks = _read(Path(adapter.resumes_from))
-    if not of_ranks:
+    with TRAINING.agreed("start: running loss"):  # the file of one rank may be broken
+        own = _read_share(Path(adapter.resumes_from))
+    losses = [loss for loss, _ in own]
+    last_log = max((step for _, step in own), default=-1)
+    table = TRAINING.gather_numbers("start: running loss", [len(own), sum(losses), last_log])
+    count = int(table[:, 0].sum())
+    if count == 0:
         return
-    losses = [loss for loss, _ in of_ranks]
-    mean = sum(losses) / len(losses)
-    is_same_ranks = len(losses) == distributed.world_size()
-    own = losses[distributed.rank()] if is_same_ranks else mean
-    set_running_loss(trainer, own, mean, last_log=of_ranks[0][1])
+    mean = float(table[:, 1].sum()) / count
+    has_same_ranks = count == distributed.world_size()
+    loss = losses[0] if has_same_ranks else mean
+    set_running_loss(trainer, loss, mean, last_log=int(table[:, 2].max()))
 
 
-def _read(checkpoint: Path) -> list[tuple[float, int]]:
-    """Return the sum of losses and the step of the last log of each rank that has saved; empty if none has."""
+def _read_share(checkpoint: Path) -> list[tuple[float, int]]:
+    """Return the sum of losses and the step of the last log of each rank that has saved, divided over the ranks."""
     found: list[tuple[float, int]] = []
-    while (path := checkpoint / f"{NAME}_{len(found)}.json").is_file():
+    saver = distributed.rank()
+    while (path := checkpoint / f"{NAME}_{saver}.json").is_file():
         try:
             saved = read_json(path)
             found.append((float(saved["loss"]), int(saved["last_log"])))
@@ -62,4 +68,5 @@ def _read(checkpoint: Path) -> list[tuple[float, int]]:
             raise CheckpointError(
                 f"{path} cannot be read ({type(error).__name__}): use another checkpoint"
             ) from None
+        saver += distributed.world_size()
     return found

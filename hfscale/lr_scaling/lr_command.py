@@ -82,8 +82,8 @@ def _load(name: str) -> tuple[Any, Any]:
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise ParameterError(
-            "config", name, f"it must be a causal language model: {reason}"
+        raise UsageError(
+            f"CONFIG {name} is not the config of a causal language model: {reason}"
         ) from error
     check_family(model)
     return type(model), plain_config(model)
@@ -122,8 +122,14 @@ def read_training_text(data: Path) -> str:
     """
     try:
         return read_text(data)
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{data}: {error}; give a smaller text file in UTF-8") from error
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"--data {data} is not text in UTF-8: convert it, or give another file"
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"--data {data} cannot be read ({error.strerror}): give another file"
+        ) from error
 
 
 # ---- the sweep

@@ -24,8 +24,8 @@ NORM_PART = 0.5
 """Fraction of the reads and writes of hidden-wide activations that norms, residuals and dropout make: they keep 10 of
 a layer's 24 h (Korthikanti et al., arXiv 2205.05198, section 4.2.2), and move somewhat more."""
 L2_SPEED = 5.0
-"""Rate of a level-2 cache relative to that of the memory beside it (`Accelerator.l2_mib`): 5 TB/s of 1 on an RTX 4090
-(Chips and Cheese, Microbenchmarking Nvidia's RTX 4090, 2022)."""
+"""Rate of a level-2 cache relative to that of the memory beside it (`Accelerator.l2_mib`): about 5 TB/s of 1 on an RTX
+4090 (Chips and Cheese, Microbenchmarking Nvidia's RTX 4090, 2022; an estimate from its figure, not measured here)."""
 WORKING_SET_BYTES = 6.0
 """Bytes per hidden element that an element-wise kernel has in use: in a norm it reads a tensor of 2 bytes that the
 previous kernel wrote, and writes one of 4 bytes that the next one reads."""

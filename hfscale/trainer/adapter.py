@@ -465,9 +465,11 @@ class TrainerAdapter:
 
     def restore(self) -> None:
         """Undo every change that lasts until the end of the training."""
-        self.changes.restore()
-        self._announced = Announced()
-        Strategy.forget(self.trainer)  # the next training may be distributed in another way
+        try:
+            self.changes.restore()
+        finally:
+            self._announced = Announced()
+            Strategy.forget(self.trainer)  # the next training may be distributed in another way
 
     def _restoring(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Return `train` with preparations at its beginning and `restore` at its end."""

@@ -41,7 +41,7 @@ def runs(server, tmp_path):  # noqa: F811
 
 def losses_without_faults(runs, world):
     if world not in known:
-        run = runs("whole", [], world)
+        run = runs(f"whole-{world}", [], world)
         run.run()
         known[world] = {step: loss for _, event, step, *loss in run.trace() if event == "loss"}
     return known[world]

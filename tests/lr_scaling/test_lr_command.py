@@ -53,11 +53,18 @@ def test_the_check_prints_a_row_for_each_module(capsys, files):
         (["--width", "16", "--rates", "1..x"], "--rates is 1..x: write a range"),
         (["--width", "32", "--check"], "the check needs three widths"),
         (["--width", "16", "--batch", "4000"], "give a longer text, or a smaller --batch"),
+        (["--width", "16", "--data", "none.txt"], "--data none.txt cannot be read (No such file or directory)"),
+        (["--width", "16", "--data", "/bin/sh"], "--data /bin/sh is not text in UTF-8"),
     ],
 )
 def test_what_cannot_work_is_one_line(capsys, files, arguments, message):
     assert call(files, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_config_that_is_not_there_is_one_line(capsys, files):
+    assert main(["lr", "nowhere", *files[1:], "--width", "16"]) == 2
+    assert "CONFIG nowhere is not the config of a causal language model" in capsys.readouterr().err
 
 
 def test_rates_double_in_a_range():
