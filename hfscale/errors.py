@@ -11,6 +11,7 @@
     │   └── UnsupportedModelError      the architecture or a key of a model config is not supported
     ├── StrategyMismatchError          the strategy that would run is not the one that was asked for
     ├── CheckpointError                a checkpoint is incomplete, corrupt or not what the run needs
+    │   └── CheckpointArrivedError     the end of an upload came between the choice of a checkpoint and the start
     ├── StorageError                   a directory or store cannot be written or read
     ├── HealthError                    a node, a link, a rank or the training itself is not healthy
     └── MissingDependencyError (ImportError)   exit code 2: a package is needed that is not installed or too old
@@ -33,6 +34,8 @@ class HfScaleError(Exception):
     """Base class of all errors of hfscale."""
 
     exit_code = 1
+    may_pass = False
+    """Whether the same command can succeed when it is started again at once."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -111,6 +114,12 @@ class CheckpointError(HfScaleError):
     """A checkpoint is incomplete, corrupt, or not what the run needs."""
 
 
+class CheckpointArrivedError(CheckpointError):
+    """A later checkpoint has come into the store since a training has chosen where to begin."""
+
+    may_pass = True
+
+
 class StorageError(HfScaleError):
     """A directory or store cannot be written or read: full, read-only, missing or unreachable."""
 
@@ -122,6 +131,8 @@ class HealthError(HfScaleError):
         *args (`Any`): those of `Exception`.
         hosts (`Iterable[str]`): the hosts that are to blame, if they are known.
     """
+
+    may_pass = True  # a relaunched run resumes before the fault, and a node can recover
 
     def __init__(self, *args: Any, hosts: Iterable[str] = ()) -> None:
         super().__init__(*args)

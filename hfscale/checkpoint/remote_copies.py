@@ -12,7 +12,7 @@ from hfscale.core.collectives import START, TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
 from hfscale.core.run_state import ResetOnCopy
-from hfscale.errors import CheckpointError, StorageError
+from hfscale.errors import CheckpointArrivedError, CheckpointError, StorageError
 
 logger = get_logger(__name__)
 
@@ -70,18 +70,32 @@ class RemoteCopies(ResetOnCopy):
             start (`int`): the step at which the training begins.
 
         Raises:
+            CheckpointArrivedError: the upload of a launch that has ended was completed after `fetch`; raised on every
+                rank.
             CheckpointError: the store has a later checkpoint; raised on every rank.
         """
         if self._has_trained:
             return
         newest = START.on_rank_0("newest remote checkpoint", self._newest_step)
         fetched = self._newest.get(output_dir, 0)
-        if newest > start and (start == 0 or fetched > start):
-            raise CheckpointError(
-                f"{self.store.url} has checkpoint-{newest}, and the training begins at step {start}: resume from "
-                f"latest_checkpoint({str(output_dir)!r}, remote={self.store.url!r}), or start from scratch with "
-                'resume_from_checkpoint="false" in the training arguments'
+        is_known_to_script = start > 0 and fetched <= start
+        if newest <= start or is_known_to_script:
+            return
+        if start == fetched and self._finds_later(output_dir, start):
+            raise CheckpointArrivedError(
+                f"checkpoint-{newest} has come into {self.store.url} since this training has looked for one: start "
+                "the same command again, which resumes from it"
             )
+        raise CheckpointError(
+            f"{self.store.url} has checkpoint-{newest}, and the training begins at step {start}: resume from "
+            f"latest_checkpoint({str(output_dir)!r}, remote={self.store.url!r}), or start from scratch with "
+            'resume_from_checkpoint="false" in the training arguments'
+        )
+
+    def _finds_later(self, output_dir: Path, step: int) -> bool:
+        """Return whether a start would now resume from a later step; every rank must call it."""
+        found = newest_resumable(output_dir, self.store, exchanges=START).path
+        return found is not None and checkpoint_step(found) > step
 
     def _newest_step(self) -> int:
         """Return the step of the newest checkpoint in the store; 0 if there is none, or the store does not answer."""

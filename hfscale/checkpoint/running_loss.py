@@ -44,29 +44,43 @@ def keep_running_loss(adapter: TrainerAdapter) -> None:
         return
     with TRAINING.agreed("start: running loss"):  # the file of one rank may be broken
         own = _read_share(Path(adapter.resumes_from))
-    losses = [loss for loss, _ in own]
-    last_log = max((step for _, step in own), default=-1)
-    table = TRAINING.gather_numbers("start: running loss", [len(own), sum(losses), last_log])
-    count = int(table[:, 0].sum())
+    count, total, last_log = _of_all_ranks(own)
     if count == 0:
         return
-    mean = float(table[:, 1].sum()) / count
+    mean = total / count
     has_same_ranks = count == distributed.world_size()
-    loss = losses[0] if has_same_ranks else mean
-    set_running_loss(trainer, loss, mean, last_log=int(table[:, 2].max()))
+    loss = own[0][0] if has_same_ranks else mean
+    set_running_loss(trainer, loss, mean, last_log=last_log)
+
+
+def _of_all_ranks(own: list[tuple[float, int]]) -> tuple[int, float, int]:
+    """Return how many ranks have saved, the sum of their losses, and the step of their last log; -1 if none has."""
+    total = 0.0
+    last_log = -1
+    for loss, step in own:
+        total += loss
+        last_log = max(last_log, step)
+    table = TRAINING.gather_numbers("start: running loss", [len(own), total, last_log])
+    counts, totals, steps = table.T
+    return int(counts.sum()), float(totals.sum()), int(steps.max())
 
 
 def _read_share(checkpoint: Path) -> list[tuple[float, int]]:
     """Return the sum of losses and the step of the last log of each rank that has saved, divided over the ranks."""
     found: list[tuple[float, int]] = []
     saver = distributed.rank()
-    while (path := checkpoint / f"{NAME}_{saver}.json").is_file():
-        try:
-            saved = read_json(path)
-            found.append((float(saved["loss"]), int(saved["last_log"])))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({type(error).__name__}): use another checkpoint"
-            ) from None
+    path = checkpoint / f"{NAME}_{saver}.json"
+    while path.is_file():
+        found.append(_read(path))
         saver += distributed.world_size()
+        path = checkpoint / f"{NAME}_{saver}.json"
     return found
+
+
+def _read(path: Path) -> tuple[float, int]:
+    try:
+        saved = read_json(path)
+        return float(saved["loss"]), int(saved["last_log"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = type(error).__name__
+        raise CheckpointError(f"{path} cannot be read ({reason}): use another checkpoint") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from hfscale.core.disk_errors import causes_of, storage_error
-from hfscale.errors import HealthError, HfScaleError
+from hfscale.errors import HfScaleError
 
 PREEMPTED = 75
 """Exit code of a preempted process (EX_TEMPFAIL of sysexits.h)."""
@@ -48,16 +48,15 @@ _NOT_OF_USER = (
 def is_final(error: BaseException) -> bool:
     """Return whether an error comes back when the same command is started again, whenever it came.
 
-    That is so for a full or forbidden disk, and for all errors of hfscale except `HealthError` (a relaunched run
-    resumes before the fault, and a node can recover) and those with exit code 75. The errors that have caused it
-    (`raise ... from`) count too.
+    That is so for a full or forbidden disk, and for all errors of hfscale except those that may pass, such as
+    `HealthError`, and those with exit code 75. The errors that have caused it (`raise ... from`) count too.
 
     Args:
         error (`BaseException`): what ended a rank.
     """
     for cause in _stated_causes(error):
         if isinstance(cause, HfScaleError):
-            return not isinstance(cause, HealthError) and cause.exit_code != PREEMPTED
+            return not cause.may_pass and cause.exit_code != PREEMPTED
     return isinstance(error, Exception) and storage_error(error) is not None
 
 

@@ -124,12 +124,10 @@ def read_training_text(data: Path) -> str:
         return read_text(data)
     except UnicodeDecodeError as error:
         raise DataError(
-            f"--data {data} is not text in UTF-8: convert it, or give another file"
+            f"{data} is not text in UTF-8: convert it, or give another --data"
         ) from error
     except OSError as error:
-        raise DataError(
-            f"--data {data} cannot be read ({error.strerror}): give another file"
-        ) from error
+        raise DataError(f"{data} cannot be read ({error.strerror}): give another --data") from error
 
 
 # ---- the sweep

@@ -21,7 +21,8 @@ from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.manifest import FileRecord, read_manifest
 from hfscale.checkpoint.remote import RemoteStore
 from hfscale.checkpoint.store import commit, list_archives, list_checkpoints
-from hfscale.errors import CheckpointError, UsageError
+from hfscale.core.final_errors import is_final
+from hfscale.errors import CheckpointArrivedError, CheckpointError, UsageError
 
 
 def make_plain(folder, step):
@@ -138,6 +139,18 @@ class TestStartFromScratch:
         trainer = self.trainer(tmp_path, url, max_steps=8)
         with pytest.raises(CheckpointError, match=r"checkpoint-6, and the training begins at step 2"):
             trainer.train(resume_from_checkpoint=found)
+
+    def test_beside_a_checkpoint_that_has_come_since_is_an_error_that_passes(self, tmp_path):
+        """The launch before has ended, and a process of it has completed the upload meanwhile."""
+        url = f"file://{tmp_path}/remote"
+        trainer = self.trainer(tmp_path, url)
+        RemoteStore(url).upload(make_checkpoint(tmp_path / "ended", 6))
+        with pytest.raises(
+            CheckpointArrivedError, match=r"checkpoint-6 has come into file:.*start the same command"
+        ) as raised:
+            trainer.train()
+        assert not is_final(raised.value)
+        assert latest_checkpoint(tmp_path / "out", remote=url) == str(tmp_path / "out" / "checkpoint-6")
 
     def test_a_second_training_of_the_callback_may_begin_at_step_0(self, tmp_path):
         trainer = self.trainer(tmp_path, f"file://{tmp_path}/remote")

@@ -156,7 +156,9 @@ class ManyRun(Run):
         if moment == "save":
             return sum(1 for _ in (self.folder / "out" / UNFINISHED).glob("*")) or 0
         if moment == "upload":
-            return sum(1 for _ in (self.folder / "remote").rglob("*"))
+            with suppress(FileNotFoundError):  # removed while it is listed
+                return sum(1 for _ in (self.folder / "remote").rglob("*"))
+            return -1
         return sum(1 for line in self.trace() if line[1] == ("evaluating" if moment == "evaluation" else "done"))
 
     def done_since(self):

@@ -242,19 +242,22 @@ class Run(Nodes):
                         file.write(bytes(size))
 
     def send(self, fault, number):
-        """Send a signal to the target, once there is one; return the process."""
+        """Send a signal to the target, once there is one; return the process, or None if there is none any more."""
+        with suppress(psutil.NoSuchProcess):
+            found = self.target(fault)
+            if found is not None:
+                found.send_signal(number)
+            return found
+        return None
+
+    def target(self, fault):
         node = self.running[fault.node if fault.node in self.running else next(iter(self.running))]
         if fault.target in ("supervisor", "coordinator"):
-            found = psutil.Process(node.pid)
-        elif fault.target == "launcher":
-            found = next(iter(one for one in self.processes() if one.ppid() == node.pid), None)
-        else:
-            ranks = sorted((one for one in self.processes() if self.is_rank(one)), key=lambda one: one.pid)
-            found = ranks[min(fault.rank, len(ranks) - 1)] if ranks else None
-        if found is not None:
-            with suppress(psutil.NoSuchProcess):
-                found.send_signal(number)
-        return found
+            return psutil.Process(node.pid)
+        if fault.target == "launcher":
+            return next((one for one in self.processes() if one.ppid() == node.pid), None)
+        ranks = sorted((one for one in self.processes() if self.is_rank(one)), key=lambda one: one.pid)
+        return ranks[min(fault.rank, len(ranks) - 1)] if ranks else None
 
     def processes(self):
         """All processes of the run, except the supervisors that run."""

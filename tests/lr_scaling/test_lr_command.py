@@ -53,8 +53,8 @@ def test_the_check_prints_a_row_for_each_module(capsys, files):
         (["--width", "16", "--rates", "1..x"], "--rates is 1..x: write a range"),
         (["--width", "32", "--check"], "the check needs three widths"),
         (["--width", "16", "--batch", "4000"], "give a longer text, or a smaller --batch"),
-        (["--width", "16", "--data", "none.txt"], "--data none.txt cannot be read (No such file or directory)"),
-        (["--width", "16", "--data", "/bin/sh"], "--data /bin/sh is not text in UTF-8"),
+        (["--width", "16", "--data", "none.txt"], "none.txt cannot be read (No such file or directory)"),
+        (["--width", "16", "--data", "/bin/sh"], "/bin/sh is not text in UTF-8"),
     ],
 )
 def test_what_cannot_work_is_one_line(capsys, files, arguments, message):
