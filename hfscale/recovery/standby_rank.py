@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 from hfscale.core.progress_locks import own_progress_locks
+from hfscale.recovery.rank_start import FOLDER
 
 
 def main() -> None:
@@ -28,7 +29,7 @@ def main() -> None:
     paths = [
         path
         for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if path and path not in sys.path
+        if path and path not in (*sys.path, FOLDER)
     ]
     sys.path[1:1] = paths  # that the launcher has added
     if "numpy" in sys.modules:

@@ -48,6 +48,7 @@ from hfscale.recovery.children import (
 from hfscale.recovery.connections import TOKEN_VARIABLE
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
+from hfscale.recovery.rank_start import with_folder
 from hfscale.recovery.restarts import Failure, RestartPolicy, back_off_s
 from hfscale.recovery.standby import Standby, is_wrapped
 
@@ -357,6 +358,7 @@ class Supervisor:
             FOLDER_VARIABLE: str(self._memory.folder),
             RESTARTS_VARIABLE: str(self._policy.failures if start is None else start.restarts),
             LAUNCHED_VARIABLE: str(time.monotonic()),
+            "PYTHONPATH": with_folder(os.environ.get("PYTHONPATH", "")),
         }
         if self._settings.memory_interval_steps is not None:
             environ[INTERVAL_VARIABLE] = str(self._settings.memory_interval_steps)

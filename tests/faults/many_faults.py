@@ -206,8 +206,15 @@ class ManyRun(Run):
             self.fill(out if fault.target == "output directory" else memory)
             time.sleep(fault.seconds)
             self.make_room()
-        elif fault.kind == "SIGSTOP":  # in a save a rank may be silent for half an hour (docs/health.md)
-            self.watch(lambda: self.done() % SAVE_STEPS in (1, 2) or not self.running, None)
+        elif (
+            fault.kind == "SIGSTOP"
+        ):  # in a save and in three first steps it may be silent for half an hour (docs/health.md)
+            self.watch(
+                lambda: (
+                    (self.done() % SAVE_STEPS in (1, 2) and self.done_since() > 3 * self.world) or not self.running
+                ),
+                None,
+            )
             self.send(fault, signal.SIGSTOP)
         else:
             self.apply(fault)

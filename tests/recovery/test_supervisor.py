@@ -25,6 +25,7 @@ from hfscale.errors import HealthError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeSettings, Start
+from hfscale.recovery.rank_start import with_folder
 from hfscale.recovery.restarts import Failure, RestartPolicy
 from hfscale.recovery.supervisor import RunSettings, Supervisor
 
@@ -260,11 +261,33 @@ def test_an_exit_code_that_the_launcher_hides_counts(tmp_path, code):
     assert (done.returncode, len(launches)) == (code, 1), done.stderr
 
 
+BEFORE_HFSCALE = {"import sys; sys.exit(2)": 2, "import no_such_package": 1, "int('big')": 1}
+
+
+@pytest.mark.parametrize("line", BEFORE_HFSCALE)
+def test_an_error_before_the_script_imports_hfscale_is_not_tried_again(tmp_path, line):
+    """Most scripts parse their flags and import their own packages first."""
+    (tmp_path / "train.py").write_text(f"open('launches', 'a').write('x')\n{line}\nimport hfscale\n")
+    rank = ["env", "RANK=0", sys.executable, "train.py"]
+    argv = [*command(tmp_path, "")[:6], "--max-restarts", "1", "--", sys.executable, "-c", LAUNCHER, *rank]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    launches = (tmp_path / "launches").read_text()
+    assert (done.returncode, launches) == (BEFORE_HFSCALE[line], "x"), done.stderr
+
+
+def test_the_hidden_sitecustomize_of_the_user_is_imported(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.is_customized = True\n")
+    probe = "import os, sys; print(sys.is_customized, any('rank_start' in path for path in sys.path))"
+    environ = os.environ | {"PYTHONPATH": with_folder(with_folder(str(tmp_path)))}
+    done = subprocess.run([sys.executable, "-c", probe], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
 @pytest.mark.long
 def test_a_wrong_flag_of_a_script_under_torchrun_is_not_tried_again(tmp_path):
     """The script ends before any callback has connected it to its supervisor."""
     script = tmp_path / "train.py"
-    script.write_text("import sys\nimport hfscale\nopen('launches', 'a').write('x')\nsys.exit(2)\n")
+    script.write_text("import sys\nopen('launches', 'a').write('x')\nsys.exit(2)\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     argv = [*command(tmp_path, "")[:6], "--max-restarts", "1", "--", *torchrun, str(script)]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
@@ -577,7 +600,7 @@ def test_every_variable_that_ranks_are_given_is_agreed_or_known_to_be_of_one_nod
     supervisor._memory = RunMemory(tmp_path)
     start = Start(launch=1, index=0, addresses=[("127.0.0.1", 1)] * 2, restarts=0, failure=None)
     given = {name for name, value in supervisor._environ(start).items() if os.environ.get(name) != value}
-    assert given == {*AGREED_VARIABLES, *OWN_VARIABLES}
+    assert given - {"PYTHONPATH"} == {*AGREED_VARIABLES, *OWN_VARIABLES}
     assert not set(AGREED_VARIABLES) & set(OWN_VARIABLES)
 
 

@@ -144,7 +144,8 @@ def train(spec, phases):
         trainer_class, more = ParallelTrainer, {"parallel": parallel}
     else:
         set_up_parallelism(parallel, arguments)
-    checkpoint = resume_point(arguments) if arguments.resume_from_checkpoint else None
+    remote = spec.get("spot", {}).get("remote")
+    checkpoint = resume_point(arguments, remote) if arguments.resume_from_checkpoint else None
     if spec.get("keeps_batch"):
         keep_global_batch(arguments, checkpoint)
         checkpoint = readable_checkpoint(arguments, checkpoint)
