@@ -11,7 +11,7 @@
     │   └── UnsupportedModelError      the architecture or a key of a model config is not supported
     ├── StrategyMismatchError          the strategy that would run is not the one that was asked for
     ├── CheckpointError                a checkpoint is incomplete, corrupt or not what the run needs
-    │   └── CheckpointArrivedError     the end of an upload came between the choice of a checkpoint and the start
+    │   └── CheckpointChangedError     checkpoints have come or gone while a training was starting
     ├── StorageError                   a directory or store cannot be written or read
     ├── HealthError                    a node, a link, a rank or the training itself is not healthy
     └── MissingDependencyError (ImportError)   exit code 2: a package is needed that is not installed or too old
@@ -114,8 +114,8 @@ class CheckpointError(HfScaleError):
     """A checkpoint is incomplete, corrupt, or not what the run needs."""
 
 
-class CheckpointArrivedError(CheckpointError):
-    """A later checkpoint has come into the store since a training has chosen where to begin."""
+class CheckpointChangedError(CheckpointError):
+    """A checkpoint has come into the store, or files of one have gone, while a training was starting."""
 
     may_pass = True
 

@@ -38,6 +38,7 @@ from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resume import refuse_to_replace_unread
+from hfscale.checkpoint.resumed_files import ResumedFiles
 from hfscale.checkpoint.retention import drop_states, keeps_weights_apart
 from hfscale.checkpoint.running_loss import keep_running_loss
 from hfscale.checkpoint.saving import TrainerSaving
@@ -156,6 +157,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._identity: Identity | None = None
         # The Trainer and the checkpoint that `check_identity` has compared
         self._checked_resume: tuple[int, str | None] | None = None
+        self._resumed_files: ResumedFiles | None = None
         # In a hyperparameter search, the folder of the trial in the output directory
         self._run_dir = Path()
         self._limit: int | None = None
@@ -202,6 +204,7 @@ class SpotCheckpointCallback(AdapterCallback):
             if self.cadence.every_steps is not None:
                 adapter.announced.callback_saves = True
         if adapter.resumes_from is not None:
+            self._resumed_files = ResumedFiles(adapter.resumes_from)
             adapter.checkpoints.load_states_in(
                 lambda: torch.serialization.safe_globals(safe_globals())
             )
@@ -233,6 +236,7 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _forget_check(self) -> None:
         self._checked_resume = None
+        self._resumed_files = None
         self._identity = None
 
     def on_train_begin(
@@ -245,7 +249,9 @@ class SpotCheckpointCallback(AdapterCallback):
         self._refuse_to_discard(adapter, state)
         self._wait()  # for a save that a training left in flight when it broke off
         identity = self._identity
+        resumed_files = self._resumed_files
         self._begin_run()
+        self._resumed_files = resumed_files
         self.last_committed = None
         with TRAINING.agreed("start: load"):
             _finish_load(adapter)
@@ -404,6 +410,10 @@ class SpotCheckpointCallback(AdapterCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if self._resumed_files is not None:
+            # The random states were loaded last, after the first batch was fetched
+            self._resumed_files.check()
+            self._resumed_files = None
         self._pace.begin(self._saving is not None and self._saving.writer.in_flight)
         self.memory.step_began(state)
 

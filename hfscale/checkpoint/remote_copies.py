@@ -12,7 +12,7 @@ from hfscale.core.collectives import START, TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
 from hfscale.core.run_state import ResetOnCopy
-from hfscale.errors import CheckpointArrivedError, CheckpointError, StorageError
+from hfscale.errors import CheckpointChangedError, CheckpointError, StorageError
 
 logger = get_logger(__name__)
 
@@ -70,7 +70,7 @@ class RemoteCopies(ResetOnCopy):
             start (`int`): the step at which the training begins.
 
         Raises:
-            CheckpointArrivedError: the upload of a launch that has ended was completed after `fetch`; raised on every
+            CheckpointChangedError: the upload of a launch that has ended was completed after `fetch`; raised on every
                 rank.
             CheckpointError: the store has a later checkpoint; raised on every rank.
         """
@@ -82,7 +82,7 @@ class RemoteCopies(ResetOnCopy):
         if newest <= start or is_known_to_script:
             return
         if start == fetched and self._finds_later(output_dir, start):
-            raise CheckpointArrivedError(
+            raise CheckpointChangedError(
                 f"checkpoint-{newest} has come into {self.store.url} since this training has looked for one: start "
                 "the same command again, which resumes from it"
             )

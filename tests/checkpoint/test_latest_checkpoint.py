@@ -16,13 +16,14 @@ from forked_ranks import run_ranks
 from ports import free_port
 from safetensors.torch import save_file
 from tiny import tiny_trainer
+from transformers import TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.manifest import FileRecord, read_manifest
 from hfscale.checkpoint.remote import RemoteStore
 from hfscale.checkpoint.store import commit, list_archives, list_checkpoints
 from hfscale.core.final_errors import is_final
-from hfscale.errors import CheckpointArrivedError, CheckpointError, UsageError
+from hfscale.errors import CheckpointChangedError, CheckpointError, UsageError
 
 
 def make_plain(folder, step):
@@ -146,7 +147,7 @@ class TestStartFromScratch:
         trainer = self.trainer(tmp_path, url)
         RemoteStore(url).upload(make_checkpoint(tmp_path / "ended", 6))
         with pytest.raises(
-            CheckpointArrivedError, match=r"checkpoint-6 has come into file:.*start the same command"
+            CheckpointChangedError, match=r"checkpoint-6 has come into file:.*start the same command"
         ) as raised:
             trainer.train()
         assert not is_final(raised.value)
@@ -281,3 +282,23 @@ def test_ranks_without_a_group_or_a_store_are_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with pytest.raises(UsageError, match="after TrainingArguments is made"):
         latest_checkpoint(tmp_path)
+
+
+class Removes(TrainerCallback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.path.unlink()
+
+
+def test_a_file_that_is_removed_while_a_training_starts_is_an_error_that_passes(tmp_path):
+    """Trainer goes on without random states, which it loads last; then dropout is another, and all losses are."""
+    arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    tiny_trainer(tmp_path, SpotCheckpointCallback(), **arguments).train()
+    state = tmp_path / "checkpoint-2" / "rng_state.pth"
+    trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), Removes(state), **arguments)
+    with pytest.raises(CheckpointChangedError, match=r"rng_state\.pth was removed while .* start the same") as raised:
+        trainer.train(resume_from_checkpoint=str(state.parent))
+    assert not is_final(raised.value)
+    assert trainer.state.global_step == 2

@@ -43,7 +43,7 @@ TARGETS = {
     "network": ["cut", "cut", "cut"],
     "rank that hangs": ["SIGSTOP"],
 }
-CODES = {0, 1, 75, -signal.SIGKILL}
+CODES = {0, 1, 75, -signal.SIGKILL, -signal.SIGTERM}  # the last one before it has imported its modules
 SAID = ("not started again", "gives up", "preempted", "stopped by")
 _libc = ctypes.CDLL(None, use_errno=True)
 
