@@ -32,6 +32,7 @@ _HOME_OF = {
     "estimate": "hfscale.planner.estimate",
     "initialize_at_width": "hfscale.lr_scaling.width",
     "latest_checkpoint": "hfscale.checkpoint.resume",
+    "load_once": "hfscale.checkpoint.load_once",
     "plan": "hfscale.planner.plan",
     "use_compact_progress": "hfscale.metrics.progress",
 }

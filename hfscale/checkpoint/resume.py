@@ -44,9 +44,16 @@ class Latest:
     """The newest checkpoint that a run can resume from; None if there is none."""
     skipped: tuple[str, ...] = ()
     """Why newer ones cannot be resumed from, the newest first."""
+    original: Path | None = None
+    """The folder of which `path` is this node's copy; None: `path` is no copy."""
 
 
-def latest_checkpoint(output_dir: str | os.PathLike[str], remote: str | None = None) -> str | None:
+def latest_checkpoint(
+    output_dir: str | os.PathLike[str],
+    remote: str | None = None,
+    *,
+    load_once: str | None = None,
+) -> str | None:
     """Return the checkpoint for `trainer.train(resume_from_checkpoint=...)`: the newest that a run can resume from.
 
     That is one whose files all match the hashes of its manifest, or one that plain Trainer has completed; that one has
@@ -63,9 +70,12 @@ def latest_checkpoint(output_dir: str | os.PathLike[str], remote: str | None = N
         output_dir (`str`): output directory of the run.
         remote (`str`, *optional*): URL of the remote copy of the checkpoints, as `SpotCheckpointCallback` takes it. If
             it has a newer checkpoint than `output_dir`, that one is fetched first.
+        load_once (`str`, *optional*): a folder of each node, to which the checkpoint is copied as `hfscale.load_once`
+            copies a model: all nodes together read each byte once. By default every rank reads what it needs, after
+            all have read everything once to verify it. It needs the process group.
 
     Returns:
-        `str` or `None`: the path of the checkpoint; None if there is none.
+        `str` or `None`: the path of the checkpoint, or of this node's copy; None if there is none.
 
     Raises:
         CheckpointError: a pickle of the newest checkpoint has more than tensors and plain values, or a rank does not
@@ -77,16 +87,22 @@ def latest_checkpoint(output_dir: str | os.PathLike[str], remote: str | None = N
             launcher has no store.
         MissingDependencyError: the package for the protocol of `remote` is not installed.
     """
-    path = find_resumable(output_dir, remote).path
+    path = find_resumable(output_dir, remote, load_once=load_once).path
     return str(path) if path is not None else None
 
 
-def find_resumable(output_dir: str | os.PathLike[str], remote: str | None = None) -> Latest:
+def find_resumable(
+    output_dir: str | os.PathLike[str],
+    remote: str | None = None,
+    *,
+    load_once: str | None = None,
+) -> Latest:
     """Find the checkpoint that `latest_checkpoint` returns, and why newer ones are skipped. Every rank must call it.
 
     Args:
         output_dir (`str`): output directory of the run.
         remote (`str`, *optional*): URL of the remote copy of the checkpoints.
+        load_once (`str`, *optional*): a folder of each node.
 
     Raises:
         HfScaleError: as `latest_checkpoint`.
@@ -98,8 +114,13 @@ def find_resumable(output_dir: str | os.PathLike[str], remote: str | None = None
         store = RemoteStore(remote)
     exchanges = exchanges_of_launch()
     exchanges.arrive(_NAME, timeout_s=ARRIVAL_S)
-    latest = newest_resumable(output_dir, store, exchanges=exchanges)
-    if latest.path is not None:
+    latest = newest_resumable(output_dir, store, exchanges=exchanges, load_once=load_once)
+    if latest.original is not None:
+        from hfscale.checkpoint.load_once import check_copied_pickles
+
+        assert latest.path is not None  # the copy
+        check_copied_pickles(latest.path, latest.original, exchanges)
+    elif latest.path is not None:
         from hfscale.checkpoint.resumable import check_pickles_on_all_ranks
 
         check_pickles_on_all_ranks(latest.path, exchanges)
@@ -107,7 +128,11 @@ def find_resumable(output_dir: str | os.PathLike[str], remote: str | None = None
 
 
 def newest_resumable(
-    output_dir: str | os.PathLike[str], store: "RemoteStore | None" = None, *, exchanges: Exchanges
+    output_dir: str | os.PathLike[str],
+    store: "RemoteStore | None" = None,
+    *,
+    exchanges: Exchanges,
+    load_once: str | None = None,
 ) -> Latest:
     """Find the newest checkpoint that a run can resume from, without a check of its pickles.
 
@@ -117,19 +142,22 @@ def newest_resumable(
         output_dir (`str`): output directory of the run.
         store (`RemoteStore`, *optional*): the remote copy; a checkpoint that is newer there is fetched.
         exchanges (`Exchanges`): between the ranks that search together.
+        load_once (`str`, *optional*): a folder of each node to which it is copied.
 
     Raises:
         HfScaleError: as `latest_checkpoint`.
     """
     folder = Path(output_dir)
     exchanges.on_rank_0("unfinished renames", lambda: _finish_renames(folder))
-    latest = _newest_local(folder, exchanges)
+    latest = _newest_local(folder, exchanges, load_once)
     if store is None:
         return latest
     from hfscale.checkpoint.remote import fetch_best, fetch_newer
 
     fetched = fetch_newer(store, folder, latest.path, exchanges)
-    if fetched is not None:
+    if fetched is not None and load_once is not None:
+        latest = _newest_local(folder, exchanges, load_once)
+    elif fetched is not None:
         latest = Latest(path=fetched, skipped=latest.skipped)
     if latest.path is not None:
         fetch_best(store, folder, latest.path, exchanges)
@@ -160,7 +188,7 @@ def refuse_to_replace_unread(run_dir: Path) -> None:
         )
 
 
-def _newest_local(output_dir: Path, exchanges: Exchanges) -> Latest:
+def _newest_local(output_dir: Path, exchanges: Exchanges, load_once: str | None = None) -> Latest:
     memory = RunMemory.of_environment()
     snapshots = memory.snapshots(output_dir) if memory is not None else None
 
@@ -173,9 +201,16 @@ def _newest_local(output_dir: Path, exchanges: Exchanges) -> Latest:
         from hfscale.checkpoint.resumable import why_not_resumable
 
         checkpoint = (snapshots if is_snapshot and snapshots is not None else output_dir) / name
-        problem = why_not_resumable(checkpoint, exchanges)
+        copy: Path | None = None
+        if load_once is None or is_snapshot:
+            problem = why_not_resumable(checkpoint, exchanges)
+        else:
+            from hfscale.checkpoint.load_once import copy_checkpoint
+
+            copy, problem = copy_checkpoint(checkpoint, load_once, exchanges)
         if problem is None:
-            return Latest(path=checkpoint, skipped=tuple(skipped))
+            original = checkpoint if copy is not None else None
+            return Latest(path=copy or checkpoint, skipped=tuple(skipped), original=original)
         logger.warning("checkpoint skipped: %s", problem)
         skipped.append(problem)
     return Latest(path=None, skipped=tuple(skipped))

@@ -140,26 +140,54 @@ def verify(checkpoint: str | os.PathLike[str], *, share: tuple[int, int] = (0, 1
             list, or the folder's name has another step than the manifest.
     """
     checkpoint = Path(checkpoint)
+    manifest = _read_matching_manifest(checkpoint)
+    if share[0] == 0:
+        check_links(checkpoint)
+    for name in manifest.share(*share):
+        expected = manifest.files[name]
+        _check_length(checkpoint, name, expected)
+        if FileRecord.of(checkpoint / name) != expected:
+            raise CheckpointError(f"{checkpoint} is corrupt: the content of {name} has changed")
+    return manifest
+
+
+def check_files(checkpoint: Path) -> Manifest:
+    """Check, as `verify` does, what can be checked without reading the files: which there are, and their lengths.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
+
+    Returns:
+        `Manifest`: the manifest.
+
+    Raises:
+        CheckpointError: as `verify`.
+    """
+    manifest = _read_matching_manifest(checkpoint)
+    check_links(checkpoint)
+    for name, expected in manifest.files.items():
+        _check_length(checkpoint, name, expected)
+    return manifest
+
+
+def _read_matching_manifest(checkpoint: Path) -> Manifest:
     manifest = read_manifest(checkpoint)
     named = CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if named is not None and int(named[1]) != manifest.step:
         raise CheckpointError(f"{checkpoint} is corrupt: its manifest is for step {manifest.step}")
-    if share[0] == 0:
-        check_links(checkpoint)
-    for name in manifest.share(*share):
-        path = checkpoint / name
-        expected = manifest.files[name]
-        check_no_link(checkpoint, name)
-        if not path.is_file():
-            raise CheckpointError(f"{checkpoint} is corrupt: {name} is missing")
-        length = path.stat().st_size
-        if length != expected.bytes:
-            raise CheckpointError(
-                f"{checkpoint} is corrupt: {name} has {length} bytes, not {expected.bytes}"
-            )
-        if FileRecord.of(path) != expected:
-            raise CheckpointError(f"{checkpoint} is corrupt: the content of {name} has changed")
     return manifest
+
+
+def _check_length(checkpoint: Path, name: str, expected: FileRecord) -> None:
+    path = checkpoint / name
+    check_no_link(checkpoint, name)
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint} is corrupt: {name} is missing")
+    length = path.stat().st_size
+    if length != expected.bytes:
+        raise CheckpointError(
+            f"{checkpoint} is corrupt: {name} has {length} bytes, not {expected.bytes}"
+        )
 
 
 # ---- Finding

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from hfscale.checkpoint.formats.parameter_names import parameter_order, trained_names
+from hfscale.checkpoint.load_once import weights_to_load
 from hfscale.core.collectives import TRAINING
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_peft_model, require
@@ -147,6 +148,8 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         self.parameter_order = parameter_order(model)
         if type(self).create_optimizer is not Trainer.create_optimizer:
             self._unsplit = copy_without_data(model, args.device)
+        if weights_from is not None:
+            weights_from = weights_to_load(args, weights_from)
         self.parallelized: ParallelizedModel = parallelize_model(
             causal_lm,
             self.mesh,

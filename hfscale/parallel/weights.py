@@ -22,9 +22,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import LoadStateDictConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
+from hfscale.checkpoint.formats.safetensors_files import weight_files
 from hfscale.core import distributed
 from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import version_of
@@ -139,7 +138,7 @@ def read_weights(
             f"^{re.escape(plain)}$": name for name, plain in own_names.items() if name != plain
         }
         slices: dict[str, Any] = {}
-        for path in _weight_files(name_or_path):
+        for path in weight_files(name_or_path):
             opened = files.enter_context(safe_open(path, framework="pt"))
             slices |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118
         for alias, source in aliases.items():
@@ -188,23 +187,6 @@ def _without_wrapped_parameters(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, child in wrapped:
             setattr(module, name, child)
-
-
-def _weight_files(name_or_path: str) -> list[str]:
-    try:
-        single = cached_file(
-            name_or_path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False
-        )
-        if single is not None:
-            return [single]
-        index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME)
-        return list(get_checkpoint_shard_files(name_or_path, index)[0])
-    except OSError as error:
-        named = spelled("model_name_or_path", name_or_path)
-        raise UsageError(
-            f"{named} has no {SAFE_WEIGHTS_NAME}: other formats cannot be read in parts; give a folder or hub id with "
-            "safetensors files"
-        ) from error
 
 
 def seed_of(seed: int, name: str) -> int:

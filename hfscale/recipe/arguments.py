@@ -295,6 +295,10 @@ class RecipeTrainingMixin(_TrainingArguments):
         "false: start from scratch; a path: resume from that checkpoint.",
         default="true",
     )
+    load_once: str | None = flag(
+        "Folder on the disk of each node: all nodes together read each byte of the model and of the checkpoint once "
+        "from the file system they share, and send it to each other. Default: each reads what it needs."
+    )
 
     def __post_init__(self) -> None:
         # huggingface_hub also reads the variable, and no checkpoint's training_args.bin holds it

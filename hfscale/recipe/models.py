@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import CONFIG_NAME
 from transformers.utils.quantization_config import Mxfp4Config
 
+from hfscale.checkpoint.load_once import weights_to_load
 from hfscale.core import distributed
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
@@ -327,10 +328,7 @@ def load_weights(
             options |= _four_bits(training_args)
         elif is_mxfp4:
             options["quantization_config"] = Mxfp4Config(dequantize=True)
-        with errors_name_flag("--model_name_or_path", args.model_name_or_path):
-            model: PreTrainedModel = auto_class.from_pretrained(
-                args.model_name_or_path, config=config, distributed_config=sharding, **options
-            )
+        model = _read_weights(args, config, training_args, auto_class, options, sharding)
         if is_mxfp4:
             # It would save the weights under the names of those in 4 bits.
             model._weight_conversions = None  # type: ignore[assignment]
@@ -339,6 +337,30 @@ def load_weights(
         if sharding is None:
             return build_model(config, seed=training_args.seed, auto_class=auto_class, **options)
         return _build_sharded(config, training_args, sharding, options)
+
+
+def _read_weights(
+    args: ModelArguments,
+    config: PreTrainedConfig,
+    training_args: "TrainingArguments",
+    auto_class: Any,
+    options: dict[str, Any],
+    sharding: Any,
+) -> PreTrainedModel:
+    """Read the weights of `--model_name_or_path`, with `--load_once` from this node's copy."""
+    assert args.model_name_or_path is not None
+    name = args.model_name_or_path
+    # Under FSDP rank 0 alone reads, and sends the shards
+    if not is_fsdp_enabled() or args.load_in_4bit:
+        name = weights_to_load(training_args, name)
+    with errors_name_flag("--model_name_or_path", args.model_name_or_path):
+        model: PreTrainedModel = auto_class.from_pretrained(
+            name, config=config, distributed_config=sharding, **options
+        )
+    if name != args.model_name_or_path:
+        # Cards and adapters name the model by it
+        model.name_or_path = model.config.name_or_path = args.model_name_or_path
+    return model
 
 
 def draw_model(config: PreTrainedConfig, *, seed: int, dtype: torch.dtype) -> PreTrainedModel:

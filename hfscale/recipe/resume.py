@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfscale.checkpoint.conversion import read_origin
-from hfscale.checkpoint.loading import discard_conversions
+from hfscale.checkpoint.load_once import check_copied_pickles, copy_checkpoint
+from hfscale.checkpoint.loading import discard_conversions, readable_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.resumable import (
     check_best_on_all_ranks,
@@ -43,14 +44,15 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     Trainer has completed (`latest_checkpoint`), or None if there are no checkpoints; with `false`
     it is None; any other value is the path of a checkpoint. Each rank reads and verifies a share of its files. With
     `true`, a newer checkpoint in the remote store is fetched first. When `hfscale run` has restarted a training that
-    had begun, the value is taken as `true`, and a newer snapshot in host memory is used.
+    had begun, the value is taken as `true`, and a newer snapshot in host memory is used. With `--load_once` the
+    checkpoint is copied to each node.
 
     Args:
         args (`TrainingArguments`): `output_dir` and `resume_from_checkpoint`.
         remote (`str`, *optional*): the URL of the remote copy of the checkpoints.
 
     Returns:
-        `str`, *optional*: the path of the checkpoint.
+        `str`, *optional*: the path of the checkpoint, or of this node's copy.
 
     Raises:
         UsageError: the path is not a checkpoint.
@@ -64,27 +66,65 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         requested = "true"  # restarted by `hfscale run`: the flag was meant for the first launch
     if requested.lower() == "false":
         return None
+    folder: str | None = vars(args).get("load_once")
     if requested.lower() != "true":
-        has_manifest = START.on_rank_0("given checkpoint", lambda: _check_given(Path(requested)))
-        problem = why_not_resumable(Path(requested), START) if has_manifest else None
-        if problem is not None:
-            named = spelled("resume_from_checkpoint")
-            raise CheckpointError(f"{named}: {problem}; name another, or give true")
-        check_pickles_on_all_ranks(Path(requested), START)
+        given = _given_checkpoint(Path(requested), folder)
         _check_best(Path(requested), args)
-        return requested
-    latest = find_resumable(output_folder(args), remote)
+        return str(given)
+    latest = find_resumable(output_folder(args), remote, load_once=folder)
     if latest.path is None:
         _check_none_skipped(output_folder(args), latest.skipped)
         return None
     _check_best(latest.path, args)
-    is_on_disk = latest.path.parent == output_folder(args)
+    is_on_disk = (latest.original or latest.path).parent == output_folder(args)
     logger.info(
         "continues from %s of %s",
         latest.path.name,
         args.output_dir if is_on_disk else "the host's memory",
     )
     return str(latest.path)
+
+
+def _given_checkpoint(checkpoint: Path, folder: str | None) -> Path:
+    """Verify the checkpoint that the flag names, and copy it to each node if a folder for that is given."""
+    has_manifest = START.on_rank_0("given checkpoint", lambda: _check_given(checkpoint))
+    copy: Path | None = None
+    problem = None
+    if folder is not None:
+        copy, problem = copy_checkpoint(checkpoint, folder, START)
+    elif has_manifest:
+        problem = why_not_resumable(checkpoint, START)
+    if problem is not None:
+        named = spelled("resume_from_checkpoint")
+        raise CheckpointError(f"{named}: {problem}; name another, or give true")
+    if copy is None:
+        check_pickles_on_all_ranks(checkpoint, START)
+        return checkpoint
+    check_copied_pickles(copy, checkpoint, START)
+    return copy
+
+
+def readable_copy(
+    args: "TrainingArguments", checkpoint: str | None, *, strategy: str | None
+) -> str | None:
+    """Return the checkpoint as this launch can read it; with `--load_once`, a conversion is copied to each node too.
+
+    Args:
+        args (`TrainingArguments`): the training arguments of this launch.
+        checkpoint (`str`, *optional*): the checkpoint to resume from.
+        strategy (`str`, *optional*): as for `readable_checkpoint`.
+
+    Raises:
+        HfScaleError: as `readable_checkpoint` and `load_once`.
+    """
+    readable = readable_checkpoint(args, checkpoint, strategy=strategy)
+    folder: str | None = vars(args).get("load_once")
+    if folder is None or readable is None or readable == checkpoint:
+        return readable
+    copy, problem = copy_checkpoint(Path(readable), folder, START)
+    if problem is not None:
+        raise CheckpointError(problem)
+    return str(copy)
 
 
 def _check_none_skipped(output_dir: Path, reasons: tuple[str, ...]) -> None:

@@ -7,7 +7,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from hfscale.averaging.callback import WeightAveragingCallback
 from hfscale.averaging.options import AverageOptions
-from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.core.options import from_flags, names_of, options_from
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import UsageError
@@ -37,7 +36,7 @@ from hfscale.recipe.layout import (
 )
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.models import check_same_experts
-from hfscale.recipe.resume import resume_point
+from hfscale.recipe.resume import readable_copy, resume_point
 from hfscale.scaling import PARTS, ScalingCallback
 from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategies.requested import check_launch, requested
@@ -123,7 +122,7 @@ def start_run(
     if is_native(layout):
         check_same_experts(checkpoint, model_args)
     if not parallel_trainer:  # ParallelTrainer converts checkpoints itself
-        checkpoint = readable_checkpoint(
+        checkpoint = readable_copy(
             training_args, checkpoint, strategy="native" if is_native(layout) else None
         )
     set_seed(training_args.seed)

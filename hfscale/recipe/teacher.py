@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hfscale.checkpoint.load_once import weights_to_load
 from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import errors_name_flag
@@ -61,7 +62,8 @@ def load_teacher(
         with errors_name_flag("--teacher_model_name_or_path", name):
             of_config = {key: value for key, value in options.items() if key in _OF_CONFIG}
             _check_vocabulary(name, AutoConfig.from_pretrained(name, **of_config), config)
-            teacher = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+            weights = weights_to_load(training_args, name, revision=options.get("revision"))
+            teacher = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, **options)
     teacher.requires_grad_(False)
     teacher.eval()
     if not requested(training_args).by_fsdp:

@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.core.spelling import spelled
 from hfscale.core.text_files import read_json
-from hfscale.errors import CheckpointError
+from hfscale.errors import CheckpointError, UsageError
 
 INDEX_SUFFIX = ".index.json"
 _DTYPE_NAMES = {
@@ -34,6 +37,35 @@ _DTYPE_NAMES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
+
+
+def weight_files(name_or_path: str, revision: str | None = None) -> list[str]:
+    """Return the safetensors files that transformers would read of a model, which are downloaded if need be.
+
+    Args:
+        name_or_path (`str`): a folder, or a hub id.
+        revision (`str`, *optional*): the revision of a hub id.
+
+    Raises:
+        UsageError: there are none.
+    """
+    try:
+        single = cached_file(
+            name_or_path,
+            SAFE_WEIGHTS_NAME,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        if single is not None:
+            return [single]
+        index = cached_file(name_or_path, SAFE_WEIGHTS_INDEX_NAME, revision=revision)
+        return list(get_checkpoint_shard_files(name_or_path, index, revision=revision)[0])
+    except OSError as error:
+        named = spelled("model_name_or_path", name_or_path)
+        raise UsageError(
+            f"{named} has no {SAFE_WEIGHTS_NAME}: other formats cannot be read in parts; give a folder or hub id with "
+            "safetensors files"
+        ) from error
 
 
 def read_weights(folder: Path, stem: str) -> dict[str, TensorRef] | None:
