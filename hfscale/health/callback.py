@@ -88,6 +88,9 @@ class CommHealthCallback(AdapterCallback):
     | `health/gc_fraction` | share | time of the worst rank in Python's automatic garbage collection, from 0.1% on |
     | `health/cpu_wait_fraction` | share | time in which a rank's main thread had no CPU core, worst rank, from 1% on |
     | `health/compiled_graphs` | graphs | graphs that torch.compile has compiled since the previous log, worst rank |
+    | `health/context_switches_per_s` | 1/s | how often a rank's main thread lost its core, worst rank, from 20 on |
+    | `health/cpu_clock_missing` | share | clock of its core below the highest one, worst rank, from 4% on |
+    | `health/new_pages_per_s` | 1/s | pages of memory that the system had to provide, worst rank, from 4,000 on |
     | `gpu/temperature_c_max` | °C | hottest GPU (with `nvidia-ml-py`) |
     | `gpu/power_w` | W | mean power of a GPU |
     | `gpu/throttled` | ratio | share of the GPUs that are throttled by temperature or a power brake |

@@ -4,8 +4,10 @@ Counted on each rank between two logs:
 
 - the time in Python's automatic garbage collection, which each rank makes at another step;
 - the time in which the thread that trains could run and had no CPU core (`/proc/self/schedstat`, Linux);
+- how often that thread was taken off its core while it could run on (involuntary context switches, `getrusage`);
+- how far the clock of its core is below the highest one (`cpufreq` of Linux, which virtual machines do not show);
 - graphs that `torch.compile` has compiled;
-- pages of memory that were read back from a disk (`getrusage`).
+- pages of memory that were read back from a disk, and those that the system had to provide (`getrusage`).
 
 With `gc_every_steps` all ranks collect garbage in the same steps, and Python not by itself (`AgreedCollection`).
 Steps of torchtitan (FSDP, 512 GPUs) were about 1.5% shorter so (read: https://github.com/pytorch/torchtitan/pull/148).
@@ -37,6 +39,10 @@ LOGGED_FROM = 0.1
 FULL_COLLECTION_EVERY = 20
 """Of so many agreed collections one is of all generations; the others leave out old objects, mostly the model's."""
 _SCHEDULED = Path("/proc/self/schedstat")
+_THREAD = Path("/proc/thread-self/stat")
+_CPU = Path("/sys/devices/system/cpu")
+_CORE_FIELD = 36
+"""Position of the number of the core in `stat` of a thread, counted after its name (proc(5): field 39)."""
 
 
 class AgreedCollection:
@@ -119,12 +125,15 @@ class JitterWatch:
 
     def _counts(self) -> dict[str, float]:
         """Return what this process has counted since it began, NaN where the system does not say."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
         return {
             "window_s": time.monotonic(),
             "gc_s": self._collected_s,
             "cpu_wait_s": _waited_for_cpu_s(),
             "compiled": float(_compiled_graphs()),
-            "faults": float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt),
+            "faults": float(used.ru_majflt),
+            "new_pages": float(used.ru_minflt),
+            "switches": float(_involuntary_switches()),
         }
 
     def numbers(
@@ -141,6 +150,7 @@ class JitterWatch:
         last, self._last = self._last, now
         counted = {name: now[name] - last[name] for name in now}
         counted["compiled"] = max(counted["compiled"], 0.0)  # torch can set its counters back
+        counted["slow_clock"] = _missing_clock()
         return counted
 
     def judge(self, columns: Arrays, state: TrainerState) -> dict[str, Any]:
@@ -154,14 +164,20 @@ class JitterWatch:
             `dict[str, Any]`: `keys` and `findings`, as JSON can represent them.
         """
         window_s = np.maximum(columns["window_s"], 1e-9)
-        now = {name: columns[name] / window_s for name in ("gc_s", "cpu_wait_s", "faults")}
-        now["compiled"] = np.asarray(columns["compiled"], dtype=np.float64)
+        now = {name: columns[name] / window_s for name in PER_SECOND}
+        for name in ("compiled", "slow_clock"):
+            now[name] = np.asarray(columns[name], dtype=np.float64)
         self._windows.append(now)
-        keys = {check.key: float(np.max(now[check.name])) for check in CHECKS if check.key}
+        # A rank whose system does not say it is not the worst one
+        known = {name: np.nan_to_num(values) for name, values in now.items()}
+        keys = {check.key: float(np.max(known[check.name])) for check in CHECKS if check.key}
         limits = {check.key: check.limit for check in CHECKS}
         found: list[Finding] = []
         if time.monotonic() - self._begun >= REPORT_AFTER_S:
             found = [finding for finding in map(self._finding, CHECKS) if finding is not None]
+        if any(finding.check == CPU_WAIT for finding in found):
+            # It has the same cause and the same fix
+            found = [finding for finding in found if finding.check != CONTENTION]
         return {
             "keys": {
                 key: value for key, value in keys.items() if value > LOGGED_FROM * limits[key]
@@ -206,6 +222,12 @@ class JitterWatch:
         return dict(judgement["keys"])
 
 
+_FEWER_THREADS = (
+    "start fewer threads and data loader workers than the node has cores (OMP_NUM_THREADS), or ask for "
+    "more"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Check:
     """A limit, and what is said of the rank that is above it the most."""
@@ -219,6 +241,10 @@ class _Check:
     """The metric key of the worst rank."""
 
 
+PER_SECOND = ("gc_s", "cpu_wait_s", "faults", "new_pages", "switches")
+"""What is judged per second of the time between two logs."""
+CPU_WAIT, CONTENTION = "cpu wait", "thread contention"
+
 CHECKS = (
     _Check(
         name="gc_s",
@@ -231,10 +257,26 @@ CHECKS = (
     _Check(
         name="cpu_wait_s",
         limit=0.10,
-        title="cpu wait",
+        title=CPU_WAIT,
         problem="it waits for a CPU core {value:.0%} of the time",
-        fix="start fewer threads and data loader workers than the node has cores (OMP_NUM_THREADS), or ask for more",
+        fix=_FEWER_THREADS,
         key="health/cpu_wait_fraction",
+    ),
+    _Check(
+        name="switches",
+        limit=200.0,  # per second: Linux takes a core away after 3 ms at the earliest (sched(7)), 333 times per second
+        title=CONTENTION,
+        problem="its main thread is taken off its core {value:.0f} times per second",
+        fix=_FEWER_THREADS,
+        key="health/context_switches_per_s",
+    ),
+    _Check(
+        name="slow_clock",
+        limit=0.4,
+        title="cpu clock",
+        problem="the clock of its core is {value:.0%} below the highest one",
+        fix="set the governor of the CPU to performance (cpupower frequency-set -g performance), or check the cooling",
+        key="health/cpu_clock_missing",
     ),
     _Check(
         name="compiled",
@@ -251,6 +293,14 @@ CHECKS = (
         problem="it reads {value:.0f} pages of its memory per second from a disk",
         fix="the node is short of memory: use fewer data loader workers, or a node with more",
     ),
+    _Check(
+        name="new_pages",
+        limit=40_000.0,  # per second: at some 0.25 µs each, 1% of the time
+        title="new memory pages",
+        problem="it asks the system for {value:,.0f} new pages of memory per second",
+        fix="let the allocator keep memory: set MALLOC_TOP_PAD_=134217728 and MALLOC_TRIM_THRESHOLD_=134217728",
+        key="health/new_pages_per_s",
+    ),
 )
 
 
@@ -259,6 +309,23 @@ def _waited_for_cpu_s() -> float:
     try:
         return int(_SCHEDULED.read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
+        return float("nan")
+
+
+def _involuntary_switches() -> int:
+    """Return how often this thread was taken off its core while it could have run on."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+
+def _missing_clock() -> float:
+    """Return the share by which the clock of this thread's core is below its highest one; NaN if it is not known."""
+    try:
+        core = int(_THREAD.read_text().rpartition(")")[2].split()[_CORE_FIELD])
+        folder = _CPU / f"cpu{core}" / "cpufreq"
+        now_khz = int((folder / "scaling_cur_freq").read_text())
+        highest_khz = int((folder / "cpuinfo_max_freq").read_text())
+        return 1 - now_khz / highest_khz
+    except (OSError, ValueError, IndexError, ZeroDivisionError):
         return float("nan")
 
 

@@ -1,6 +1,7 @@
 """Pauses of single ranks are counted and named, and garbage is collected in agreed steps."""
 
 import gc
+import resource
 
 import numpy as np
 import pytest
@@ -12,7 +13,16 @@ from hfscale import CommHealthCallback
 from hfscale.health import jitter
 from hfscale.health.jitter import FULL_COLLECTION_EVERY, AgreedCollection, JitterWatch
 
-QUIET = {"window_s": 10.0, "gc_s": 0.001, "cpu_wait_s": 0.01, "compiled": 0.0, "faults": 0.0}
+QUIET = {
+    "window_s": 10.0,
+    "gc_s": 0.001,
+    "cpu_wait_s": 0.01,
+    "compiled": 0.0,
+    "faults": 0.0,
+    "new_pages": 100.0,
+    "switches": 10.0,
+    "slow_clock": 0.0,
+}
 
 
 class Collections(TrainerCallback):
@@ -79,6 +89,9 @@ def judged(monkeypatch, *windows, ranks=4):
         ("cpu_wait_s", 2.0, "cpu wait", "health/cpu_wait_fraction", 0.2),
         ("compiled", 4.0, "recompilation", "health/compiled_graphs", 4.0),
         ("faults", 500.0, "page faults", None, None),
+        ("new_pages", 1e6, "new memory pages", "health/new_pages_per_s", 1e5),
+        ("switches", 5000.0, "thread contention", "health/context_switches_per_s", 500.0),
+        ("slow_clock", 0.6, "cpu clock", "health/cpu_clock_missing", 0.6),
     ],
 )
 def test_a_rank_above_a_limit_in_three_logs_is_named_once(monkeypatch, name, value, check, key, logged):
@@ -90,9 +103,33 @@ def test_a_rank_above_a_limit_in_three_logs_is_named_once(monkeypatch, name, val
     assert results[5]["keys"] == {}
 
 
-def test_what_is_not_known_is_neither_logged_nor_found(monkeypatch):
-    unknown = {(rank, "cpu_wait_s"): float("nan") for rank in range(4)}
+@pytest.mark.parametrize("name", ["cpu_wait_s", "slow_clock"])
+def test_what_is_not_known_is_neither_logged_nor_found(monkeypatch, name):
+    unknown = {(rank, name): float("nan") for rank in range(4)}
     assert judged(monkeypatch, unknown, unknown, unknown)[-1] == {"keys": {}, "findings": []}
+    known = unknown | {(1, name): 9.0}
+    result = judged(monkeypatch, known, known, known)[-1]
+    assert [finding["ranks"] for finding in result["findings"]] == [[1]]
+    assert len(result["keys"]) == 1
+
+
+def test_threads_that_compete_are_reported_once(monkeypatch):
+    window = {(2, "cpu_wait_s"): 2.0, (2, "switches"): 5000.0}
+    assert [found["check"] for found in judged(monkeypatch, window, window, window)[-1]["findings"]] == ["cpu wait"]
+
+
+def test_the_clock_of_a_core_is_read(monkeypatch, tmp_path):
+    thread = tmp_path / "stat"
+    thread.write_text("7 (a ) b) R " + " ".join(str(number) for number in range(4, 53)))
+    folder = tmp_path / "cpu39" / "cpufreq"
+    folder.mkdir(parents=True)
+    (folder / "scaling_cur_freq").write_text("900000\n")
+    (folder / "cpuinfo_max_freq").write_text("3000000\n")
+    monkeypatch.setattr(jitter, "_THREAD", thread)
+    monkeypatch.setattr(jitter, "_CPU", tmp_path)
+    assert jitter._missing_clock() == pytest.approx(0.7)
+    (folder / "cpuinfo_max_freq").unlink()
+    assert np.isnan(jitter._missing_clock())
 
 
 def test_collections_compilations_and_waiting_are_counted():
@@ -102,10 +139,13 @@ def test_collections_compilations_and_waiting_are_counted():
         assert watch.numbers(TrainerState(), {}, {})["compiled"] == 0
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
         gc.collect()
+        used = bytearray(2**24)
         numbers = watch.numbers(TrainerState(), {}, {})
     finally:
         watch.end()
     assert numbers["compiled"] == 1
+    assert numbers["new_pages"] > len(used) // resource.getpagesize() // 2
     assert 0 < numbers["gc_s"] < numbers["window_s"]
     assert numbers["cpu_wait_s"] >= 0  # a number on Linux
+    assert numbers["switches"] >= 0
     assert watch._on_collection not in gc.callbacks
