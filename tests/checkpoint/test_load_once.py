@@ -1,8 +1,10 @@
 """Loading once: ranks of two nodes read each byte of a model or checkpoint once, and train on from equal copies."""
 
+import filecmp
 import json
 import os
 import re
+import resource
 import shutil
 import sys
 from datetime import timedelta
@@ -22,7 +24,7 @@ import hfscale
 from hfscale.checkpoint import load_once, transfer
 from hfscale.checkpoint.store import commit
 from hfscale.core.collectives import START
-from hfscale.errors import HfScaleError
+from hfscale.errors import HfScaleError, UsageError
 
 NODES, RANKS = 2, 4
 CHUNK = 4096
@@ -65,11 +67,11 @@ def damage(path):
     path.write_bytes(content)
 
 
-def be_on_a_node(disks):
-    """Make this rank one of a node that has half of the ranks and a disk of its own."""
+def be_on_a_node(disks, nodes=NODES):
+    """Make this rank one of a node that has its share of the ranks and a disk of its own."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    node, local_rank = divmod(rank, ranks // NODES)
-    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks // NODES)}
+    node, local_rank = divmod(rank, ranks // nodes)
+    os.environ |= {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(ranks // nodes)}
     os.environ["NODE_DISK"] = str(disks / f"node-{node}")
     return node, rank
 
@@ -190,6 +192,65 @@ class TestModel:
         for found, read in full:
             assert "0.0 GiB free" in found
             assert read == []
+
+    def test_nodes_may_have_several_numbers_of_ranks(self, on_nodes, tmp_path):
+        model = make_model(tmp_path / "shared" / "model")
+
+        def move(node, rank):
+            """Ranks 0 to 2 are of one node, with the disk of rank 0, and rank 3 is alone."""
+            os.environ["LOCAL_RANK"] = str(rank % 3)
+            os.environ["NODE_DISK"] = str(tmp_path / f"node-{rank // 3}")
+
+        (result,) = on_nodes(("load_once", (str(model), DISK), [move]))
+        assert len({str(sorted(content(copy).items())) for copy, _ in result}) == 1
+        assert sum(bytes_from(result, model)) == sum(map(len, content(result[0][0]).values()))
+
+    def test_files_of_the_hubs_cache_are_links(self, on_nodes, tmp_path):
+        blobs = make_model(tmp_path / "shared" / "blobs")
+        snapshot = tmp_path / "shared" / "snapshots" / "0123"
+        snapshot.mkdir(parents=True)
+        for path in blobs.iterdir():
+            (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+        (result,) = on_nodes(("load_once", (str(snapshot), DISK), []))
+        for copy, _ in result:
+            assert not any(path.is_symlink() for path in Path(copy).iterdir())
+            assert content(copy).items() <= content(blobs).items()
+
+    def test_without_a_process_group_or_local_rank_is_refused(self, on_nodes, tmp_path, monkeypatch):
+        model = make_model(tmp_path / "shared" / "model")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(UsageError, match="needs the process group"):
+            hfscale.load_once(str(model), str(tmp_path))
+        (result,) = on_nodes(("load_once", (str(model), DISK), [lambda *_: os.environ.pop("LOCAL_RANK")]))
+        assert {found.split(",")[0] for found, _ in result} == {"UsageError: load_once needs LOCAL_RANK"}
+
+
+def large_model_on_rank(disks, small, large):
+    """Write by how much the memory of this rank grows while a large model is copied."""
+    be_on_a_node(disks, nodes=4)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    hfscale.load_once(str(small), "$NODE_DISK")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    copy = hfscale.load_once(str(large), "$NODE_DISK")
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    is_equal = filecmp.cmp(Path(copy) / "model.safetensors", large / "model.safetensors", shallow=False)
+    sys.stdout.write(json.dumps([is_equal, grown]) + "\n")
+
+
+@pytest.mark.long
+@pytest.mark.world(16)
+def test_sixteen_ranks_of_four_nodes_hold_two_chunks_each(tmp_path):
+    small = make_model(tmp_path / "shared" / "small")
+    large = tmp_path / "shared" / "large"
+    large.mkdir()
+    tensor = torch.arange(30 * 2**20, dtype=torch.int32)
+    save_file({"weight": tensor}, large / "model.safetensors")
+    log = tmp_path / "log"
+    assert run_ranks(16, large_model_on_rank, tmp_path, small, large, log=log, timeout_s=300) == [0] * 16
+    for rank in range(16):
+        is_equal, grown = json.loads((log / f"rank-{rank}.log").read_text().strip().splitlines()[-1])
+        assert is_equal
+        assert grown <= transfer.BUFFER_BYTES + 16 * 2**20 < tensor.nbytes
 
 
 @pytest.mark.world(4)

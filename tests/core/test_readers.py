@@ -674,7 +674,6 @@ SITES = {
     "facts/config_reader.py:_parse": "config of a model",
     "health/gpu.py:_kernel_lines": SYSTEM,
     "health/jitter.py:_missing_clock": SYSTEM,
-    "health/jitter.py:_missing_clock": SYSTEM,
     "health/jitter.py:_waited_for_cpu_s": SYSTEM,
     "health/local_time.py:_begin": OTHER,
     "health/node.py:_ib_devices": SYSTEM,
