@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from hfscale.checkpoint.formats.view import TensorRef
 from hfscale.core.spelling import spelled
@@ -49,6 +47,10 @@ def weight_files(name_or_path: str, revision: str | None = None) -> list[str]:
     Raises:
         UsageError: there are none.
     """
+    # Commands about checkpoints load no transformers
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
     try:
         single = cached_file(
             name_or_path,
