@@ -68,12 +68,13 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
             bits = bits.clone()
         bits = bits.view(torch.int32)
     weights = _weights(bits.device)
-    total = torch.full((), len(bits), dtype=torch.int64, device=bits.device)
+    # Of a number that the host knows: on the device each of these operations would be a kernel of its own
+    mixed: torch.Tensor | int = _mixed_number(len(bits))
     whole = len(bits) // _ROW * _ROW
     for begin in range(0, whole, _ROWS * _ROW):
         for_row = (bits[begin : min(whole, begin + _ROWS * _ROW)].view(-1, _ROW) * weights).sum(1)
-        total = _mixed(total) + (_mixed(for_row) * weights[: len(for_row)]).sum()
-    return _mixed(total) + (bits[whole:] * weights[: len(bits) - whole]).sum()
+        mixed = _mixed((_mixed(for_row) * weights[: len(for_row)]).sum() + mixed)
+    return (bits[whole:] * weights[: len(bits) - whole]).sum() + mixed
 
 
 @lru_cache(maxsize=8)
@@ -85,3 +86,14 @@ def _mixed(sums: torch.Tensor) -> torch.Tensor:
     """Return irregular numbers for regular ones, and others for others."""
     mixed = (sums ^ (sums >> 32)) * _MULTIPLIER
     return mixed ^ (mixed >> 29)
+
+
+def _mixed_number(number: int) -> int:
+    """Return `_mixed` of a number of 64 bits."""
+    mixed = _signed((number ^ (number >> 32)) * _MULTIPLIER)
+    return mixed ^ (mixed >> 29)
+
+
+def _signed(number: int) -> int:
+    """Return a number modulo 2^64, from -2^63 on."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfscale.core import bit_hash as module
 from hfscale.core.bit_hash import bit_hash, weighted_sum
@@ -74,3 +75,36 @@ def test_a_hashed_storage_can_still_be_resized():
     bit_hash(gathered[2:])
     DigestQueue().add(gathered[2:], lambda digest: None)
     gathered.untyped_storage().resize_(0)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that would be kernels on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("elements", "dtype", "hashed"),
+    [
+        (0, torch.float32, 0),
+        (7, torch.bfloat16, 5416843043583575539),
+        (5, torch.uint8, 3085427318159184798),
+        (999, torch.float32, 8450632238593846965),
+        (35000, torch.float32, 785824765562109127),  # several blocks and a rest
+    ],
+)
+def test_a_small_tensor_is_hashed_by_three_kernels(elements, dtype, hashed, monkeypatch):
+    """A replay hashes hundreds of them. The hashes stay those of files that were written before."""
+    monkeypatch.setattr(module, "_ROW", 1000)
+    module._weights.cache_clear()
+    tensor = (torch.arange(elements) % 251).to(dtype)
+    weighted_sum(tensor)  # makes the weights
+    with Kernels() as kernels:
+        found = weighted_sum(tensor)
+    module._weights.cache_clear()
+    assert int(found) == hashed
+    assert elements > 1000 or kernels.count == 3
