@@ -4,9 +4,10 @@
     python -m benchmarks.recipe_speed --write    # and write them
 
 A YAML names its launch command, and in its second line the memory of its GPUs, for which `GPUS` has a type. Predicted
-is what the recipe does by default: a fused loss where it can, and compiled layers for plain text, whose attention is
-not cut between documents; and, if that is slower, a loss from all logits without torch.compile. ZeRO-3 is predicted as
-FSDP2. There is no prediction for GRPO, whose steps depend on the lengths of prompts and completions.
+is what the recipe does by default: a fused loss where it can, and compiled layers for plain text (with conversations,
+they are compiled only where FlashAttention is not installed, which no GPU has measured); and, if that is slower, a
+loss from all logits without torch.compile. ZeRO-3 is predicted as FSDP2. There is no prediction for GRPO, whose steps
+depend on the lengths of prompts and completions.
 """
 
 import argparse

@@ -203,6 +203,27 @@ def test_a_profile_is_the_time_of_the_gpu_by_kind_of_kernel():
     assert profiles.summarize(events[3:]) == {}
 
 
+NATIVE = "void at::native::"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        (f"{NATIVE}(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer and clipping"),
+        (
+            f"{NATIVE}unrolled_elementwise_kernel<{NATIVE}direct_copy_kernel_cuda()::{{lambda()#1}}>",
+            "copies and casts",
+        ),
+        (f"{NATIVE}vectorized_elementwise_kernel<4, {NATIVE}exp_kernel_cuda()::{{lambda()#2}}>", "element-wise"),
+        ("triton_poi_fused__to_copy_mul_silu_3", "Triton kernels"),
+        ("triton_tem_fused_flex_attention_0", "attention"),
+    ],
+)
+def test_a_kernel_counts_as_what_it_computes_and_not_as_a_part_of_its_name(kernel, kind):
+    """The lambdas of torch's element-wise kernels once counted as the optimizer LAMB."""
+    assert profiles.kind_of(kernel) == kind
+
+
 def make_wheel(folder, name, files):
     """Write a wheel without dependencies."""
     information = f"{name}-1.0.dist-info"

@@ -12,11 +12,12 @@ KINDS = (
     ("attention", ("flash", "fmha", "sdpa", "flex", "cudnn_generated")),
     ("matrix products", ("gemm", "cutlass", "nvjet", "cublas", "xmma", "matmul")),
     ("communication", ("nccl",)),
-    ("optimizer and clipping", ("adam", "multi_tensor", "lamb")),
+    # Inductor names a kernel after all operations that it fuses, of which a copy may be one
+    ("Triton kernels", ("triton",)),
+    ("optimizer and clipping", ("adam", "multi_tensor")),
     ("loss", ("softmax", "cross_entropy", "nll", "scatter", "gather")),
     ("reductions", ("reduce", "norm")),
     ("copies and casts", ("memcpy", "memset", "copy", "cat", "fill")),
-    ("Triton kernels", ("triton",)),
 )
 """Kinds of kernels, and parts of the names of theirs; the first that fits counts."""
 STEP = 12

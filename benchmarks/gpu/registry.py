@@ -63,6 +63,7 @@ PARTS = (
     _part("callback_cost", 150, "health:callback_cost"),
     _part("save_background", 150, "saves:stall", "ddp", "true"),
     _part("save_waiting", 150, "saves:stall", "ddp", "false"),
+    _part("packed_compiled_1b", 150, "speed:recipe", "llama-1b", "packed_compiled", cuda_only=True),
     # Speed and memory, beside what users run instead.
     _part("recipe_1b", 120, "speed:recipe", "llama-1b"),
     _part("trainer_1b", 60, "peers:trainer", "llama-1b"),

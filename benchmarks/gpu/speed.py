@@ -46,6 +46,15 @@ VARIANTS = {
         documents=True,
         predicted=False,
     ),
+    "packed_compiled": Variant(
+        run="recipe, packed documents, flex attention in compiled layers",
+        flags=(
+            *("--packing", "bestfit", "--document_attention", "true", "--torch_compile_regional", "true"),
+            *("--attn_implementation", "flex_attention"),
+        ),
+        documents=True,
+        predicted=False,
+    ),
     "muon": Variant(run="recipe, Muon", flags=("--optim", "muon"), predicted=False),
 }
 
