@@ -27,6 +27,7 @@ from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.disk_errors import writing
 from hfscale.core.durable_files import write_atomically
+from hfscale.core.launch_variables import launch_number
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import (
     Accelerator,
@@ -178,9 +179,9 @@ def _toml_lines(row: Mapping[str, Any]) -> Iterator[str]:
 @contextmanager
 def _process_group(on_gpu: bool) -> Iterator[None]:
     """Create the default group where a launcher started several processes and there is none yet."""
-    is_ours = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    is_ours = launch_number("WORLD_SIZE", 1) > 1 and not dist.is_initialized()
     if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(launch_number("LOCAL_RANK", 0) % torch.cuda.device_count())
     if is_ours:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(minutes=5))
     try:
@@ -249,7 +250,7 @@ def _groups() -> "dict[str, dist.ProcessGroup | None]":
 
 
 def _per_node() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", distributed.world_size()))
+    return launch_number("LOCAL_WORLD_SIZE", distributed.world_size())
 
 
 def _nodes() -> int:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hfscale.core import distributed
 from hfscale.core.findings import Finding, has_errors
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import print_line
 from hfscale.core.nvidia_driver import check_gpus_of_driver
 from hfscale.core.rank_store import RankStore, launcher_has_store
@@ -143,8 +144,8 @@ def check_all(
         HealthError: the launcher's store does not answer.
         StorageError: the output folder cannot be written.
     """
-    world_size = node.read_count(environ, "WORLD_SIZE", 1)
-    local_rank = node.read_count(environ, "LOCAL_RANK", 0)
+    world_size = launch_number("WORLD_SIZE", 1, environ)
+    local_rank = launch_number("LOCAL_RANK", 0, environ)
     device = _device(request, local_rank)
     node_findings = _check_node(request, environ) if local_rank == 0 else []
     if world_size > 1:
@@ -194,7 +195,7 @@ def _check_ranks(
             match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         )
         slow_links = measure.compare_links(
-            result.links, gpu, node.read_count(environ, "LOCAL_WORLD_SIZE", 1)
+            result.links, gpu, launch_number("LOCAL_WORLD_SIZE", 1, environ)
         )
     report = CheckReport(
         findings=(*result.findings, *slow_links, *result.node_findings),

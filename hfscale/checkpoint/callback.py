@@ -64,7 +64,7 @@ from hfscale.core.collectives import START, TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
 from hfscale.core.options import takes_options
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.errors import CheckpointError, StorageError
+from hfscale.errors import CheckpointError, ParameterError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
@@ -299,12 +299,20 @@ class SpotCheckpointCallback(AdapterCallback):
         from scratch. Every rank must call it.
 
         Raises:
+            UsageError: the training arguments name a checkpoint, which Trainer does not read there.
             CheckpointError: on every rank: there are checkpoints, and none of them can be resumed from; or the remote
                 store has a later one.
         """
         args, run_dir = adapter.trainer.args, adapter.checkpoints.run_dir()
         if _is_from_scratch(args):
             return
+        named = args.resume_from_checkpoint
+        if adapter.resumes_from is None and str(named).lower() not in ("none", "true"):
+            raise ParameterError(
+                "resume_from_checkpoint",
+                named,
+                "Trainer does not read it from its arguments: pass it to train(resume_from_checkpoint=...)",
+            )
         if adapter.resumes_from is None:
             START.on_rank_0(
                 "start: checkpoints that cannot be read", lambda: refuse_to_replace_unread(run_dir)

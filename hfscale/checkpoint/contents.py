@@ -6,7 +6,6 @@ decides, weights and optimizer, is in `hfscale.checkpoint.captures`.
 
 import copy
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,6 +23,7 @@ from hfscale.checkpoint.formats.parameter_names import ParameterNames
 from hfscale.core import distributed
 from hfscale.core.durable_files import make_inside, write_atomically
 from hfscale.core.host_memory import available_bytes
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.core.versions import is_peft_model
@@ -48,7 +48,7 @@ def fits_in_host_memory(size_bytes: int, *, copies: int) -> bool:
 
 def processes_on_this_host() -> int:
     """Return the number of processes that the launcher started on this host; 1 without a launcher."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return launch_number("LOCAL_WORLD_SIZE", 1)
 
 
 # --- what Trainer writes --------------------------------------------------------------------------------------------

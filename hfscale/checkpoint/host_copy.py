@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.torch_internals import is_traceable_wrapper_subclass
 
 _MIN_BLOCK_BYTES = 2**20
@@ -322,5 +323,5 @@ def _copy_in_threads(pieces: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 def _copy_threads() -> int:
     if torch.get_num_threads() > 1:
         return 1  # torch itself divides each copy over several cores
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_ranks = launch_number("LOCAL_WORLD_SIZE", 1)
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // local_ranks))

@@ -28,6 +28,7 @@ from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.resumable import why_not_resumable
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
 from hfscale.core.collectives import START
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME, PARAMETERS_NAME
 from hfscale.core.versions import is_peft_model, what_is_missing
@@ -95,7 +96,7 @@ def readable_checkpoint(
                 "convert", lambda: _convert(source, target, manifest, reader, args.world_size)
             )
         patience_s = 0.0 if args.save_on_each_node else VISIBILITY_TIMEOUT_S
-        leads_node = int(os.environ.get("LOCAL_RANK", "0")) == 0
+        leads_node = launch_number("LOCAL_RANK", 0) == 0
         with START.agreed("convert on each node"):
             if leads_node and not wait_until_visible(target / MANIFEST_NAME, patience_s):
                 # A node with a disk of its own

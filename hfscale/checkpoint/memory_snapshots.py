@@ -21,6 +21,7 @@ from hfscale.core import distributed
 from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
 from hfscale.core.host_memory import available_bytes
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.rank_link import RankLink, connect
 from hfscale.core.records import WRITING, append_record, unix_time
@@ -131,7 +132,7 @@ class MemorySnapshots(ResetOnCopy):
         """
         self._begin_run()
         self._link = connect()
-        self._nodes = int(os.environ.get(NODES_VARIABLE, "1"))
+        self._nodes = launch_number(NODES_VARIABLE, 1)
         self._commits = _leads_node() if self._nodes > 1 else saving.commits
         self._run_dir = run_dir
         why_not, may_pass = self._agree_why_not(saving)
@@ -172,7 +173,7 @@ class MemorySnapshots(ResetOnCopy):
         forced = os.environ.get(INTERVAL_VARIABLE)
         if not forced:
             return self._asked_interval
-        if not forced.isdigit() or int(forced) < 1:
+        if not forced.isdecimal() or int(forced) < 1:
             raise UsageError(f"{INTERVAL_VARIABLE} is {forced!r}: it must be 1 or greater")
         return int(forced)
 
@@ -230,7 +231,7 @@ class MemorySnapshots(ResetOnCopy):
     def _why_not(self, saving: TrainerSaving) -> str | None:
         if self._link is None:
             return "a rank has no supervisor"
-        if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * self._nodes != distributed.world_size():
+        if launch_number("LOCAL_WORLD_SIZE", 1) * self._nodes != distributed.world_size():
             return "the run has several nodes, and hfscale run was not given --nodes, or not as many ranks on each"
         return saving.why_no_optional_save()
 
@@ -419,7 +420,7 @@ class MemorySnapshots(ResetOnCopy):
 
 
 def _leads_node() -> bool:
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return launch_number("LOCAL_RANK", 0) == 0
 
 
 def _first_reason(ranks: list[dict[str, Any]]) -> tuple[str | None, bool]:

@@ -18,6 +18,7 @@ from hfscale.checkpoint.store import (
 )
 from hfscale.core.best_effort import best_effort
 from hfscale.core.exchanges import Exchanges, OneProcess, StoreExchanges
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import UNFINISHED
 from hfscale.core.run_memory import RunMemory
@@ -248,7 +249,7 @@ def exchanges_of_launch(environ: Mapping[str, str] = os.environ) -> Exchanges:
         if is_distributed():
             return START
     is_launched = all(name in environ for name in _LAUNCHER_VARIABLES)
-    if not is_launched or int(environ["WORLD_SIZE"]) == 1:
+    if not is_launched or launch_number("WORLD_SIZE", 1, environ) == 1:
         return OneProcess()
     from hfscale.core.rank_store import RankStore, launcher_has_store
 

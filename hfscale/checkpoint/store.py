@@ -524,7 +524,7 @@ def _inspect(checkpoint: Path, best: str | None, read_files: bool) -> Checkpoint
     stats = [(checkpoint / name).stat() for name in checkpoint_files(checkpoint)]
     newest = max(stat.st_mtime for stat in stats or [checkpoint.stat()])
     named = checkpoint.name.removesuffix(SUPERSEDED).rpartition("-")[2]
-    step = int(named) if named.isdigit() else None
+    step = int(named) if named.isdecimal() else None
     return CheckpointInfo(
         name=checkpoint.name,
         path=str(checkpoint),

@@ -81,7 +81,7 @@ def _lines(path: Path) -> list[str]:
 def _number(path: Path) -> int | None:
     """Return the number in a file; None for `max`, and for the root group, which has no such file."""
     text = "".join(_lines(path))
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def _statistic(path: Path, name: str) -> int:

@@ -11,7 +11,8 @@ _ROOT = "hfscale"
 
 def is_main_process() -> bool:
     """Return whether this process has global rank 0, according to the launcher's `RANK`; True without a launcher."""
-    return int(os.environ.get("RANK", "0")) == 0
+    rank = os.environ.get("RANK", "")
+    return rank.strip() in ("", "0")
 
 
 class _Redacted(logging.Filter):

@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from hfscale.core.final_errors import has_optimizer, is_final, is_of_user, recurring_error
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.recovery_times import RecoveryTimes
 from hfscale.core.redaction import redact
@@ -268,7 +269,7 @@ def connect(environ: Mapping[str, str] = os.environ) -> RankLink | None:
         return None
     if _link is None or _link.memory.folder != memory.folder:
         try:
-            _link = RankLink(memory, int(environ.get("RANK", "0")))
+            _link = RankLink(memory, launch_number("RANK", 0, environ))
         except OSError as error:
             logger.warning(
                 "the supervisor in %s cannot be reached (%s): this run is not supervised",

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 import xxhash
 
+from hfscale.core.launch_variables import launch_number
 from hfscale.errors import HealthError
 
 CONNECT_S = 10.0
@@ -62,7 +63,7 @@ class RankStore:
             HealthError: the store does not answer.
         """
         address = environ["MASTER_ADDR"]
-        port = int(environ["MASTER_PORT"])
+        port = launch_number("MASTER_PORT", 0, environ)
         is_host = opens and environ["RANK"] == "0" and not launcher_has_store(environ)
         timeout = timedelta(seconds=timeout_s or CONNECT_S)
         try:
@@ -76,7 +77,8 @@ class RankStore:
             ) from None
         launch = f"{environ.get('TORCHELASTIC_RUN_ID', '')}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         prefixed = dist.PrefixStore(f"hfscale/{launch}/{name}", store)
-        return cls(prefixed, int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+        rank = launch_number("RANK", 0, environ)
+        return cls(prefixed, rank, launch_number("WORLD_SIZE", 1, environ))
 
     def next_number(self) -> int:
         """Return how often this rank has called this, in this launch, from 1."""

@@ -400,7 +400,7 @@ def trust_again(folder: Path) -> None:
 def _delete_later(folder: Path, step: int) -> None:
     for snapshot in folder.glob("**/checkpoint-*"):
         number = snapshot.name.removeprefix("checkpoint-")
-        if number.isdigit() and int(number) > step:
+        if number.isdecimal() and int(number) > step:
             shutil.rmtree(snapshot, ignore_errors=True)
 
 

@@ -400,7 +400,7 @@ def _read(text: str) -> Any:
     """Return the value that a sentence names as text: `1` in `{tp:=1}`, `true` in `{compile:=true}`."""
     if text in ("true", "false"):
         return text == "true"
-    return int(text) if text.isdigit() else text
+    return int(text) if text.isdecimal() else text
 
 
 @cache

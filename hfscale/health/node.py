@@ -20,9 +20,10 @@ import torch
 
 from hfscale.core.build_locks import abandoned_locks, lock_finding
 from hfscale.core.findings import Finding, Level
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.tables import read_table
 from hfscale.core.text_files import read_json
-from hfscale.errors import StorageError, UsageError
+from hfscale.errors import StorageError
 
 GIB = 2**30
 RENAMED_VARIABLES: Mapping[str, str] = read_table("health/tables.toml")["renamed_variables"]
@@ -157,7 +158,7 @@ def check_node(environ: Mapping[str, str], node: Node) -> list[Finding]:
     Raises:
         UsageError: a launcher's variable is not a number.
     """
-    processes = max(1, read_count(environ, "LOCAL_WORLD_SIZE", 1))
+    processes = max(1, launch_number("LOCAL_WORLD_SIZE", 1, environ))
     check = _NodeCheck(environ, node, count_nodes(environ), processes)
     for part in (
         _check_launch,
@@ -182,32 +183,15 @@ def count_nodes(environ: Mapping[str, str]) -> int:
     Raises:
         UsageError: a launcher's variable is not a number.
     """
-    processes = max(1, read_count(environ, "LOCAL_WORLD_SIZE", 1))
-    return max(1, read_count(environ, "WORLD_SIZE", 1) // processes)
-
-
-def read_count(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Return a launcher's variable as a number of at least 0.
-
-    Args:
-        environ (`Mapping[str, str]`): the environment variables.
-        name (`str`): the name of the variable.
-        default (`int`): the result if the variable is unset or empty.
-
-    Raises:
-        UsageError: it is not a number.
-    """
-    text = environ.get(name, "").strip()
-    if text and not text.isdigit():
-        raise UsageError(
-            f"{name}={text} is not a number: unset it, or start with accelerate launch"
-        )
-    return int(text) if text else default
+    processes = max(1, launch_number("LOCAL_WORLD_SIZE", 1, environ))
+    return max(1, launch_number("WORLD_SIZE", 1, environ) // processes)
 
 
 def _check_launch(check: _NodeCheck) -> None:
     environ = check.environ
-    if "RANK" in environ and read_count(environ, "RANK", 0) >= read_count(environ, "WORLD_SIZE", 1):
+    if "RANK" in environ and launch_number("RANK", 0, environ) >= launch_number(
+        "WORLD_SIZE", 1, environ
+    ):
         check.error(
             "launch",
             f"RANK={environ['RANK']} is not below WORLD_SIZE={environ.get('WORLD_SIZE', '1')}, probably from an "
@@ -412,7 +396,7 @@ def _check_devices(check: _NodeCheck) -> None:
             "set CUDA_VISIBLE_DEVICES to those that you mean",
         )
     threads = check.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) * processes > node.cores:
+    if threads.isdecimal() and int(threads) * processes > node.cores:
         problem = f"OMP_NUM_THREADS={threads} in {processes} processes on {node.cores} cores"
         check.warn("cores", problem, f"set at most {max(1, node.cores // processes)}")
     if node.gpus and threads == "1" and node.cores >= 2 * processes and _offloads_optimizer(check):
@@ -537,7 +521,7 @@ def _memory_bytes() -> int:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if Path(path).is_file():
             text = Path(path).read_text(encoding="ascii").strip()
-            if text.isdigit():
+            if text.isdecimal():
                 total = min(total, int(text))
     return total
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hfscale.core.findings import Finding, Level
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.versions import installed
 from hfscale.health import measure
 
@@ -53,8 +54,8 @@ def describe_rank(
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
-        "local_rank": int(environ.get("LOCAL_RANK", "0")),
-        "local_world_size": int(environ.get("LOCAL_WORLD_SIZE", "0")),
+        "local_rank": launch_number("LOCAL_RANK", 0, environ),
+        "local_world_size": launch_number("LOCAL_WORLD_SIZE", 0, environ),
         "device": torch.cuda.get_device_name(device) if on_gpu else (platform.machine() or "cpu"),
         "memory_gib": round(torch.cuda.get_device_properties(device).total_memory / 2**30, 1)
         if on_gpu

@@ -20,7 +20,7 @@ def parse_address(text: str, name: str = "rendezvous") -> tuple[str, int]:
         ParameterError: it has another form.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ParameterError(name, text, "give host:port, such as 10.0.0.1:29600")
     return host.strip("[]"), int(port)
 

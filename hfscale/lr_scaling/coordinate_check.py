@@ -143,7 +143,7 @@ def _activations(
 
 
 def _without_numbers(name: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _slope(widths: Sequence[int], sizes: Sequence[float]) -> float:

@@ -1,8 +1,8 @@
 """Describes a run as the planner does, so that the report can compare its estimate with what was measured."""
 
-import os
 from typing import TYPE_CHECKING, Any
 
+from hfscale.core.launch_variables import launch_number
 from hfscale.trainer.state import requested_optimizer
 from hfscale.trainer.strategies import Strategy
 
@@ -52,7 +52,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "compile": bool(args.torch_compile),
         "fused_loss": _fuses_loss(args),
         "offload": strategy.offload(),
-        "gpus_per_node": int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)),
+        "gpus_per_node": launch_number("LOCAL_WORLD_SIZE", args.world_size),
         "virtual_stages": strategy.stages_per_rank,
         "schedule": strategy.schedule,
         "sequence_parallel": strategy.splits_sequences,

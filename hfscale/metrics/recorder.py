@@ -17,6 +17,7 @@ import psutil
 from hfscale.core.alarms import RESTART, Alarm, listen, raise_alarm
 from hfscale.core.best_effort import best_effort, return_counts, take_counts
 from hfscale.core.findings import Finding
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.lives import lives_of
 from hfscale.core.records import (
     METRIC_PREFIXES,
@@ -109,7 +110,7 @@ class RunRecorder:
         lost_launches = 0
         # The files of the launches before were lost with their disk
         if state.global_step > 0 and not events:
-            lost_launches = int(os.environ.get(RESTARTS_VARIABLE, "0"))
+            lost_launches = launch_number(RESTARTS_VARIABLE, 0)
         self._write(
             "launch",
             state,

@@ -1,7 +1,6 @@
 """`hfscale plan`: ranks the layouts for a model, with memory, time and cost; with --calibrate measures the machine."""
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hfscale.core.flags import parse_bandwidth, parse_network
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.options import names_of, options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import ParameterError, UsageError
@@ -181,7 +181,7 @@ def _run_calibration(file: Path | None, *, as_json: bool) -> int:
     from hfscale.check.calibrate import calibrate, write
 
     found = calibrate()
-    if int(os.environ.get("RANK", "0")) > 0:
+    if launch_number("RANK", 0) > 0:
         return 0
     gpu = write(found, path)
     if as_json:

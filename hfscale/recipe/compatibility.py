@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
 from hfscale.errors import MissingDependencyError, UsageError
@@ -121,8 +122,8 @@ def check_hpz(config: dict[str, Any], environ: Mapping[str, str]) -> None:
         UsageError: DeepSpeed cannot divide the ranks into groups of this size.
     """
     size = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    ranks = int(environ.get("WORLD_SIZE", "1"))
-    of_node = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = launch_number("WORLD_SIZE", 1, environ)
+    of_node = launch_number("LOCAL_WORLD_SIZE", 1, environ)
     if size in (1, of_node):
         return
     problem = f"zero_hpz_partition_size is {size} in the DeepSpeed config"

@@ -21,6 +21,7 @@ import psutil
 import torch.distributed as dist
 
 from hfscale.core.disk_errors import writing
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.processes import describe_process, find_process, is_alive
 from hfscale.core.rank_store import RankStore
@@ -57,7 +58,7 @@ def one_process_prepares(what: str) -> Iterator[None]:
         HealthError: another rank has failed or died, or the launcher's store does not answer.
         StorageError: the cache folder cannot be written.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if launch_number("WORLD_SIZE", 1) == 1:
         with _pool_workers_end_on_signals():
             yield
         return
@@ -153,7 +154,7 @@ def worker_processes(wanted: int | None, records: int) -> int:
     """
     if wanted is not None:
         return max(1, min(wanted, records))
-    return max(1, min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), records // _RECORDS_PER_WORKER))
+    return max(1, min(launch_number("LOCAL_WORLD_SIZE", 1), records // _RECORDS_PER_WORKER))
 
 
 class _Ranks:
@@ -181,10 +182,10 @@ class _Ranks:
             probe (`Path`): a file in the cache folder of this process; rank 0 has written its own.
         """
         store = self._store
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = launch_number("LOCAL_RANK", 0)
         first = store.rank - local_rank
         store.write("place", describe_process() | {"first": local_rank == 0, "probe": probe.name})
-        node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        node = range(first, first + launch_number("LOCAL_WORLD_SIZE", 1))
         needed: Iterable[int] = {0, *node}
         if self.rank == 0:
             needed = range(store.world_size)

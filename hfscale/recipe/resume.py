@@ -62,18 +62,21 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
         StorageError: the remote store cannot be read, and there is no local checkpoint.
     """
     requested = str(args.resume_from_checkpoint)
-    if START.on_rank_0("restarted", lambda: _has_begun(output_folder(args))):
-        requested = "true"  # restarted by `hfscale run`: the flag was meant for the first launch
-    if requested.lower() == "false":
-        return None
     folder: str | None = vars(args).get("load_once")
-    if requested.lower() != "true":
-        given = _given_checkpoint(Path(requested), folder)
-        _check_best(Path(requested), args)
-        return str(given)
+    word = requested.lower()
+    names_one = word not in ("true", "false")
+    # The flag was meant for the first launch, if it has left a checkpoint
+    is_restarted = START.on_rank_0("restarted", lambda: _has_begun(output_folder(args)))
+    if not is_restarted:
+        if word == "false":
+            return None
+        if names_one:
+            return _given_checkpoint(Path(requested), args)
     latest = find_resumable(output_folder(args), remote, load_once=folder)
     if latest.path is None:
         _check_none_skipped(output_folder(args), latest.skipped)
+        if names_one:
+            return _given_checkpoint(Path(requested), args)
         return None
     _check_best(latest.path, args)
     is_on_disk = (latest.original or latest.path).parent == output_folder(args)
@@ -85,9 +88,13 @@ def resume_point(args: "TrainingArguments", remote: str | None = None) -> str | 
     return str(latest.path)
 
 
-def _given_checkpoint(checkpoint: Path, folder: str | None) -> Path:
-    """Verify the checkpoint that the flag names, and copy it to each node if a folder for that is given."""
+def _given_checkpoint(checkpoint: Path, args: "TrainingArguments") -> str:
+    """Return the checkpoint that the flag names, once it is checked, or its copy on this node with `--load_once`.
+
+    Every rank must call it.
+    """
     has_manifest = START.on_rank_0("given checkpoint", lambda: _check_given(checkpoint))
+    folder: str | None = vars(args).get("load_once")
     copy: Path | None = None
     problem = None
     if folder is not None:
@@ -99,9 +106,10 @@ def _given_checkpoint(checkpoint: Path, folder: str | None) -> Path:
         raise CheckpointError(f"{named}: {problem}; name another, or give true")
     if copy is None:
         check_pickles_on_all_ranks(checkpoint, START)
-        return checkpoint
-    check_copied_pickles(copy, checkpoint, START)
-    return copy
+    else:
+        check_copied_pickles(copy, checkpoint, START)
+    _check_best(checkpoint, args)
+    return str(copy or checkpoint)
 
 
 def readable_copy(

@@ -139,7 +139,7 @@ def _nodes(
     if not 0 <= node_rank < nodes:
         raise ParameterError("node_rank", node_rank, f"{of_nodes} 0 to {nodes - 1}")
     host, _, port = (rendezvous or "").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         given = "missing" if rendezvous is None else rendezvous
         fix = "give the host of node 0 and a free port, such as node0:29400"
         raise UsageError(f"{spelled('rendezvous')} is {given}: {fix}")

@@ -102,6 +102,10 @@ Read, called, or set once
   get its Trainer, nor, where it joins a running training, the checkpoint; a signal handler gets a frame only. Test:
   test_integrations.py,
   test_the_trainer_and_its_checkpoint_are_found_on_the_stack.
+- the local variables of the constructors of TRL's trainers, and `vllm_*` and `teacher_*` of their arguments (public).
+  By: `constructor_arguments`, generation_server.py. Reason: they ask a server of vLLM on rank 0 alone, after the last
+  event of the construction, and what is asked depends on what the constructor was given. Test:
+  test_generation_server.py.
 - `Trainer._globalstep_last_logged`, set. By: `jump_to`. Reason: Trainer divides the logged loss by the steps since
   the last log, and an island that returns has not taken those of the others. Test: test_islands.py.
 - `Trainer._initial_global_step`, read. By: accumulation.py. Reason: Trainer reports samples per second by the share of

@@ -27,6 +27,7 @@ from hfscale.trainer.evaluation_changes import EvaluationChanges
 from hfscale.trainer.expert_adapters import spread_expert_adapters
 from hfscale.trainer.frames import calling_trainer, resumed_from
 from hfscale.trainer.fsdp2_loading import gather_head_with_root, name_layers_that_are_there
+from hfscale.trainer.generation_server import check_generation_servers
 from hfscale.trainer.hooks import DataFetchHook, LogSource, MetricInjector
 from hfscale.trainer.hub import without_working_files
 from hfscale.trainer.loss_rule import why_loss_grows
@@ -594,7 +595,10 @@ class AdapterCallback(ResetOnCopy, TrainerCallback):
         The supervisor of `hfscale run`, if there is one, hears of this process before an error can end it.
         """
         connect()
-        TrainerAdapter.current()
+        is_first = _ATTRIBUTE not in vars(calling_trainer())
+        adapter = TrainerAdapter.current()
+        if is_first:
+            check_generation_servers(adapter.trainer)
 
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Prepare the Trainer at the beginning of `train`, before its data loader is made and before `on_train_begin`.

@@ -2,6 +2,7 @@
 
 import inspect
 from types import FrameType
+from typing import Any
 
 from transformers import Trainer
 
@@ -64,3 +65,22 @@ def is_training_in(frame: FrameType | None) -> bool:
         frame (`FrameType`, *optional*): the innermost frame of the thread; None: the result is False.
     """
     return frame is not None and training_frame(frame) is not None
+
+
+def constructor_arguments(trainer: Trainer) -> dict[str, Any] | None:
+    """Return the arguments with which a Trainer is being made; None if no constructor of it is on the call stack.
+
+    A subclass passes to Trainer a part of what it was given, and sets the rest after the event `on_init_end`.
+
+    Args:
+        trainer (`Trainer`): the Trainer.
+    """
+    found = None
+    frame = inspect.currentframe()
+    while frame is not None:
+        name = frame.f_code.co_name
+        values = frame.f_locals
+        if name == "__init__" and values.get("self") is trainer:
+            found = values  # of the outermost, which the caller has called
+        frame = frame.f_back
+    return found

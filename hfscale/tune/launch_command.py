@@ -309,7 +309,7 @@ def _as_accelerate(words: Sequence[str]) -> list[str]:
         "cpu": os.cpu_count(),
     }
     processes = counts.get(found.processes, found.processes)
-    if not str(processes).isdigit() or int(str(processes)) < 1:
+    if not str(processes).isdecimal() or int(str(processes)) < 1:
         raise UsageError(f"--nproc-per-node is {found.processes}: give the number of processes")
     return ["--num_processes", str(processes), *found.script]
 

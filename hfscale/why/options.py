@@ -21,7 +21,7 @@ def read_steps(text: str) -> list[int]:
         ParameterError: one of them is not a number.
     """
     words = text.replace(",", " ").split()
-    if not words or not all(word.lstrip("-").isdigit() for word in words):
+    if not words or not all(word.lstrip("-").isdecimal() for word in words):
         raise ParameterError("steps", text, "give numbers of steps, such as 5,6")
     return [int(word) for word in words]
 

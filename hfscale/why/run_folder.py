@@ -119,7 +119,7 @@ def trace_folders(path: Path) -> dict[int, Path]:
     found = {}
     for folder in (path / TRACES_NAME).glob("step-*"):
         number = folder.name.removeprefix("step-")
-        if number.isdigit() and any(folder.glob("rank-*.jsonl")):
+        if number.isdecimal() and any(folder.glob("rank-*.jsonl")):
             found[int(number)] = folder
     return dict(sorted(found.items()))
 

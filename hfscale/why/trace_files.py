@@ -137,7 +137,7 @@ def read_trace(folder: Path) -> list[RankTrace]:
     found = []
     for path in folder.glob("rank-*.jsonl"):
         number = path.stem.removeprefix("rank-")
-        if number.isdigit():
+        if number.isdecimal():
             found.append(_read(path, int(number)))
     found.sort(key=lambda trace: trace.rank)
     expected = found[0].header.get("world_size") if found else None

@@ -27,6 +27,7 @@ from hfscale.checkpoint import store
 from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, update_manifest, wait_until_visible
+from hfscale.core.run_memory import FOLDER_VARIABLE, RunMemory
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.recipe.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
 
@@ -196,6 +197,25 @@ def test_false_is_none(run, asked):
 
 def test_a_path_is_that_checkpoint(run):
     assert point(run, str(run / "checkpoint-2")) == str(run / "checkpoint-2")
+
+
+def test_a_restart_before_the_first_checkpoint_begins_at_the_path_again(run, tmp_path, monkeypatch):
+    memory, folder = RunMemory(tmp_path / "memory"), tmp_path / "other"
+    memory.snapshots(folder).mkdir(parents=True)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(memory.folder))
+    assert point(folder, str(run / "checkpoint-2")) == str(run / "checkpoint-2")
+    folder.mkdir()
+    (run / "checkpoint-4").rename(folder / "checkpoint-4")
+    assert point(folder, str(run / "checkpoint-2")) == str(folder / "checkpoint-4")
+
+
+def test_a_path_that_trainer_would_ignore_is_refused(run, tmp_path):
+    given = str(run / "checkpoint-2")
+    trainer = tiny_trainer(tmp_path / "other", SpotCheckpointCallback(), resume_from_checkpoint=given)
+    with pytest.raises(UsageError, match=r"checkpoint-2.*does not read it from its arguments"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    assert trainer.state.global_step == trainer.args.max_steps
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(run):

@@ -424,9 +424,25 @@ def test_hugging_face_jobs_reads_the_command():
     assert {"MAIN_IP=127.0.0.1", "NODES=1", "GPUS_PER_NODE=8"} <= set(re.findall(r"\w+=[\w./]+", done.out))
 
 
+def test_islands_are_jobs_that_meet_in_a_network():
+    several = {"ISLANDS": "2", "NETWORK_GROUP": "run-7", "HFSCALE_ISLAND_TOKEN": "planted"}
+    done = run(JOBS, env=BUCKET | several | {"HF": str(Path(sys.executable).parent / "hf")})
+    assert done.code == 0, done.err
+    jobs = re.split(r"^(?=.*command)", done.out, flags=re.MULTILINE)[1:]
+    assert len(jobs) == 2
+    for island, job in enumerate(jobs):
+        assert f"--islands 2 --island_rank {island} --output_dir /runs/llama-3.1-8b-full/island-{island}" in job
+        assert '--island_rendezvous "${HF_NETWORK_GROUP_PREFIX}island-0:29600"' in job
+        assert "run-7" in job
+        assert re.search(rf"network_aliases +island-{island}$", job, re.MULTILINE)
+    assert "planted" not in done.out
+
+
 @pytest.mark.parametrize(
     ("change", "argv", "error"),
     [
+        ({"ISLANDS": "0"}, [], "ISLANDS=0 is not a number from 1 to 99"),
+        ({"ISLANDS": "2"}, [], "HFSCALE_ISLAND_TOKEN is not set"),
         ({"BUCKET": ""}, [], "BUCKET is not set"),
         ({"BUCKET": "runs"}, [], "BUCKET=runs is not OWNER/NAME"),
         ({"IMAGE": ""}, [], "IMAGE is not set"),

@@ -102,6 +102,15 @@ def test_there_are_recipes():
     assert RECIPES
 
 
+@pytest.mark.parametrize("folder", ["ddp", "sharded", "tp_pp"])
+def test_the_page_names_the_models_of_a_folder(folder):
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    section = page.partition(f": `recipes/{folder}/`\n")[2].partition("\n## ")[0]
+    shown = set(re.findall(r"`([\w.-]+)`", section.partition("\nYAML files: ")[2]))
+    models = {path.stem.rpartition("-")[0] for path in (REPOSITORY / "recipes" / folder).glob("*.yaml")}
+    assert models == {name for name in shown if "-" in name}
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=named)
 def test_first_line_launches_this_recipe(recipe):
     launcher, script_flags = launch_line(recipe)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hfscale.check.rehearsal.entries import NEW_GROUP, Entry
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.nested import tensors_in
 from hfscale.core.torch_internals import torch_bindings
 
@@ -83,8 +84,8 @@ class Recorder:
         self._send(
             {
                 "kind": "hello",
-                "rank": int(os.environ.get("RANK", "0")),
-                "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+                "rank": launch_number("RANK", 0),
+                "world_size": launch_number("WORLD_SIZE", 1),
                 "pid": self._pid,
                 "argv": sys.orig_argv,
             }

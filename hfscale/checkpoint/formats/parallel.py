@@ -237,7 +237,7 @@ def _full_tensors(
         base, mark, number = name.rpartition(PART)
         if not mark:
             full[name] = tensor_ref(folder, name, entry)
-        elif not number.isdigit():
+        elif not number.isdecimal():
             raise CheckpointError(
                 f"{folder} names a tensor '{name[:80]}', which is not a part of a matrix"
             )

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hfscale.core.launch_variables import launch_number
 from hfscale.errors import StrategyMismatchError
 from hfscale.facts.strategies import STRATEGIES, StrategyFacts
 from hfscale.facts.support import Combination, check_support
@@ -62,7 +63,7 @@ def requested_strategy(args: "TrainingArguments", environ: Mapping[str, str] = o
     ranks_of_matrix = launched_size("tp", environ) or 1
     if ranks_of_matrix > 1:
         return "parallel"
-    processes = int(environ.get("WORLD_SIZE", "1"))
+    processes = launch_number("WORLD_SIZE", 1, environ)
     if processes > 1:
         return "ddp"
     return "single"
@@ -132,7 +133,7 @@ def check_launch(args: "TrainingArguments", environ: Mapping[str, str] = os.envi
     if is_set(environ, "ACCELERATE_USE_MEGATRON_LM"):
         # Accelerate would give the Trainer a model it cannot step
         check_support(Combination(strategy="megatron_lm"))
-    launched = int(environ.get("WORLD_SIZE", "1"))
+    launched = launch_number("WORLD_SIZE", 1, environ)
     if launched != args.world_size:
         raise StrategyMismatchError(
             f"the launcher started {launched} processes but each of them trains alone (world size {args.world_size}): "
