@@ -337,6 +337,8 @@ class _Copies:
             shards (`Mapping[str, int]`, *optional*): the rank that needs a file, for those that only one needs.
         """
         listing: dict[str, list[int]]
+        version: str
+        token: str
         listing, version, token = self._exchanges.on_rank_0(
             "lengths", lambda: _version_of(place.source, names, hashes, shards)
         )

@@ -222,14 +222,14 @@ class Transfer:
     def _read(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         if self._error is None:
             try:
-                read_chunk(self._source, chunk, memoryview(buffer.numpy()))
+                read_chunk(self._source, chunk, buffer.numpy().data)
             except OSError as error:
                 self._error = error
 
     def _write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         if self._target is None or self._error is not None:
             return
-        data = memoryview(buffer.numpy())[: chunk.length]
+        data = buffer.numpy().data[: chunk.length]
         try:
             with (self._target / chunk.name).open("r+b", buffering=0) as file:
                 done = 0
