@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import xxhash
 
@@ -55,6 +55,8 @@ MOST_NODES = 256
 _COPY_NAME = "copy.json"
 _PARTIAL, _LOCK = ".partial", ".lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_in_use: dict[Path, IO[str]] = {}
+"""By the folder of a run's copies, the file by whose lock this process holds one."""
 _OF_RANK = re.compile(r"(?:__|_pp_rank_)(\d+)_")
 """The number of the rank in the names of torch's and DeepSpeed's shards: `__3_0.distcp`, `zero_pp_rank_3_mp_…`."""
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
@@ -347,6 +349,7 @@ class _Copies:
         if all(state.has_copy for state in states):
             logger.info("%s is read from %s, where every node has it", place.source.name, copied)
             self._verify(copied / place.source.name, place.source, hashes)
+            self._hold(place, copied)
             return copied / place.source.name
         files = self._files(listing, states, shards or {})
         self._check_room(states, files)
@@ -356,6 +359,7 @@ class _Copies:
             target = copied if states[self._nodes.number].has_copy else partial
             self._verify(target / place.source.name, place.source, hashes)
             self._complete(place, partial, copied, listing)
+        self._hold(place, copied)
         return copied / place.source.name
 
     def _states(
@@ -491,7 +495,7 @@ class _Copies:
                 given = spelled("load_once")
                 raise StorageError(
                     f"{copy / name} on {host} is not what {source} has: check the memory, the disk and the network of "
-                    f"this machine, or leave {given} out"
+                    f"this machine, and remove {copy}, or leave {given} out"
                 )
 
     def _complete(
@@ -512,6 +516,14 @@ class _Copies:
             write_atomically(partial / _COPY_NAME, json.dumps({"boot": _boot()}))
             shutil.rmtree(copied, ignore_errors=True)
             partial.rename(copied)
+
+    def _hold(self, place: _Place, copied: Path) -> None:
+        """Keep other jobs of this node from removing a copy that this job loads from."""
+        with self._exchanges.agreed("copy in use"):
+            if self._nodes.local_rank == 0 and place.holds_one:
+                file = (copied / _COPY_NAME).open()
+                fcntl.flock(file, fcntl.LOCK_SH)
+                _in_use[place.folder] = file
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -558,6 +570,9 @@ def _held(partial: Path, *, is_leader: bool) -> Iterator[None]:
 
 def _remove_abandoned(place: _Place, wanted: Path) -> None:
     """Remove the partial copies of jobs that were killed, and complete ones in whose place the wanted one comes."""
+    used = _in_use.pop(place.folder, None)
+    if used is not None:
+        used.close()
     for folder in place.folder.iterdir():
         if folder.suffix == _PARTIAL:
             lock = folder.with_suffix(_LOCK)
@@ -569,7 +584,12 @@ def _remove_abandoned(place: _Place, wanted: Path) -> None:
                 shutil.rmtree(folder)
                 lock.unlink()
         elif folder.is_dir() and folder != wanted and place.holds_one:
-            shutil.rmtree(folder, ignore_errors=True)
+            with (
+                suppress(OSError),
+                (folder / _COPY_NAME).open() as file,
+            ):  # another job may load from it
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
 
 
 def _listing(source: Path, names: Iterable[str]) -> dict[str, list[int]]:
