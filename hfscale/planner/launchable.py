@@ -90,8 +90,8 @@ def chunks_loss(job: Job) -> bool:
 def compiles_by_default(job: Job) -> bool:
     """Return whether the recipe that runs a job compiles the layers without being asked to (`hfscale.recipe`).
 
-    Attention that is cut between packed documents, which the data decides, is not compiled by default; what `--emit`
-    writes asks for it.
+    Layers with FlashAttention that is cut between packed documents, which the data and the packages decide, are not
+    compiled by default; what `--emit` writes asks for it.
 
     Args:
         job (`Job`): the run.

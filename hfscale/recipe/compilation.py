@@ -7,10 +7,12 @@
 
 from typing import Any
 
+import torch
 from accelerate.utils import DynamoBackend
 from transformers import Trainer
 
 from hfscale.core.logging import get_logger
+from hfscale.core.versions import is_at_least
 from hfscale.facts.compilation import why_not_compiled
 from hfscale.islands.callback import DiLoCoCallback
 from hfscale.recipe.arguments import (
@@ -18,13 +20,14 @@ from hfscale.recipe.arguments import (
     RecipeTrainingMixin,
     use_regional_compilation,
 )
+from hfscale.recipe.document_attention import is_flash_attention
 from hfscale.recipe.kernels import Kernels, why_split
+from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
-_VOLTA = (7, 0)
-"""Compute capability of the oldest GPUs that Triton writes kernels for."""
+_FLEX_TORCH = "2.13"
 
 
 def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
@@ -37,12 +40,21 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
         trainer (`Trainer`): call it before `train()`.
         kernels (`Kernels`): what there is to choose from.
     """
+    plugin: Any = trainer.accelerator.state.dynamo_plugin
+    if plugin.backend == DynamoBackend.NO:  # else a flag or the launcher's config has asked for it
+        _choose(trainer, kernels)
+    if plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation:
+        # torch would cut the graph of a layer where a bucket of DDP is full, and then fails to compile it for another
+        # number of rows (torch 2.13), or at flex attention (before). DDP sends the gradients of each layer anyway.
+        torch._dynamo.config.optimize_ddp = False
+
+
+def _choose(trainer: Trainer, kernels: Kernels) -> None:
+    """Switch the compilation of layers on where no flag says so and they can be compiled."""
     args = trainer.args
     if not isinstance(args, RecipeTrainingMixin) or kernels.capability is None:
         return
-    plugin: Any = trainer.accelerator.state.dynamo_plugin
-    is_decided = args.torch_compile_regional is not None or args.torch_compile
-    if is_decided or plugin.backend != DynamoBackend.NO:  # the launcher's config can ask for it too
+    if args.torch_compile_regional is not None or args.torch_compile:
         return
     reason = _why_not(trainer, args, kernels)
     if reason is not None:
@@ -50,6 +62,7 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
         return
     use_regional_compilation(args)
     args.torch_compile_backend = "inductor"
+    plugin: Any = trainer.accelerator.state.dynamo_plugin
     plugin.backend = DynamoBackend.INDUCTOR
     plugin.use_regional_compilation = True
     logger.info(
@@ -62,7 +75,7 @@ def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> s
     strategy = Strategy.of(trainer)
     if strategy.runs_stages:
         return "pipeline stages are not"
-    if kernels.capability is None or kernels.capability < _VOLTA or not kernels.can_compile:
+    if not kernels.writes_kernels:
         return "Triton, a GPU for which it writes kernels, and a C compiler with the headers of Python are needed"
     run = strategy.combination()
     reason = why_split(trainer) or why_not_compiled(
@@ -73,10 +86,16 @@ def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> s
         ranks_per_replica=1,
         precision=str(run.precision),
     )
+    attention = _attention_of(trainer) if args.cuts_attention else None
     # What the rules do not know: each was tried and failed, or compiles again in every step.
     reasons = {
         "parameters are offloaded": run.offload == "full",
-        "attention is cut between packed documents": args.cuts_attention,
+        "FlashAttention gets other lengths of documents in each batch (flex_attention would be compiled)": (
+            is_flash_attention(attention)
+        ),
+        f"flex_attention in compiled layers was not tried with torch before {_FLEX_TORCH}": (
+            attention == "flex_attention" and not is_at_least("torch", _FLEX_TORCH)
+        ),
         "gradients are compressed": run.compression != "none",
         "islands exchange parameters": any(
             isinstance(c, DiLoCoCallback) for c in trainer.callback_handler.callbacks
@@ -85,3 +104,9 @@ def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> s
         "noise is added to embeddings": bool(args.neftune_noise_alpha),
     }
     return reason or next((text for text, holds in reasons.items() if holds), None)
+
+
+def _attention_of(trainer: Trainer) -> str | None:
+    """Return the name of the attention implementation of a Trainer's model."""
+    model: Any = trainer.model
+    return attention_implementation(model.config)

@@ -9,9 +9,10 @@ It happens inside of the forward of the head (`ChunkedLossHead`), so that FSDP2 
 bf16, which was off by 0.1% to 0.8% in a test on a CPU; Liger's kernel waits for the GPU in each forward pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -37,6 +38,56 @@ not by reading the weight, which needs some 300 rows on an H100 (989 TFLOP/s in 
 _IGNORED = -100
 
 
+def _log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of targets (N, 1) in fp32; logits are (N, V)."""
+    of_all = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    return of_all.gather(1, targets)
+
+
+def _replace_by_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """Replace logits (N, V) by the gradient of their cross-entropy, whose rows are multiplied by factors (N, 1).
+
+    Returns:
+        `torch.Tensor`: the log-probabilities of the targets, (N, 1) in fp32.
+    """
+    probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    of_targets = probabilities.gather(1, targets)
+    minus_one = probabilities.new_full((1, 1), -1.0)
+    probabilities.exp_()
+    probabilities.scatter_add_(1, targets, minus_one.expand_as(targets))
+    torch.mul(probabilities, factors, out=logits)  # in the format of the matrix products
+    return of_targets
+
+
+def _replace_by_gradient_without_scatter(
+    logits: torch.Tensor, targets: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """Do the same in operations of which Inductor makes two passes over the logits; a scatter would be one more."""
+    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+    of_targets = log_probabilities.gather(1, targets)
+    probabilities = log_probabilities.exp()
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    expected = (tokens == targets).float()
+    gradient = (probabilities - expected) * factors
+    logits.copy_(gradient)
+    return of_targets
+
+
+@cache
+def _differentiation(is_compiled: bool) -> Callable[..., torch.Tensor]:
+    """Return `_replace_by_gradient`, compiled or not.
+
+    Eager operations read and write some 36 bytes per logit in bf16: a copy in fp32 (6), its log-probabilities (16 by
+    torch's kernel for many columns, 8 at least), their exponential (8) and its multiple in bf16 (6). Compiled, the
+    logits are read twice and written once (6).
+    """
+    if is_compiled:
+        return torch.compile(_replace_by_gradient_without_scatter, dynamic=False)
+    return _replace_by_gradient
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The cross-entropy of `hidden @ weight.T + bias`, summed over the tokens and multiplied by `scale`.
 
@@ -53,6 +104,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         scale: torch.Tensor | float,
         has_backward: bool,
+        is_compiled: bool,
     ) -> torch.Tensor:
         needs = [has_backward and need for need in ctx.needs_input_grad[:3]]
         gradients = [
@@ -66,28 +118,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 rows = slice(start, start + CHUNK_TOKENS)
                 is_counted = labels[rows] != _IGNORED
                 targets = labels[rows].clamp(min=0).unsqueeze(1)
-                logits = hidden[rows] @ weight.T
+                logits = hidden[rows] @ weight.T  # (tokens, V), replaced by their gradient
                 if bias is not None:
                     logits += bias
-                probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-                of_targets = probabilities.gather(1, targets).squeeze(1)
-                loss -= torch.where(is_counted, of_targets, 0.0).sum()
-                if not any(needs):
-                    continue
-                probabilities.exp_().scatter_add_(
-                    1, targets, probabilities.new_full((1, 1), -1.0).expand_as(targets)
-                )
                 factors = torch.where(is_counted, scale, 0.0).unsqueeze(1)
-                # In the format of the matrix products
-                of_logits = torch.mul(probabilities, factors, out=logits)
-                del probabilities
+                if any(needs):
+                    # The last part has other shapes in each batch: it would be compiled again
+                    is_whole = len(logits) == CHUNK_TOKENS
+                    differentiate = _differentiation(is_compiled and is_whole)
+                    of_targets = differentiate(logits, targets, factors)
+                else:
+                    of_targets = _log_probabilities(logits, targets)
+                loss -= torch.where(is_counted, of_targets.squeeze(1), 0.0).sum()
                 if of_hidden is not None:
-                    torch.mm(of_logits, weight, out=of_hidden[rows])
+                    torch.mm(logits, weight, out=of_hidden[rows])
                 if of_weight is not None:
-                    of_weight.addmm_(of_logits.T, hidden[rows])
+                    of_weight.addmm_(logits.T, hidden[rows])
                 if of_bias is not None:
-                    of_bias += of_logits.sum(0)
-                del of_logits, logits  # before the logits of the next part are made
+                    of_bias += logits.sum(0)
+                del logits  # before the logits of the next part are made
         ctx.gradients = gradients
         return loss * scale
 
@@ -99,7 +148,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 "the loss was differentiated twice, and its gradients are kept for one backward pass"
             )
         gradients, ctx.gradients = ctx.gradients, None
-        return *(None if one is None else one.mul_(gradient) for one in gradients), None, None, None
+        scaled = (None if one is None else one.mul_(gradient) for one in gradients)
+        return *scaled, None, None, None, None
 
 
 def chunked_cross_entropy(
@@ -108,6 +158,8 @@ def chunked_cross_entropy(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     num_items: torch.Tensor | int | None = None,
+    *,
+    is_compiled: bool = False,
 ) -> torch.Tensor:
     """Compute the cross-entropy of a linear head, as transformers' `ForCausalLMLoss` does, without all logits.
 
@@ -118,6 +170,7 @@ def chunked_cross_entropy(
         bias (`torch.Tensor`, *optional*): the bias of the head, (vocabulary).
         labels (`torch.Tensor`): the token that follows each position, (batch, sequence); -100 is not counted.
         num_items (`torch.Tensor` or `int`, *optional*): what the sum is divided by. Default: the labels that count.
+        is_compiled (`bool`): whether Inductor writes the kernels between the matrix products.
 
     Returns:
         `torch.Tensor`: the loss, a scalar in fp32, which can be differentiated once.
@@ -133,6 +186,7 @@ def chunked_cross_entropy(
         labels,
         1.0 / count,
         torch.is_grad_enabled(),
+        is_compiled,
     )
     return loss
 
@@ -168,6 +222,8 @@ class ChunkedLossHead(nn.Linear):
     """Those of the forward pass that is running; None: it returns logits."""
     loss_is_enough: bool = False
     """Whether an evaluation needs no logits."""
+    is_compiled: bool = False
+    """Whether Inductor writes the kernels between the matrix products."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -180,7 +236,12 @@ class ChunkedLossHead(nn.Linear):
         if targets is None:
             return super().forward(input)
         return chunked_cross_entropy(
-            input, self.weight, self.bias, targets.labels, targets.num_items
+            input,
+            self.weight,
+            self.bias,
+            targets.labels,
+            targets.num_items,
+            is_compiled=self.is_compiled,
         )
 
     def expect(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

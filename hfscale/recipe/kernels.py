@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_VOLTA = (7, 0)
+"""Compute capability of the oldest GPUs that Triton writes kernels for."""
 _AMPERE = (8, 0)
 _HOPPER = 9
 """Major compute capability of the only GPUs that FlashAttention 3 is written for."""
@@ -76,6 +78,13 @@ class Kernels:
     `liger_kernel`."""
     can_compile: bool = False
     """Whether `torch.compile` finds what it needs: Triton, and a C compiler with the headers of Python."""
+
+    @property
+    def writes_kernels(self) -> bool:
+        """Whether `torch.compile` can write kernels for the GPU of the run."""
+        if self.capability is None or self.capability < _VOLTA:
+            return False
+        return self.can_compile
 
     @classmethod
     def here(cls, args: "TrainingArguments") -> "Kernels":
@@ -191,12 +200,19 @@ def choose_loss(trainer: Trainer, kernels: Kernels) -> None:
         if reason is not None:
             given = spelled("fused_loss", "chunked")
             raise UsageError(f"{given}: {reason}; leave {spelled('fused_loss')} out")
-        evaluate_without_logits(trainer, compute_loss_in_chunks(trainer.model))
+        head = compute_loss_in_chunks(trainer.model)
+        evaluate_without_logits(trainer, head)
         logger.info(
             "loss: head and cross-entropy for %s tokens at a time, without all logits (--fused_loss none: from all "
             "logits, which a compute_loss of your own may need)",
             f"{CHUNK_TOKENS:,}",
         )
+        # Also where layers cannot be compiled: what is compiled here sees complete logits and nothing else
+        if kernels.writes_kernels and args.torch_compile_regional is not False:
+            head.is_compiled = True
+            logger.info(
+                "loss: compiled by torch.compile (--torch_compile_regional false: not compiled)"
+            )
     if args.fused_loss == "liger":
         require("Liger kernels", "--fused_loss liger")
         args.use_liger_kernel = True

@@ -1,6 +1,7 @@
 """Whether layers are compiled where no flag says so, and that compiled layers compute what the others do."""
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from parallel_world import VOCAB as VOCABULARY
 from test_fast_defaults import kernels, recipe_arguments
 from tiny import RandomTokens, tiny_model
 from torch._dynamo.utils import counters
-from transformers import Trainer, TrainingArguments
+from torch.nn.attention import flex_attention
+from transformers import Trainer, TrainingArguments, masking_utils
 
 from hfscale import DiLoCoCallback, ScalingCallback
 from hfscale.facts.support import LISTS
 from hfscale.islands.client import TOKEN_VARIABLE
 from hfscale.parallel.descriptions import compiles_full_model
 from hfscale.parallel.weights import build_model
+from hfscale.recipe import compilation
 from hfscale.recipe.arguments import DataArguments
 from hfscale.recipe.compilation import compile_layers
 from hfscale.recipe.kernels import Kernels, choose_loss
@@ -31,13 +34,16 @@ pytestmark = pytest.mark.recipes
 
 REGIONAL = "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
 GPU = replace(kernels("liger_kernel"), can_compile=True)
+NO_GPU = Kernels(capability=None, half_precision=False, installed=frozenset(), can_compile=True)
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No variable that a test sets outlives it."""
     monkeypatch.setenv(REGIONAL, "false")
     monkeypatch.setenv(TOKEN_VARIABLE, "0" * 32)
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        yield
 
 
 def make_trainer(folder: Path, *, model: Any = None, args: Any = None, callbacks: Any = (), **flags: Any) -> Trainer:
@@ -80,7 +86,7 @@ def test_layers_are_compiled_on_a_gpu(tmp_path: Path, log: pytest.LogCaptureFixt
 @pytest.mark.parametrize(
     ("found", "options"),
     [
-        (Kernels(capability=None, half_precision=False, installed=frozenset(), can_compile=True), {}),
+        (NO_GPU, {}),
         (GPU, {"torch_compile_regional": False}),
     ],
     ids=["CPU", "switched off"],
@@ -145,13 +151,34 @@ def test_it_is_logged_why_layers_are_not_compiled(
     assert reason in line
 
 
-def test_layers_are_not_compiled_where_documents_are_cut(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    """FlashAttention then gets lengths, and flex attention masks, that differ from batch to batch."""
+@pytest.mark.parametrize(
+    ("attention", "compiled"), [("flex_attention", True), ("sdpa", True), ("flash_attention_2", False)]
+)
+def test_layers_are_compiled_where_documents_are_cut_by_a_mask(
+    attention: str, compiled: bool, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """FlashAttention gets lengths instead, which differ from batch to batch."""
     args = recipe_arguments(tmp_path)
     model = tiny_model()
+    model.config._attn_implementation = attention  # as if the package were installed
+    cut_document_attention(model, DataArguments(packing="bestfit", document_attention=True), args)
+    trainer = make_trainer(tmp_path, model=model, args=args)
+    compile_layers(trainer, GPU)
+    assert is_compiled(trainer) == compiled
+    (line,) = lines_of(log)
+    assert ("FlashAttention gets other lengths" in line) != compiled
+
+
+def test_flex_attention_is_compiled_with_the_versions_that_were_tried(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "is_at_least", lambda package, minimum: (package, minimum) != ("torch", "2.13"))
+    args = recipe_arguments(tmp_path)
+    model = tiny_model()
+    model.config._attn_implementation = "flex_attention"
     cut_document_attention(model, DataArguments(packing="bestfit", document_attention=True), args)
     compile_layers(make_trainer(tmp_path, model=model, args=args), GPU)
-    assert "attention is cut" in lines_of(log)[0]
+    assert "torch before 2.13" in lines_of(log)[0]
 
 
 def in_either_suite(families: list[str]) -> list[Any]:
@@ -178,3 +205,75 @@ def test_a_compiled_layer_has_no_graph_break_and_the_same_gradients(family: str)
     for length in (12, 10):  # the last batch of an evaluation is shorter
         assert step(compiled, length) == pytest.approx(step(model, length), rel=1e-5)
     assert not counters["graph_break"]
+
+
+def packed_rows(seed: int, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """Return rows of random documents, of which the positions tell the boundaries."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+    positions = torch.zeros(rows, length, dtype=torch.long)
+    for row in positions:
+        cut = 0
+        while cut < length:
+            end = cut + int(torch.randint(5, 30, (), generator=generator))
+            row[cut:end] = torch.arange(len(row[cut:end]))
+            cut = end
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+
+
+def loss_and_norm(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """Return the loss of a batch and the norm of all gradients, which are removed again."""
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return loss.item(), norm.item()
+
+
+@pytest.mark.parametrize("family", in_either_suite(LISTS["compiled_families"]))
+def test_documents_of_each_batch_reach_compiled_layers_without_another_compilation(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mask per batch and kind of layer, no graph break, and the losses of dense attention."""
+    # torch has no kernel for the backward pass on a CPU; the operator itself computes it there
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    masks = []
+
+    def count(*args: Any, **keywords: Any) -> Any:
+        masks.append(flex_attention.create_block_mask(*args, **(keywords | {"_compile": False})))
+        return masks[-1]
+
+    monkeypatch.setattr(masking_utils, "create_block_mask", count)
+    dense = build_model(small_config(family), seed=5, dtype=torch.float32).train()
+    flexible = copy.deepcopy(dense)
+    flexible.set_attn_implementation("flex_attention")
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = compile_regions(flexible, backend="aot_eager")
+    graphs = []
+    for seed in range(3):
+        batch = packed_rows(seed, rows=2, length=64)
+        assert loss_and_norm(compiled, batch) == pytest.approx(loss_and_norm(dense, batch), rel=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert len(set(graphs)) == 1
+    kinds = len(set(getattr(dense.config, "layer_types", None) or ["full_attention"]))
+    assert len(masks) == 3 * kinds
+    assert not counters["graph_break"]
+
+
+def test_under_ddp_layers_larger_than_a_bucket_take_another_number_of_rows(tmp_path: Path) -> None:
+    """torch cuts graphs at buckets of DDP unless it is told otherwise, and then fails at the last batch."""
+    arguments = recipe_arguments(tmp_path, torch_compile_regional=True, torch_compile_backend="aot_eager")
+    compile_layers(make_trainer(tmp_path, args=arguments), NO_GPU)
+    torch._dynamo.reset()
+    model = build_model(small_config("llama", hidden_size=512, intermediate_size=1024), seed=5, dtype=torch.float32)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        ranks = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model).train(), bucket_cap_mb=2)
+        compiled = compile_regions(ranks, backend="aot_eager")
+        for rows in (2, 1):
+            batch = packed_rows(rows, rows=rows, length=32)
+            assert loss_and_norm(compiled, batch) == pytest.approx(loss_and_norm(model, batch), rel=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,6 +1,7 @@
 """The loss without all logits: equal to the ordinary one, for what a Trainer does with it, and where it cannot be."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from peft import LoraConfig, get_peft_model
 from synchronizations import Synchronizations
 from test_fast_defaults import LOGGED_EVERY_4, kernels, recipe_arguments
 from tiny import VOCAB, RandomTokens, logged, tiny_model
+from torch._inductor import compile_fx, metrics
+from torch._inductor import config as inductor_config
 from torch.distributed._tools.mem_tracker import MemTracker  # no public name
 from transformers import (
     AutoModelForCausalLM,
@@ -142,6 +145,51 @@ def test_a_loss_in_bf16_is_as_exact_as_from_all_logits() -> None:
     exact = torch.nn.functional.cross_entropy((hidden.double() @ weight.double().T).view(-1, 1000), labels.view(-1))
     found = fused_loss.chunked_cross_entropy(hidden, weight, None, labels)
     assert found.item() == pytest.approx(exact.item(), rel=1e-4)
+
+
+@pytest.mark.recipes
+@pytest.mark.parametrize(("dtype", "exact"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_compiled_kernels_read_the_logits_twice_and_write_them_once(
+    dtype: torch.dtype, exact: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor counts the bytes; eager operations read and write at least 28 per logit in bf16."""
+    monkeypatch.setattr(fused_loss, "CHUNK_TOKENS", 256)
+    set_seed(0)
+    tokens, vocabulary = 600, 2000  # two chunks, and a rest that is not compiled
+    labels = torch.randint(0, vocabulary, (1, tokens))
+    labels[0, 250:300] = -100
+    hidden, weight = torch.randn(1, tokens, 32), torch.randn(vocabulary, 32)
+    losses, found = [], []
+    metrics.reset()
+    fused_loss._differentiation.cache_clear()
+    torch._dynamo.reset()
+    # Inductor counts where it logs the count, and not where it finds what it has compiled before
+    monkeypatch.setattr(compile_fx.inductor_metrics_log, "isEnabledFor", lambda level: True)
+    for is_compiled in (False, True):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        with inductor_config.patch(force_disable_caches=True):
+            loss = fused_loss.chunked_cross_entropy(*leaves, None, labels, is_compiled=is_compiled)
+        loss.backward()
+        losses.append(loss.item())
+        found.append([leaf.grad.float() for leaf in leaves])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    for plain, compiled in zip(*found, strict=True):
+        assert (compiled - plain).norm() < exact * plain.norm()
+    per_logit = metrics.num_bytes_accessed / (256 * vocabulary)
+    assert 3 * dtype.itemsize <= per_logit < 3.1 * dtype.itemsize
+
+
+def test_the_loss_is_compiled_where_layers_may_be(tmp_path: Path) -> None:
+    gpu = replace(kernels(), can_compile=True)
+    for found, flags, expected in (
+        (gpu, {}, True),
+        (gpu, {"torch_compile_regional": False}, False),
+        (replace(gpu, capability=(6, 1)), {}, False),
+        (kernels(), {}, False),
+    ):
+        trainer = Trainer(model=tiny_model(), args=recipe_arguments(tmp_path, **flags), train_dataset=RandomTokens())
+        choose_loss(trainer, found)
+        assert trainer.model.lm_head.is_compiled == expected
 
 
 def test_a_frozen_head_passes_the_gradient_on() -> None:
