@@ -20,7 +20,7 @@ from hfscale import __version__
 from hfscale.core.logging import on_one_line, print_line
 from hfscale.core.spelling import speaking
 from hfscale.core.versions import what_is_missing
-from hfscale.errors import HfScaleError
+from hfscale.errors import HfScaleError, UsageError
 
 COMMANDS = {
     "plan": "Rank the layouts for a model on your GPUs: does it fit, how long, how much.",
@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
+        _check_none_empty(arguments)
         app = _build(arguments[0])
         with speaking("command"):
             code = app(args=arguments, prog_name="hfscale", standalone_mode=False)
@@ -106,6 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return int(code or 0)
+
+
+def _check_none_empty(arguments: Sequence[str]) -> None:
+    """Refuse an empty word, which a shell makes of a variable that is not set; those after `--` are another command's.
+
+    Raises:
+        UsageError: there is one.
+    """
+    before = "hfscale"
+    for word in arguments:
+        if word == "--":
+            return
+        if not word or (word.startswith("--") and word.endswith("=")):
+            named = word.removesuffix("=") or before
+            raise UsageError(f"what follows {named} is empty: set the variable, or leave it out")
+        before = word
 
 
 def _usage_message(error: Any) -> str:

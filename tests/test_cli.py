@@ -69,6 +69,8 @@ def test_a_program_can_list_what_there_is(capsys):
         (["configs", "show", "ddpp"], ["'ddpp'", "did you mean ddp?"]),
         (["configs", "list", "--wide"], ["--wide"]),
         (["--wide"], ["--wide"]),
+        (["configs", "show", ""], ["what follows show is empty"]),
+        (["report", "runs/x", "--html="], ["what follows --html is empty"]),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(argv, parts):

@@ -21,7 +21,7 @@ from hfscale.planner.command_line import check_one_kind, make_command, parse_gpu
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure
 from hfscale.planner.memory import GIB, Memory, allocated_gib
-from hfscale.planner.option_fields import make_options
+from hfscale.planner.option_fields import check_needs, make_options
 from hfscale.planner.options import (
     MAX_RANKS,
     AxisOptions,
@@ -65,6 +65,7 @@ def run(
     gpus = parse_gpus(gpu_flags["gpus"])
     if gpu is not None:
         check_one_kind(gpu)
+    check_needs(EstimateOptions, "estimate", given)
     axes = AxisOptions(**axis_flags)
     check_options(AxisOptions, vars(axes))
     zero = given["zero"]

@@ -43,6 +43,8 @@ class PlanOption(Option):
     """What `plan` or `estimate` adds to the help text."""
     task: str | None = None
     """The task to which it belongs; `hfscale plan` rejects it with others."""
+    needs: str | None = None
+    """The option without which it has no effect; the commands reject it then."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of `plan` and `estimate` where they differ from the field's; None where the field's is looked up."""
     text: bool = False
@@ -136,6 +138,29 @@ def default_of(cls: Any, name: str, function: str) -> Any:
     default = vars(cls)["__dataclass_fields__"][name].default
     found = options_of(cls)[name].defaults.get(function, default)
     return REQUIRED if found is MISSING else found
+
+
+def check_needs(cls: Any, function: str, given: Mapping[str, Any]) -> None:
+    """Refuse options whose values have no effect, since the one that they need has its default.
+
+    Args:
+        cls (`type`): the dataclass of the options.
+        function (`str`): `plan` or `estimate`.
+        given (`Mapping[str, Any]`): the values that were typed, by name.
+
+    Raises:
+        UsageError: such an option has another value than its default.
+    """
+    for name, found in options_of(cls).items():
+        if found.needs is None or name not in given:
+            continue
+        value, needed = given[name], found.needs
+        if value == default_of(cls, name, function):
+            continue
+        if given[needed] == default_of(cls, needed, function):
+            raise UsageError(
+                f"{spelled(name, value)} has no effect without {spelled(needed)}: give both, or none"
+            )
 
 
 def make_options(cls: Callable[..., Options], function: str, given: Mapping[str, Any]) -> Options:

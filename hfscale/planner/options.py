@@ -243,15 +243,22 @@ class RunOptions:
         unset="1.1",
     )
     method: Method = option("full", group=METHOD, help="Which parameters train")
-    lora_rank: int = option(16, group=METHOD, help="Rank of the adapters")
+    lora_rank: int = option(
+        16, group=METHOD, needs="method", check=a_count, help="Rank of the adapters"
+    )
     lora_target_modules: str | None = option(
         None,
         group=METHOD,
+        needs="method",
         help="Modules with adapters, separated by commas, such as q_proj,v_proj",
         unset="every linear layer but the head, and the experts where PEFT adapts them",
     )
     lora_dropout: float = option(
-        0.0, group=METHOD, check=a_fraction, help="Dropout on the input of the adapters"
+        0.0,
+        group=METHOD,
+        needs="method",
+        check=a_fraction,
+        help="Dropout on the input of the adapters",
     )
     precision: Precision = option("bf16", group=METHOD, help="Format of the matrix products")
     pure_bf16: bool = option(
@@ -341,6 +348,7 @@ class LayoutOptions(RunOptions):
     use_dora: bool = option(
         False,
         group=METHOD,
+        needs="method",
         help="Adapters are those of DoRA, which scales the columns of each matrix",
     )
     virtual_stages: int = option(1, group=LAYOUT, check=a_size, help="Pipeline stages per rank")
@@ -535,20 +543,30 @@ class IslandOptions:
         None, group=ISLANDS, help="Link between islands, one direction: 1Gbps", text=True
     )
     island_steps: int = option(
-        100, group=ISLANDS, help="Steps between two exchanges of the islands"
+        100, group=ISLANDS, needs="islands", help="Steps between two exchanges of the islands"
     )
     island_overlap_steps: int = option(
-        0, group=ISLANDS, help="Steps that train while a round of the islands exchanges"
+        0,
+        group=ISLANDS,
+        needs="islands",
+        help="Steps that train while a round of the islands exchanges",
     )
     island_fragments: int = option(
-        1, group=ISLANDS, help="Parts of the parameters, of whole layers, that have rounds in turn"
+        1,
+        group=ISLANDS,
+        needs="islands",
+        help="Parts of the parameters, of whole layers, that have rounds in turn",
     )
     island_bits: int = option(
-        32, group=ISLANDS, help="Bits per value that islands exchange: 32, 8, 4; with a density 2"
+        32,
+        group=ISLANDS,
+        needs="islands",
+        help="Bits per value that islands exchange: 32, 8, 4; with a density 2",
     )
     island_density: float | None = option(
         None,
         group=ISLANDS,
+        needs="islands",
         help="Fraction of the values that islands exchange (top-k): 0.0156",
         unset="all of them",
     )
@@ -574,9 +592,14 @@ class PlanOutput(JsonOption):
     emit: Path | None = option(
         None, group=OUTPUT, help="Write configs, script and launch command to this folder"
     )
-    choice: int = option(1, group=OUTPUT, help="Number of the choice that --emit writes")
+    choice: int = option(
+        1, group=OUTPUT, needs="emit", check=a_count, help="Number of the choice that --emit writes"
+    )
     force: bool = option(
-        False, group=OUTPUT, help="--emit also replaces files that you have changed or written"
+        False,
+        group=OUTPUT,
+        needs="emit",
+        help="--emit also replaces files that you have changed or written",
     )
     details: bool = option(
         False,

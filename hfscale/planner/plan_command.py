@@ -19,7 +19,7 @@ from hfscale.facts.hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.command_line import check_one_kind, make_command, parse_gpus
 from hfscale.planner.islands import Islands, judge_islands
 from hfscale.planner.job import check_pure
-from hfscale.planner.option_fields import default_of, flag_of, make_options
+from hfscale.planner.option_fields import check_needs, default_of, flag_of, make_options
 from hfscale.planner.options import IslandOptions, PlanOptions, PlanOutput
 from hfscale.planner.plan import plan_gpu_types, plan_with
 
@@ -57,6 +57,9 @@ def run(
             "give a MODEL, --gpu and --gpus, such as llama-3.1-8b --gpu H100-80GB --gpus 8"
         )
     check_pure(given["pure_bf16"], given["precision"])
+    check_needs(PlanOptions, "plan", given)
+    check_needs(IslandOptions, "plan", island_flags)
+    check_needs(PlanOutput, "plan", output_flags)
     # The command that is printed at the end has the values as they were typed.
     typed = given
     if given["tokens"] is not None:

@@ -91,6 +91,21 @@ def is_run(file, name):
     return of_job or (file.endswith("/options.py") and name != "Option")
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "needed"),
+    [
+        ("plan", "--lora-rank 8", "--method"),
+        ("estimate", "--lora-target-modules q_proj", "--method"),
+        ("estimate", "--use-dora", "--method"),
+        ("plan", "--island-steps 20", "--islands"),
+        ("plan", "--choice 2", "--emit"),
+    ],
+)
+def test_an_option_that_would_have_no_effect_is_refused(command, words, needed, capsys):
+    assert main([command, "llama-3.2-1b", "--gpu", "H100-80GB", "--gpus", "1", *words.split()]) == 2
+    assert f"{words} has no effect without {needed}" in capsys.readouterr().err
+
+
 def test_no_function_takes_many_options_as_parameters():
     """A list of options is an object; formulas take the few that they compute with."""
     for file, tree in SOURCES.items():
