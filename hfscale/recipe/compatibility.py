@@ -1,15 +1,12 @@
 """Combinations of model, method, strategy and machine that do not work, refused before anything is loaded."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hfscale.core.launch_variables import launch_number
-from hfscale.core.logging import get_logger
 from hfscale.core.versions import require
 from hfscale.errors import MissingDependencyError, UsageError
 from hfscale.facts.layout import ParallelLayout
@@ -20,8 +17,7 @@ from hfscale.recipe.layout import NativeParallelLayout, launcher_attention, stra
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.trainer.strategies.description import offload_device
 from hfscale.trainer.strategies.requested import deepspeed_config, requested
-
-logger = get_logger(__name__)
+from hfscale.trainer.strategies.zero import check_hpz
 
 _TASKS = {"chat": "sft", "pictures": "sft", "preference": "dpo", "prompt": "grpo"}
 """Kind of records of one of TRL's trainers -> its task."""
@@ -109,35 +105,6 @@ def _check_nvme(config: dict[str, Any]) -> None:
                 f"offload_{part} to nvme_path {path}: create this folder on a local NVMe disk or name another"
             )
         _check_async_io()
-
-
-def check_hpz(config: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Compare the ranks that share a copy of the parameters under hpZ with those of a node, and warn if they differ.
-
-    Args:
-        config (`dict`): the DeepSpeed config.
-        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its numbers of ranks.
-
-    Raises:
-        UsageError: DeepSpeed cannot divide the ranks into groups of this size.
-    """
-    size = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    ranks = launch_number("WORLD_SIZE", 1, environ)
-    of_node = launch_number("LOCAL_WORLD_SIZE", 1, environ)
-    if size in (1, of_node):
-        return
-    problem = f"zero_hpz_partition_size is {size} in the DeepSpeed config"
-    if ranks % min(size, ranks):
-        raise UsageError(
-            f"{problem}, which does not divide {ranks} processes: set it to {of_node}, those of a node"
-        )
-    if of_node % size:
-        effect = "so that parameters are gathered over the network"
-    else:
-        effect = f"so that each of them keeps 2 bytes x parameters / {size} more"
-    logger.warning(
-        "%s and a node has %d processes, %s: set it to %d", problem, of_node, effect, of_node
-    )
 
 
 def _check_async_io() -> None:

@@ -20,9 +20,9 @@ from hfscale import CommHealthCallback, ParallelArguments, ScalingCallback
 from hfscale.errors import UsageError
 from hfscale.recipe import train
 from hfscale.recipe.arguments import RecipeTrainingArguments
-from hfscale.recipe.compatibility import check_hpz
 from hfscale.recipe.layout import set_up_parallelism
 from hfscale.trainer.precision import why_products_are_slow
+from hfscale.trainer.strategies.zero import check_hpz
 
 IN_FP32 = 1e-6
 REDUCED_IN_BF16 = 1e-3  # ZeRO-2 and 3 accumulate in fp32 what they have reduced in bf16

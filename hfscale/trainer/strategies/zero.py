@@ -4,6 +4,7 @@ DeepSpeed is imported inside the functions: it is an optional dependency, and it
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from hfscale.core.attributes import replaced
+from hfscale.core.launch_variables import launch_number
+from hfscale.core.logging import get_logger
 from hfscale.core.versions import sequence_parallel_size
+from hfscale.errors import UsageError
 from hfscale.facts.deepspeed import inert_settings
 from hfscale.facts.strategies import WEIGHTS
 from hfscale.trainer.state import model_of
@@ -24,6 +28,7 @@ from hfscale.trainer.strategies.strategy import Strategy
 if TYPE_CHECKING:
     from transformers import Trainer
 
+logger = get_logger(__name__)
 
 _FRAGMENT = "_hp_mapping"
 """Attribute of a parameter under stages 1 and 2: the part of its fp32 copy that this rank steps; None: no part. There
@@ -33,6 +38,35 @@ _BEFORE_UPDATE = "_update_scale"
 question whether `overflow` is set, in which case they skip the update. There is no public event between the two."""
 _PARTITION_GROUP = "_dp_group"
 """Attribute of such a parameter: the ranks that share its fp32 copy."""
+
+
+def check_hpz(config: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Compare the ranks that share a copy of the parameters under hpZ with those of a node, and warn if they differ.
+
+    Args:
+        config (`dict`): the DeepSpeed config.
+        environ (`Mapping[str, str]`): the environment variables, in which the launcher has left its numbers of ranks.
+
+    Raises:
+        UsageError: DeepSpeed cannot divide the ranks into groups of this size.
+    """
+    size = config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    ranks = launch_number("WORLD_SIZE", 1, environ)
+    of_node = launch_number("LOCAL_WORLD_SIZE", 0, environ)
+    if size in (1, of_node) or of_node == 0:  # which some launchers do not say
+        return
+    problem = f"zero_hpz_partition_size is {size} in the DeepSpeed config"
+    if ranks % min(size, ranks):
+        raise UsageError(
+            f"{problem}, which does not divide {ranks} processes: set it to {of_node}, those of a node"
+        )
+    if of_node % size:
+        effect = "so that parameters are gathered over the network"
+    else:
+        effect = f"so that each of them keeps 2 bytes x parameters / {size} more"
+    logger.warning(
+        "%s and a node has %d processes, %s: set it to %d", problem, of_node, effect, of_node
+    )
 
 
 class Zero(Strategy):
@@ -250,6 +284,12 @@ class Zero(Strategy):
         torch.autograd.grad(loss, trained, allow_unused=True)
 
     # ---- what runs
+
+    def check_support(self, environ: Mapping[str, str] = os.environ, **asked: Any) -> None:
+        super().check_support(environ, **asked)
+        args: Any = self.trainer.args
+        if not getattr(args, "is_of_recipe", False):  # which asks before it loads the model
+            check_hpz(deepspeed_config(args.deepspeed_plugin), environ)
 
     def is_wrapped(self, wrapper: nn.Module) -> bool:
         """Return whether it is an engine of DeepSpeed."""
