@@ -138,6 +138,11 @@ def test_an_error_names_the_parameter_as_it_is_written_in_python(kind, given, tm
     assert "secret" not in str(caught.value)
 
 
+def test_a_value_of_another_type_is_named():
+    with pytest.raises(UsageError, match="every_minutes is '10': it cannot be of the type str"):
+        SpotCheckpointCallback(every_minutes="10")
+
+
 def test_the_errors_of_a_schedule_name_the_fields_of_parallel_arguments():
     with pytest.raises(ParameterError, match=r"^pipeline_schedule is '2F2B': "):
         StagePlan(schedule="2F2B")

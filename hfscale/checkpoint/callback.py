@@ -257,6 +257,16 @@ class SpotCheckpointCallback(AdapterCallback):
             _finish_load(adapter)
         self._take_over_saving(adapter, identity)
         note_best(adapter.trainer, self._run_dir)
+        if (
+            args.load_best_model_at_end
+            and state.best_global_step
+            and not state.best_model_checkpoint
+        ):
+            logger.warning(
+                "the best checkpoint, of step %d, is gone: unless a later evaluation is better, the model of the last "
+                "step is what the training ends with",
+                state.best_global_step,
+            )
         self._saves = args.save_strategy != "no" or adapter.announced.callback_saves
         assert self._saving is not None  # `_take_over_saving` has made it
         if self._saves and not self._saving.is_complete:

@@ -169,8 +169,13 @@ def check_options(cls: type, values: Mapping[str, Any]) -> None:
             continue
         if allowed and value not in allowed:
             raise ParameterError(name, value, f"use one of {', '.join(map(str, allowed))}")
-        if check is not None:
+        if check is None:
+            continue
+        try:
             check(name, value)
+        except (TypeError, AttributeError):  # the check compares it with a value of another type
+            kind = type(value).__name__
+            raise ParameterError(name, value, f"it cannot be of the type {kind}") from None
 
 
 # -- the options of a callback ----------------------------------------------------------------------------------------

@@ -50,6 +50,13 @@ def test_after_the_folder_was_renamed(tmp_path, limit):
     assert names(tmp_path / "moved") == names(tmp_path / "whole")
 
 
+def test_one_that_is_gone_is_said(tmp_path, caplog):
+    train(tmp_path, StopAt(6), limit=None)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    train(tmp_path, limit=None)
+    assert sum("the best checkpoint, of step 2, is gone" in record.message for record in caplog.records) == 1
+
+
 def test_by_a_relative_path_from_another_folder(tmp_path, monkeypatch):
     whole = train(tmp_path / "whole")
     (tmp_path / "first").mkdir()
