@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,7 @@ import typer
 
 from hfscale.core.logging import print_line
 from hfscale.core.text_files import read_text
+from hfscale.core.vocabulary import knows_no_text
 from hfscale.errors import DataError, ParameterError, UsageError
 
 if TYPE_CHECKING:
@@ -96,13 +98,16 @@ def _rows(name: str, data: Path, vocabulary: int, block_size: int) -> "torch.Ten
 
     text = read_training_text(data)
     folder = Path(name).parent if Path(name).is_file() else name
-    try:
-        tokens = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
-    except (OSError, ValueError):
+    tokenizer: Any = None
+    with suppress(OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer is not None and not knows_no_text(tokenizer):
+        tokens = tokenizer(text)["input_ids"]
+    else:
         if vocabulary < _BYTES:
             raise UsageError(
                 f"{name} has no tokenizer, and its {vocabulary} tokens are fewer than bytes have: add its tokenizer"
-            ) from None
+            )
         print(f"hfscale: {name} has no tokenizer: each byte is a token", file=sys.stderr)
         tokens = list(text.encode())
     if tokens and max(tokens) >= vocabulary:

@@ -28,6 +28,7 @@ from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
 from hfscale.core.spelling import speaking
 from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
+from hfscale.core.vocabulary import knows_no_text
 from hfscale.errors import CheckpointError, UsageError
 from hfscale.facts.experts import number_of_experts, set_expert_rules, unset_expert_rules
 from hfscale.facts.layout import ParallelLayout
@@ -75,7 +76,7 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         args (`ModelArguments`): the names of the tokenizer and the model.
 
     Raises:
-        UsageError: the tokenizer cannot be loaded.
+        UsageError: the tokenizer cannot be loaded, or there is none.
         StorageError: the cache of the embedded text's tokenizer cannot be written.
     """
     name = args.tokenizer_name or args.model_name_or_path or args.config_name
@@ -87,7 +88,10 @@ def load_tokenizer(args: ModelArguments) -> PreTrainedTokenizerBase:
         else "--model_name_or_path or --config_name (for its tokenizer)"
     )
     with errors_name_flag(flag, name):
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    if knows_no_text(tokenizer):
+        raise UsageError(f"{flag} {name} has no tokenizer: give the --tokenizer_name of the model")
+    return tokenizer
 
 
 def load_config(

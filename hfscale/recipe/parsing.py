@@ -145,6 +145,7 @@ def parse_arguments(
                 )
             fix = nearest(flag[2:], known, prefix="--") or "; --help lists all"
             raise UsageError(f"unknown flag {flag}{fix}")
+    _check_none_empty([*from_file, *rest])
     tokens = _embedded_defaults([*from_file, *rest], task) + from_file + rest
     try:
         *parsed, left = parser.parse_args_into_dataclasses(
@@ -192,6 +193,30 @@ def read_flags(
     parser = _parser((*flag_groups(task), *also))
     tokens = to_argv("the flags", values)
     return parser.parse_known_args([*_embedded_defaults(tokens, task), *tokens])[0]
+
+
+def _check_none_empty(tokens: Sequence[str]) -> None:
+    """Refuse an empty value, which a shell makes of a variable that is not set: it would count as not given.
+
+    One that takes a value back, which the file or an earlier flag has given, is allowed.
+
+    Raises:
+        UsageError: there is one.
+    """
+    flag = "the first argument"
+    given: set[str] = set()
+    for token in tokens:
+        value = token
+        if token.startswith("--"):
+            flag, is_assigned, value = token.partition("=")
+            if not is_assigned:
+                continue
+        if value:
+            given |= _given([flag])
+        elif not _given([flag]) & given:
+            raise UsageError(
+                f"{flag} is empty: set the variable that it is made of, or leave it out"
+            )
 
 
 def _given(tokens: Sequence[str]) -> set[str]:

@@ -10,6 +10,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.options import flag
 from hfscale.core.spelling import speaking, spelled
 from hfscale.core.versions import require
+from hfscale.core.vocabulary import knows_no_text
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import RecipeTrainingMixin, errors_name_flag
 from hfscale.recipe.modalities import parts_that_read_images
@@ -105,6 +106,10 @@ class VisionArguments(RecipeTrainingMixin, SFTConfig):
             raise UsageError(
                 f"{option} {name} has no processor of images, only {type(processor).__name__}: name a vision-language "
                 "model, or train text with recipes/sft"
+            )
+        if knows_no_text(processor):
+            raise UsageError(
+                f"{option} {name} has no tokenizer: give the --tokenizer_name of the model"
             )
         return processor
 

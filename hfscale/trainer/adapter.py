@@ -19,6 +19,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.options import describe_options, fill_in_options
 from hfscale.core.rank_link import connect
 from hfscale.core.run_state import ResetOnCopy
+from hfscale.core.vocabulary import knows_no_text
 from hfscale.trainer.announced import Announced
 from hfscale.trainer.changes import Changes
 from hfscale.trainer.checkpoint_changes import CheckpointChanges
@@ -530,6 +531,11 @@ class TrainerAdapter:
             self._resumes_from = str(chosen) if chosen else None
             self._check_support()
             keep_stored_weights(self.trainer.model)
+            if knows_no_text(self.trainer.processing_class):
+                logger.warning(
+                    "the tokenizer has special tokens only, as transformers makes it where a model's folder has none: "
+                    "load the one that the model was trained with"
+                )
             grows = why_loss_grows(self.trainer)
             if grows is not None:
                 logger.warning(grows)

@@ -184,6 +184,25 @@ def test_lists_on_the_command_line() -> None:
     assert read("--report_to", "wandb", "tensorboard").report_to == ["wandb", "tensorboard"]
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model_name_or_path", "", "--train_file", "a.jsonl"],
+        ["--output-dir="],
+        ["", "--max_steps", "3"],
+        ["--max_steps", "3", "--train_file", ""],
+    ],
+)
+def test_an_empty_value_is_a_variable_that_is_not_set(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match="is empty: set the variable"):
+        parse_arguments(argv)
+
+
+def test_an_empty_value_takes_back_an_earlier_one() -> None:
+    model, *_ = parse_arguments(["--config_name", "somewhere", "--use_cpu", "--config-name", ""])
+    assert not model.config_name
+
+
 def test_help_prints_the_flags_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
     for flag in ("--help", "-h"):
         with pytest.raises(SystemExit) as caught:
