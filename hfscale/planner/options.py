@@ -593,7 +593,7 @@ class PlanOutput(JsonOption):
         None, group=OUTPUT, help="Write configs, script and launch command to this folder"
     )
     choice: int = option(
-        1, group=OUTPUT, needs="emit", check=a_count, help="Number of the choice that --emit writes"
+        1, group=OUTPUT, check=a_count, help="Number of the choice that --emit writes"
     )
     force: bool = option(
         False,

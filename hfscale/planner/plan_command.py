@@ -11,7 +11,7 @@ import typer
 
 from hfscale.core.flags import parse_bandwidth, parse_network
 from hfscale.core.launch_variables import launch_number
-from hfscale.core.options import names_of, options_of
+from hfscale.core.options import check_options, names_of, options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import ParameterError, UsageError
 from hfscale.facts.compression import Compression
@@ -60,6 +60,7 @@ def run(
     check_needs(PlanOptions, "plan", given)
     check_needs(IslandOptions, "plan", island_flags)
     check_needs(PlanOutput, "plan", output_flags)
+    check_options(PlanOutput, output_flags)
     # The command that is printed at the end has the values as they were typed.
     typed = given
     if given["tokens"] is not None:

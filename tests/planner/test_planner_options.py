@@ -98,7 +98,7 @@ def is_run(file, name):
         ("estimate", "--lora-target-modules q_proj", "--method"),
         ("estimate", "--use-dora", "--method"),
         ("plan", "--island-steps 20", "--islands"),
-        ("plan", "--choice 2", "--emit"),
+        ("plan", "--force", "--emit"),
     ],
 )
 def test_an_option_that_would_have_no_effect_is_refused(command, words, needed, capsys):
