@@ -401,7 +401,7 @@ class _Copies:
         sharing = next((number for number, seen in enumerate(found) if seen), None)
         if sharing is None:
             return
-        given = spelled("load_once", self.folder)
+        given = spelled("load_once", str(self.folder))
         other = self._nodes.ranks[found[sharing][0]][0]
         raise UsageError(
             f"{given} is a folder that nodes share, such as those of ranks {sharing} and {other}: name one on the "
@@ -426,7 +426,7 @@ class _Copies:
             needed = sum(file.bytes for file in files if file.node in (None, number))
             if state.has_copy or needed <= state.free_bytes:
                 continue
-            given = spelled("load_once", self.folder)
+            given = spelled("load_once", str(self.folder))
             free_gib = state.free_bytes / 2**30
             needed_gib = needed / 2**30
             raise StorageError(
@@ -458,7 +458,7 @@ class _Copies:
             try:
                 transfer.run(files)
             except OSError as error:
-                given = spelled("load_once", self.folder)
+                given = spelled("load_once", str(self.folder))
                 raise StorageError(
                     f"{place.source} cannot be copied to {given} of {mine.host}: {error}; check both, or leave it out"
                 ) from None
@@ -531,7 +531,7 @@ class _Copies:
         try:
             yield
         except OSError as error:
-            given = spelled("load_once", self.folder)
+            given = spelled("load_once", str(self.folder))
             host = socket.gethostname()
             reason = error.strerror or error
             raise StorageError(
