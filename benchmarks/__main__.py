@@ -35,7 +35,6 @@ NAMES = (
     "planner_experts",
     "planner_published",
     "gradient_accumulation",
-    "jitter",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"
