@@ -45,8 +45,8 @@ Replaced for the life of the object
 
 Read, called, or set once
 
-- `torch._dynamo.config.optimize_ddp`, set to False. By: `compile_layers`. Reason: nothing else keeps torch from
-  cutting the graphs of single layers at buckets of DDP. Test: test_compilation.py,
+- `torch._dynamo` with `config`, of which `optimize_ddp` is set to False. By: `compile_layers`. Reason: nothing else
+  keeps torch from cutting the graphs of single layers at buckets of DDP. Test: test_compilation.py,
   test_under_ddp_layers_larger_than_a_bucket_take_another_number_of_rows.
 - `PreTrainedModel._weight_conversions`. By: `load_weights`. Reason: nothing public lets a model that was dequantised
   while it was loaded forget the names of its 4-bit weights, under which transformers 5.23 saves it, and which it does

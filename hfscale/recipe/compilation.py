@@ -46,7 +46,7 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
     if plugin.backend != DynamoBackend.NO and plugin.use_regional_compilation:
         # torch would cut the graph of a layer where a bucket of DDP is full, and then fails to compile it for another
         # number of rows (torch 2.13), or at flex attention (before). DDP sends the gradients of each layer anyway.
-        torch._dynamo.config.optimize_ddp = False
+        torch._dynamo.config.load_config({"optimize_ddp": False})
 
 
 def _choose(trainer: Trainer, kernels: Kernels) -> None:
