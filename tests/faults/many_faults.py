@@ -206,18 +206,16 @@ class ManyRun(Run):
             self.fill(out if fault.target == "output directory" else memory)
             time.sleep(fault.seconds)
             self.make_room()
-        elif (
-            fault.kind == "SIGSTOP"
-        ):  # in a save and in three first steps it may be silent for half an hour (docs/health.md)
-            self.watch(
-                lambda: (
-                    (self.done() % SAVE_STEPS in (1, 2) and self.done_since() > 3 * self.world) or not self.running
-                ),
-                None,
-            )
+        elif fault.kind == "SIGSTOP":
+            self.watch(lambda: self.finds_hang() or not self.running, None)
             self.send(fault, signal.SIGSTOP)
         else:
             self.apply(fault)
+
+    def finds_hang(self):
+        # In the first three steps, a save and an evaluation a rank may be silent for half an hour (docs/health.md)
+        step = self.done()
+        return step % SAVE_STEPS in (1, 2) and step % EVAL_STEPS != 0 and self.done_since() > 3 * self.world
 
     def make_room(self):
         for name in ("out", "memory-0"):
