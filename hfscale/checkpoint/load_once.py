@@ -41,6 +41,7 @@ from hfscale.core.collectives import START
 from hfscale.core.distributed import is_distributed
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.exchanges import Exchanges
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.spelling import spelled
@@ -186,7 +187,7 @@ def check_copied_pickles(copy: Path, checkpoint: Path, exchanges: Exchanges) -> 
 
 
 def _check_has_group() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_distributed():
+    if launch_number("WORLD_SIZE", 1) > 1 and not is_distributed():
         given = spelled("load_once")
         raise UsageError(
             f"{given} needs the process group, through which nodes send each other what they read: call it after "

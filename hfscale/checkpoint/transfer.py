@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from hfscale.core.exchanges import Exchanges
+from hfscale.core.launch_variables import launch_number
 from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 
@@ -52,13 +53,13 @@ class Nodes:
         """
         local_rank = 0
         if exchanges.world_size > 1:
-            if _LOCAL_RANK not in os.environ:
+            local_rank = launch_number(_LOCAL_RANK, -1)
+            if local_rank < 0:
                 given = spelled("load_once")
                 raise UsageError(
                     f"{given} needs {_LOCAL_RANK}, the number of a process on its node, which torchrun and accelerate "
                     "launch set: set it in your launcher, or leave the other out"
                 )
-            local_rank = int(os.environ[_LOCAL_RANK])
         mine = [socket.gethostname(), local_rank]
         places = exchanges.combine("places of the ranks", mine, lambda found: found)
         nodes: list[dict[int, int]] = []
