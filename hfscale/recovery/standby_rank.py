@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 from hfscale.core.progress_locks import own_progress_locks
-from hfscale.recovery.rank_start import FOLDER
+from hfscale.recovery.rank_start import FOLDER, IN_RANK
 
 
 def main() -> None:
@@ -24,6 +24,7 @@ def main() -> None:
             )
     for name in ("PET_RUN_PATH", "PET_START_METHOD"):  # the launcher's own flags
         os.environ.pop(name, None)
+    os.environ[IN_RANK] = "1"
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     paths = [

@@ -48,7 +48,7 @@ from hfscale.recovery.children import (
 from hfscale.recovery.connections import TOKEN_VARIABLE
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeGroup, NodeSettings, Start
-from hfscale.recovery.rank_start import with_folder
+from hfscale.recovery.rank_start import IN_RANK, with_folder
 from hfscale.recovery.restarts import Failure, RestartPolicy, back_off_s
 from hfscale.recovery.standby import Standby, is_wrapped
 
@@ -363,6 +363,7 @@ class Supervisor:
         if self._settings.memory_interval_steps is not None:
             environ[INTERVAL_VARIABLE] = str(self._settings.memory_interval_steps)
         environ.pop(TOKEN_VARIABLE, None)  # the secret of the supervisors
+        environ.pop(IN_RANK, None)  # where a rank of another run has started this one
         return environ
 
     def _start_command(self, environ: dict[str, str]) -> "subprocess.Popen[bytes]":

@@ -25,7 +25,7 @@ from hfscale.errors import HealthError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeSettings, Start
-from hfscale.recovery.rank_start import with_folder
+from hfscale.recovery.rank_start import IN_RANK, with_folder
 from hfscale.recovery.restarts import Failure, RestartPolicy
 from hfscale.recovery.supervisor import RunSettings, Supervisor
 
@@ -281,6 +281,17 @@ def test_the_hidden_sitecustomize_of_the_user_is_imported(tmp_path):
     environ = os.environ | {"PYTHONPATH": with_folder(with_folder(str(tmp_path)))}
     done = subprocess.run([sys.executable, "-c", probe], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]
+
+
+def test_what_a_rank_starts_does_not_report_for_it(tmp_path):
+    """Compile workers of torch outlive a rank that was killed, and have its RANK."""
+    count = "import atexit, sys, subprocess; print(atexit._ncallbacks(), flush=True)"
+    probe = f"{count}; subprocess.run([sys.executable, '-c', {count!r}])"
+    environ = {name: value for name, value in os.environ.items() if name != IN_RANK}
+    environ |= {"PYTHONPATH": with_folder(""), "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", probe], env=environ, capture_output=True, text=True, check=True)
+    of_rank, of_helper = map(int, done.stdout.split())
+    assert of_rank == of_helper + 1
 
 
 @pytest.mark.long

@@ -10,6 +10,8 @@ from pathlib import Path
 
 FOLDER = str(Path(__file__).parent)
 """The folder, as it stands in PYTHONPATH."""
+IN_RANK = "HFSCALE_RUN_IN_RANK"
+"""The environment variable that a rank sets, by which what it starts is known to be no rank."""
 
 
 def with_folder(paths: str) -> str:

@@ -14,10 +14,12 @@ import sys
 _FOLDER = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib costs each process 10 ms
 
 
+_IN_RANK = "HFSCALE_RUN_IN_RANK"
+"""`rank_start.IN_RANK`; hfscale is not imported here."""
+
+
 def _report() -> None:
-    if (
-        "hfscale" in sys.modules or "RANK" not in os.environ
-    ):  # it reports by itself, or this is no rank
+    if "hfscale" in sys.modules:  # it reports by itself
         return
     try:
         from hfscale.core.rank_link import report_uncaught_error
@@ -36,5 +38,8 @@ def _import_hidden() -> None:
     spec.loader.exec_module(module)
 
 
-atexit.register(_report)
+# What a rank starts, such as torch's compile workers, can outlive it, and must not speak for it
+if "RANK" in os.environ and _IN_RANK not in os.environ:
+    os.environ[_IN_RANK] = "1"
+    atexit.register(_report)
 _import_hidden()
