@@ -67,7 +67,7 @@ PREFLIGHTS = (
     "corrupt:reduce_scatter",
     "corrupt:all_to_all",
     "corrupt:neighbours",
-    "slow:3",
+    "slow:5",
     "skip:all_reduce",
     "skip:all_gather",
     "reorder",
