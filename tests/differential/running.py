@@ -1,5 +1,6 @@
 """Runs programs in child processes: as a whole with plain Trainer and with hfscale, and interrupted."""
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -26,6 +27,8 @@ from program import Interruption, Program  # noqa: E402
 LIMIT_S = 90.0
 """Time limit of one launch."""
 PRELOADED = (
+    "drawing",
+    "preloaded",
     "parts",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "bert", "t5", "vit")),
     *(f"trl.trainer.{kind}_trainer" for kind in ("grpo", "rloo", "dpo", "sft")),
@@ -483,5 +486,22 @@ def show(program: Program) -> None:
     sys.exit(result.verdict == "fault")
 
 
+def run_and_exit(job: dict[str, Any]) -> None:
+    """Train once, and end this process as Python would, without the time that it takes to free each object."""
+    code = 0
+    try:
+        run_child(job)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    run_child(json.loads(sys.argv[1]))
+    run_and_exit(json.loads(sys.argv[1]))
