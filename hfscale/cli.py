@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from hfscale import __version__
+from hfscale.core.disk_errors import path_error, storage_error
 from hfscale.core.logging import on_one_line, print_line
 from hfscale.core.spelling import speaking
 from hfscale.core.versions import what_is_missing
@@ -104,6 +105,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print_line(f"hfscale: error: {missing} (see hfscale doctor)")
         return 1
+    except OSError as error:
+        known = path_error(error) or storage_error(error)
+        if known is None:
+            raise
+        print_line(f"hfscale: error: {on_one_line(str(known))}")
+        return known.exit_code
     except (KeyboardInterrupt, typer.Abort):
         return 130
     return int(code or 0)

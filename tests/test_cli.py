@@ -1,6 +1,8 @@
 """The command line: help, errors, speed, and `hfscale configs`."""
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -197,3 +199,35 @@ class TestConfigs:
         writer.stdout.close()  # before it writes: the pipe is broken from the start
         assert writer.stderr.read() == ""
         writer.wait(280)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "../" * 2000, "~" + "x" * 300], ids=["long name", "long path", "home"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("estimate", "{}", "--gpu", "H100-80GB"),
+        ("plan", "{}", "--gpu", "H100-80GB", "--gpus", "8"),
+        ("report", "{}"),
+        ("checkpoints", "list", "{}"),
+        ("checkpoints", "verify", "{}"),
+        ("checkpoints", "average", "{}", "{}", "--output", "{}"),
+        ("why", "{}", "{}"),
+        ("watch", "{}", "--textfile", "t"),
+        ("sweep", "{}"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_a_text_that_can_be_no_path_is_one_line(capsys, command, name):
+    code = main([word.format(name) for word in command])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert line.startswith("hfscale: error: ")
+
+
+def test_a_folder_that_this_user_may_not_enter_is_one_line(capsys, monkeypatch, tmp_path):
+    def locked(path, **kwargs):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", locked)  # root may enter every folder
+    assert main(["report", str(tmp_path / "run")]) == 1
+    assert f"no access at {tmp_path / 'run'}" in capsys.readouterr().err

@@ -56,9 +56,9 @@ def words_of(config: Path) -> list[str]:
 
 def _model(name: str) -> str:
     """Return what `hfscale plan` takes: a folder's config, or the name of a model of the hub without its owner."""
-    folder = Path(name)
-    if (folder / "config.json").is_file():
-        return str(folder / "config.json")
+    config = Path(name, "config.json")
+    if os.path.isfile(config):  # noqa: PTH113  a name is often no path: too long, or with odd letters
+        return str(config)
     return name.rpartition("/")[2].lower()
 
 

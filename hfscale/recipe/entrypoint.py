@@ -17,7 +17,7 @@ from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.checkpoint.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
 from hfscale.core import distributed
 from hfscale.core.build_locks import remove_locks_before_deepspeed
-from hfscale.core.disk_errors import storage_error
+from hfscale.core.disk_errors import path_error, storage_error
 from hfscale.core.logging import is_main_process, print_line
 from hfscale.core.options import names_of
 from hfscale.core.rank_link import connect
@@ -68,7 +68,12 @@ def run(main: Callable[[], None]) -> None:
     except HfScaleError as error:
         _exit_with_line(error)
     except Exception as error:
-        known = storage_error(error) or missing_dependency(error) or refused_by_trl(error)
+        known = (
+            storage_error(error)
+            or path_error(error)
+            or missing_dependency(error)
+            or refused_by_trl(error)
+        )
         if known is None:
             raise
         _exit_with_line(known)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import REPOSITORY
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from hfscale.checkpoint import lock
@@ -448,7 +448,13 @@ def fuzz(name, folder, examples):
     path = folder / reader.file
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    @settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink],  # to explain a failure, each line is traced: too slow for the limit
+    )
     @seed(SEED)
     @given(contents(reader.sample))
     def answers(content):
