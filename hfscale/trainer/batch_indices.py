@@ -4,8 +4,9 @@ A loader without worker processes fetches a batch right after its indices have b
 the last moment before the samples of a batch are read. A stream has no indices: there the samples are counted.
 """
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import xxhash
@@ -16,6 +17,8 @@ from hfscale.trainer.adapter import TrainerAdapter
 
 _COMPARED = 64
 """Entries of each column by which a sample is recognised."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""In the text of an object, such as an image, where it is in this process."""
 
 
 class BatchListener:
@@ -145,11 +148,18 @@ def digest_of(sample: Any) -> str:
         sample (`Any`): a dictionary of columns, or anything else.
     """
     columns = sample.items() if isinstance(sample, dict) else enumerate([sample])
-    heads = [
-        (name, value[:_COMPARED] if hasattr(value, "__getitem__") else value)
-        for name, value in columns
-    ]
-    return xxhash.xxh3_64_hexdigest(repr(heads).encode())
+    heads = [(name, _head(value)) for name, value in columns]
+    return xxhash.xxh3_64_hexdigest(_ADDRESS.sub("", repr(heads)).encode())
+
+
+def _head(value: Any) -> Any:
+    """Return the beginning of a column; what cannot be cut as it is: a number, an image, a tensor without dimensions."""
+    if isinstance(value, Mapping):
+        return [(name, _head(inner)) for name, inner in value.items()]
+    try:
+        return value[:_COMPARED]
+    except Exception:  # each class raises errors of its own
+        return value
 
 
 def _heard(samples: Iterator[Any], per_batch: int, listener: BatchListener) -> Iterator[Any]:

@@ -129,7 +129,7 @@ EXPLANATIONS = (
     ),
     Explanation(lambda program: program.average != "none", r"the average starts anew", ("average",)),
     Explanation(
-        lambda program: any(each.where == "evaluation" for each in program.interruptions),
+        lambda program: any(each.where == "evaluation" or each.how == "notice" for each in program.interruptions),
         r"the last evaluation of the training is cut short",
         ("metrics", "best", "checkpoints", "steps", "weights", "rates", "loss", "grad_norm"),
     ),
