@@ -36,6 +36,7 @@ from hfscale.checkpoint.options import CheckpointOptions
 from hfscale.checkpoint.pickles import check_pickles, safe_globals
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import PreemptionStop
+from hfscale.checkpoint.program_state.state import keep_program_state
 from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resume import refuse_to_replace_unread
 from hfscale.checkpoint.resumed_files import ResumedFiles
@@ -296,6 +297,7 @@ class SpotCheckpointCallback(AdapterCallback):
         check_can_skip(adapter, kwargs.get("train_dataloader"))
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
         keep_data_order(adapter, kwargs.get("train_dataloader"))
+        keep_program_state(adapter)
         keep_generated_batches(adapter)
         keep_running_loss(adapter)
         resume_evaluations(adapter)

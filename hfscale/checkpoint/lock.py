@@ -239,7 +239,7 @@ def _is_alive_here(holder: bytes) -> bool:
         since = datetime.fromisoformat(fields["since"]).timestamp()
         is_older = psutil.Process(fields["pid"]).create_time() <= since + 1
         return is_older and str(fields["host"]) == socket.gethostname()
-    except (ValueError, KeyError, TypeError, psutil.Error):
+    except (ValueError, KeyError, TypeError, OverflowError, psutil.Error):
         return False
 
 
@@ -247,5 +247,5 @@ def _describe(holder: bytes) -> str:
     try:
         fields = parse_json(holder)
         return f"process {int(fields['pid'])} on {fields['host']} since {fields['since']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError):
         return "another run"

@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 from torch.utils.data import get_worker_info
 
-from hfscale.checkpoint.data_order.random_states import global_states, plain, set_global_states
+from hfscale.checkpoint.random_states import global_states, plain, set_global_states
 from hfscale.core.logging import get_logger
 from hfscale.trainer.batch_indices import digest_of
 

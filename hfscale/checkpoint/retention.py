@@ -18,7 +18,7 @@ from hfscale.core.run_files import MANIFEST_NAME
 _STATE = re.compile(
     r"optimizer\.(pt|bin)|optimizer_\d+/.*|(scheduler|scaler)\.pt|rng_state(_\d+)?\.pth"
     r"|global_step\d+/.*|latest|zero_to_fp32\.py"
-    r"|(data_order|hfscale_generated)_\d+\.json|[^/]+_outer_\d+\.safetensors"
+    r"|(data_order|hfscale_[a-z_]+)_\d+\.json|[^/]+_outer_\d+\.safetensors"
 )
 """Files that only a resume reads: of Trainer, of Accelerate's FSDP2, of DeepSpeed, of hfscale."""
 _WEIGHTS = re.compile(

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
-from hfscale.checkpoint.data_order.random_states import global_states, plain, set_global_states
+from hfscale.checkpoint.random_states import global_states, plain, set_global_states
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger

@@ -103,11 +103,11 @@ logger = get_logger(__name__)
 
 _REPLACED = "replaced-"
 # Files whose name has the number of the rank that writes them: Trainer's RNG states, torch's distributed checkpoints,
-# DeepSpeed's partitions, the outer state of islands, the order of the data and generated batches. Rank 0 writes all
-# others.
+# DeepSpeed's partitions, the outer state of islands, and what each rank keeps as JSON (`announced.json`). All others
+# are written by rank 0.
 _RANK_OF_FILE = re.compile(
     r"rng_state_(\d+)\.pth$|__(\d+)_\d+\.distcp$|zero_pp_rank_(\d+)_|_outer_(\d+)\.safetensors$"
-    r"|(?:data_order|hfscale_generated)_(\d+)\.json$"
+    r"|(?:data_order|hfscale_[a-z_]+)_(\d+)\.json$"
 )
 _last_writers: dict[Path, "CheckpointWriter"] = {}
 """The writer of this process that was last started, by output directory."""

@@ -153,7 +153,7 @@ def digest_of(sample: Any) -> str:
 
 
 def _head(value: Any) -> Any:
-    """Return the beginning of a column; what cannot be cut as it is: a number, an image, a tensor without dimensions."""
+    """Return the beginning of a column; what cannot be cut as it is: a number, an image, a tensor of one."""
     if isinstance(value, Mapping):
         return [(name, _head(inner)) for name, inner in value.items()]
     try:

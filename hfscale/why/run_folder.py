@@ -155,7 +155,9 @@ def _numbers(path: Path) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for record in own or _logs_of_trainer(path):
         step = record.get("step")
-        if not _is_number(step) or not (own or "loss" in record):
+        if not (own or "loss" in record) or not _is_number(step):
+            continue
+        if not math.isfinite(float(record["step"])):
             continue
         values = {key: float(record[key]) for key in CURVES if _is_number(record.get(key))}
         if not values:  # the record that ends a training has none of them

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, WeightedRandomSa
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
-from hfscale.checkpoint.data_order.random_states import (
+from hfscale.checkpoint.random_states import (
     generator_state,
     plain,
     set_generator_state,

@@ -18,6 +18,7 @@ from hfscale.checkpoint.store import verify
 from hfscale.core.run_files import MANIFEST_NAME
 
 STATE = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "data_order_0.json"}
+STATE |= {"hfscale_running_loss_0.json", "hfscale_program_state_0.json"}
 
 
 def train(folder, *callbacks, resume=None, **options):

@@ -624,6 +624,7 @@ SITES = {
     "checkpoint/formats/zero.py:tag_folder": PICKLES,
     "checkpoint/followers.py:_read": VERIFIED,
     "checkpoint/generated_batches.py:read": VERIFIED,
+    "checkpoint/program_state/state.py:_files": VERIFIED,
     "checkpoint/running_loss.py:_read": VERIFIED,
     "checkpoint/loading.py:_check_adapters": PICKLES,
     "checkpoint/loading.py:_conversion_folder": VERIFIED,

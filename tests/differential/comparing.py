@@ -117,6 +117,7 @@ EXPLANATIONS = (
     Explanation(
         lambda program: program.data == "shuffled_stream", r"shuffle buffer|buffer.*read again", ("rows", *FROM_LOSS)
     ),
+    Explanation(lambda program: program.move == "processes", r"resumed on \d processes after \d", FROM_LOSS),
     Explanation(
         lambda program: program.workers > 0,
         r"random numbers that the \d+ processes of the data loader draw",

@@ -9,9 +9,20 @@ from program import CHOICES, HOW, WHERE, Interruption, Program
 COMMON = ("sampler", "collator", "data", "model", "trainer", "rows", "epochs", "save_strategy", "save_steps", "limit")
 COMMON += ("eval_strategy", "eval_steps", "best", "move", "callback", "dropout", "processes", "extra")
 """Fields of which every second program has another value than the simplest; of the others, every fourth."""
-OWN_TRAINERS = ("Trainer", "compute_loss", "training_step", "evaluate", "dataloader", "create_optimizer", "log")
+OWN_TRAINERS = (
+    "Trainer",
+    "compute_loss",
+    "annealed_loss",
+    "training_step",
+    "evaluate",
+    "dataloader",
+    "create_optimizer",
+    "log",
+)
 """Trainer itself and subclasses of it, which take every model and every kind of data."""
 SMALL_VISION = ("vit", "batch_norm")
+COUNTS_PASSES = {"counter", "plain_counter", "running_mean", "batch_norm", "annealed_loss", "counting_mask"}
+"""What depends on how many rows a pass has, so that another batch per device is another program."""
 TEXT_MODELS = ("llama", "tied", "bert", "lora")
 
 
@@ -68,7 +79,7 @@ def possible(program: Program) -> Program:
         changes |= {"optimizer": "default", "schedule": "cosine" if program.schedule.endswith("LR") else None}
     if program.trainer == "dataloader":
         changes |= {"sampler": "default", "data": "sized", "workers": 0}
-    if program.model in ("batch_norm", "running_mean", "counter", "noise_in_place"):
+    if program.model in ("batch_norm", "running_mean", "counter", "plain_counter", "noise_in_place"):
         changes["smoothing"] = 0.0
     if program.eval_strategy == "no":
         changes |= {"best": "none", "early_stopping": 0}
@@ -87,6 +98,8 @@ def possible(program: Program) -> Program:
     if program.save_strategy == "best" and program.best == "none":
         changes["best"] = "lowest"
     if program.move == "batch" and program.batch * program.accumulation not in (4, 8):
+        changes["move"] = "none"
+    if program.move in ("batch", "processes") and COUNTS_PASSES & {program.model, program.trainer, program.collator}:
         changes["move"] = "none"
     if program.move == "processes" and (program.batch, program.processes, program.accumulation) == (2, 1, 2):
         changes["move"] = "none"  # one row per process

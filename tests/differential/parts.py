@@ -148,9 +148,11 @@ class Collator:
     def __init__(self, kind: str) -> None:
         self.source = kind.removesuffix("_mask")
         self.generator = torch.Generator().manual_seed(5)
+        self.batches = 0
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         batch = {}
+        self.batches += 1
         for name in rows[0]:
             values = [torch.as_tensor(row[name]) for row in rows]
             if name in ("input_ids", "labels", "position_ids") and values[0].ndim:
@@ -161,7 +163,8 @@ class Collator:
         if self.source == "default" or "input_ids" not in batch:
             return batch
         tokens = batch["input_ids"]
-        is_masked = (draw_uniform(self.source, tuple(tokens.shape), self.generator) < 0.3) & (tokens != PAD)
+        share = 0.02 * self.batches if self.source == "counting" else 0.3
+        is_masked = (draw_uniform(self.source, tuple(tokens.shape), self.generator) < share) & (tokens != PAD)
         is_masked[:, 0] = False
         batch["input_ids"] = tokens.masked_fill(is_masked, FIRST_WORD)
         return batch
@@ -216,7 +219,8 @@ class OwnModel(torch.nn.Module):
 
     Args:
         kind (`str`): `batch_norm`; `running_mean`, whose forward pass replaces a buffer; `counter`, which counts its
-            passes in a buffer; `noise_in_place`, which changes its input.
+            passes in a buffer; `plain_counter`, which counts them in an attribute; `noise_in_place`, which changes its
+            input.
         dropout (`float`): probability of dropout.
     """
 
@@ -229,6 +233,7 @@ class OwnModel(torch.nn.Module):
         self.last = torch.nn.Linear(16, 3)
         self.register_buffer("mean", torch.zeros(16))
         self.register_buffer("passes", torch.zeros(()))
+        self.calls = 0
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """Return loss and logits."""
@@ -243,12 +248,15 @@ class OwnModel(torch.nn.Module):
             if self.training:
                 self.passes += 1
             hidden = hidden / (1 + 0.1 * self.passes)
+        if self.kind == "plain_counter":
+            self.calls += self.training
+            hidden = hidden / (1 + 0.1 * self.calls)
         logits = self.last(self.dropout(hidden.relu()))
         loss = torch.nn.functional.cross_entropy(logits, labels)
         return {"loss": loss, "logits": logits}
 
 
-OWN_MODELS = ("batch_norm", "running_mean", "counter", "noise_in_place")
+OWN_MODELS = ("batch_norm", "running_mean", "counter", "plain_counter", "noise_in_place")
 IMAGE_MODELS = ("vit", *OWN_MODELS)
 
 
@@ -473,6 +481,14 @@ def trainer_class(program: Program) -> type[Trainer]:
         loss = loss + 1e-3 * logits.float().pow(2).mean()
         return (loss, outputs) if return_outputs else loss
 
+    def annealed_loss(self, model, inputs, return_outputs=False, **kwargs):
+        loss, outputs = base.compute_loss(self, model, inputs, return_outputs=True, **kwargs)
+        if model.training:
+            self.calls = getattr(self, "calls", 0) + 1
+            self.recent = [*getattr(self, "recent", []), float(loss.detach())][-3:]
+            loss = loss * min(1.0, self.calls / 20) / (1 + sum(self.recent))
+        return (loss, outputs) if return_outputs else loss
+
     def training_step(self, model, inputs, *args, **kwargs):
         if inputs["labels"].ndim > 1:  # a user's augmentation in place
             inputs["labels"][:, 1:] = inputs["labels"][:, 1:].roll(1, dims=1)
@@ -513,13 +529,14 @@ def trainer_class(program: Program) -> type[Trainer]:
         "create_optimizer": create_optimizer,
         "log": log,
         "compute_loss": compute_loss,
+        "annealed_loss": annealed_loss,
         "training_step": training_step,
         "evaluate": evaluate,
         "dataloader": get_train_dataloader,
     }
     if program.trainer in overrides:
         method = overrides[program.trainer]
-        methods[method.__name__] = method
+        methods["compute_loss" if method is annealed_loss else method.__name__] = method
     if program.sampler not in ("default", "group_by_length", "sequential"):
         methods["_get_train_sampler"] = _get_train_sampler
     return type("OwnTrainer", (base,), methods) if methods else base

@@ -28,7 +28,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import has_length
 
 from hfscale.checkpoint.data_order.owners import DataState
-from hfscale.checkpoint.data_order.random_states import (
+from hfscale.checkpoint.program_state.kept_values import check_values
+from hfscale.checkpoint.program_state.state import warn_of_iterators
+from hfscale.checkpoint.random_states import (
     States,
     check_global_states,
     global_states,
@@ -49,7 +51,12 @@ from hfscale.trainer.batch_indices import (
     listen_to_stream,
     own_stream_of,
 )
-from hfscale.trainer.state import global_batch_size, micro_batches_of_pass, steps_per_epoch
+from hfscale.trainer.state import (
+    global_batch_size,
+    micro_batches_of_pass,
+    model_of,
+    steps_per_epoch,
+)
 
 logger = get_logger(__name__)
 
@@ -79,6 +86,7 @@ class DataOrder(BatchListener, TrainerCallback):
             batch_sampler_of(train_dataloader) if self._stream is None else self._stream,
             getattr(loader, "collate_fn", None),
             getattr(loader, "dataset", None),
+            apart=(adapter.trainer, *model_of(adapter.trainer).modules()),
         )
         # What must be equal in the launch that resumes, for more than the beginning of the pass to count
         self._launch = {
@@ -113,6 +121,15 @@ class DataOrder(BatchListener, TrainerCallback):
         per_batch = max(global_batch_size(trainer) // self._accumulation, 1)
         return listen_to_stream(self._adapter, self._stream, per_batch, self)
 
+    def warn_of_iterators(self) -> None:
+        """Name the iterators that the collator and the dataset hold: no checkpoint has their positions."""
+        kinds = {"data0": "collator", "data1": "dataset"}
+        for path in self._data.iterators:
+            root, _, rest = path.replace(".data_collator", "").partition(
+                "."
+            )  # that of transformers around it
+            warn_of_iterators([f"{kinds.get(root, root)}.{rest}"])
+
     # --- the checkpoint ---------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
@@ -121,10 +138,10 @@ class DataOrder(BatchListener, TrainerCallback):
             # An evaluation that is made up may save before anything is read
             return self._unread
         trained = self._batches_trained()
-        before = {n: plain(states) for n, states in self._before.items() if n >= trained}
+        before = {n: _as_json(states) for n, states in self._before.items() if n >= trained}
         return {
             "launch": self._launch,
-            "begin": {"counters": self._begin_counters, **plain(self._begin)},
+            "begin": {"counters": self._begin_counters, **_as_json(self._begin)},
             "trained": trained,
             "pass_steps": trained // self._accumulation,
             "taken": self._taken,
@@ -132,6 +149,7 @@ class DataOrder(BatchListener, TrainerCallback):
             "now": {
                 "counters": self._data.counters(),
                 "generators": plain(self._data.generators()),
+                "values": self._data.values(),
             },
             "digest": self._digests.get(trained),
         }
@@ -156,8 +174,17 @@ class DataOrder(BatchListener, TrainerCallback):
             checkpoint (`str`): the folder of the checkpoint.
         """
         self._unread = saved
+        before, now = saved["launch"].get("world_size"), self._launch["world_size"]
+        if before not in (None, now):
+            logger.warning(
+                "resumed on %d processes after %d: the random numbers that each of them draws, as for dropout and the "
+                "masks of a collator, are not those of an uninterrupted run",
+                now,
+                before,
+            )
         self._data.set_generators(saved["now"]["generators"])
         self._data.set_counters(saved["now"]["counters"])
+        self._data.set_values(saved["now"].get("values", {}))
         steps = saved.get("pass_steps", 0)
         if steps and not self._steps_per_pass:
             self._begun_at_step = self._adapter.trainer.state.global_step - steps
@@ -190,6 +217,7 @@ class DataOrder(BatchListener, TrainerCallback):
             set_global_states(resumed.begin["random"])
             self._data.set_generators(resumed.begin["generators"])
             self._data.set_counters(resumed.begin["counters"])
+            self._data.set_values(resumed.begin.get("values", {}))
         self._begin = self._states()
         self._begin_counters = self._data.counters()
 
@@ -202,7 +230,11 @@ class DataOrder(BatchListener, TrainerCallback):
         self._before[number] = self._states()
 
     def _states(self) -> States:
-        return {"random": global_states(), "generators": self._data.generators()}
+        return {
+            "random": global_states(),
+            "generators": self._data.generators(),
+            "values": self._data.values(),
+        }
 
     def batch_taken(self, number: int, batch: Any) -> None:
         if batch is not None:
@@ -228,12 +260,14 @@ class DataOrder(BatchListener, TrainerCallback):
         elif number in resumed.before:
             set_global_states(resumed.before[number]["random"])
             self._data.set_generators(resumed.before[number]["generators"])
+            self._data.set_values(resumed.before[number].get("values", {}))
 
     def _finish(self, resumed: "_Resumed") -> None:
         """Set the generators as they were at the save: what follows is not of that launch any more."""
         self._resumed = None
         self._load(resumed.checkpoint)
         self._data.set_generators(resumed.now["generators"])
+        self._data.set_values(resumed.now.get("values", {}))
 
     def _compare_order(self, resumed: "_Resumed") -> None:
         if resumed.digest is None or resumed.digest == self._digests.get(resumed.trained):
@@ -292,6 +326,8 @@ def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
         return
     adapter.announced.json[NAME] = order.saved
     adapter.append_callback(order)
+    if adapter.trainer.args.save_strategy != "no":
+        order.warn_of_iterators()
     checkpoint = adapter.resumes_from
     if checkpoint is None or adapter.trainer.args.ignore_data_skip:
         return
@@ -333,6 +369,12 @@ def _read(checkpoint: Path) -> dict[str, Any] | None:
     return None
 
 
+def _as_json(states: States) -> dict[str, Any]:
+    """Return the states before a batch as JSON values; `values` are that already."""
+    generators = plain({name: states[name] for name in ("random", "generators")})
+    return {**generators, "values": states["values"]}
+
+
 def _check(saved: dict[str, Any]) -> None:
     for name in ("launch", "begin", "trained", "taken", "before", "now", "digest"):
         saved[name]
@@ -341,3 +383,5 @@ def _check(saved: dict[str, Any]) -> None:
         dict(part["counters"])
     for states in (saved["begin"], *saved["before"].values()):
         check_global_states(states["random"])
+    for states in (saved["begin"], saved["now"], *saved["before"].values()):
+        check_values(states.get("values", {}))

@@ -5,42 +5,22 @@ A sampler or a collator may draw from a generator of its own, which is in no che
 also count its passes, or keep an order that each pass changes.
 """
 
-import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from hfscale.checkpoint.data_order.random_states import (
-    GENERATOR_KINDS,
-    States,
-    generator_state,
-    set_generator_state,
-)
+from hfscale.checkpoint.program_state.kept_values import KeptValues
+from hfscale.checkpoint.program_state.objects import Search, path_to
+from hfscale.checkpoint.random_states import States, generator_state, set_generator_state
 from hfscale.core.logging import get_logger
 
 logger = get_logger(__name__)
 
-_MAX_DEPTH = 6
-_MAX_ENTRIES = 64
-"""Entries of a list or dictionary that are looked at: longer ones are data."""
 _MAX_ORDER = 200_000
 """Numbers of a list of a sampler that are kept in a checkpoint."""
-_METHODS_THAT_READ = ("__getitem__", "__getitems__", "__iter__", "__call__")
-"""Methods of datasets, samplers and collators that may draw from a generator of their module."""
-_NOT_SEARCHED = (
-    str,
-    bytes,
-    int,
-    float,
-    type,
-    types.ModuleType,
-    torch.Tensor,
-    torch.nn.Module,
-    np.ndarray,
-)
 
 
 class DataState:
@@ -48,18 +28,21 @@ class DataState:
 
     Args:
         batch_sampler (`Any`): the batch sampler of the loader, or None.
-        others (`Any`): further objects that may own generators: the collator and the dataset.
+        others (`Any`): further objects that may own generators and values: the collator and the dataset.
+        apart (`Iterable[Any]`): objects that are not searched: the Trainer, and the modules of its model.
     """
 
-    def __init__(self, batch_sampler: Any, *others: Any) -> None:
+    def __init__(self, batch_sampler: Any, *others: Any, apart: Iterable[Any] = ()) -> None:
         self._samplers = dict(_samplers_of(batch_sampler, "sampler"))
-        self._generators: dict[str, Any] = {}
-        searched = [("sampler", batch_sampler)]
-        searched += [(f"data{number}", other) for number, other in enumerate(others)]
-        seen: set[int] = set()
-        for path, value in searched:
-            for name, generator in _generators_of(value, path, seen):
-                self._generators[name] = generator
+        search = Search(apart)
+        search.enter("sampler", batch_sampler)
+        search.found.holders.clear()  # what samplers count is kept as it is when a pass begins: `counters`
+        for number, other in enumerate(others):
+            search.enter(f"data{number}", other)
+        self._generators = search.found.generators
+        self._values = KeptValues(search.found.holders)
+        self.iterators = tuple(search.found.iterators)
+        """Where the collator and the dataset hold iterators, by the path of attributes."""
         self._first = self._numbers()
 
     def describe_sampler(self) -> str:
@@ -87,6 +70,18 @@ class DataState:
                     "launch has none there: the order of the samples may be another one",
                     path,
                 )
+
+    def values(self) -> dict[str, Any]:
+        """Return what the collator and the dataset hold that has changed since the training began, as JSON values."""
+        return self._values.changed()
+
+    def set_values(self, saved: dict[str, Any]) -> None:
+        """Set what the collator and the dataset hold to earlier values; what is not named, to the first ones.
+
+        Args:
+            saved (`dict[str, Any]`): what `values` returned in another launch.
+        """
+        self._values.restore(saved)
 
     def counters(self) -> dict[str, Any]:
         """Return the attributes of the samplers that have changed since the training began, by path."""
@@ -122,14 +117,7 @@ def _samplers_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield path, value
     for name, inner in vars(value).items():
         if isinstance(inner, Sampler) or (name.endswith("sampler") and inner is not None):
-            yield from _samplers_of(inner, _path_to(path, name))
-
-
-def _path_to(path: str, name: str) -> str:
-    """Return the path of an attribute. What is only around the program's own object is left out, so that all
-    strategies have the same paths: Accelerate's batch sampler on several processes, and `ParallelTrainer`'s check of
-    ids."""
-    return path if name in ("batch_sampler", "unchecked_collator") else f"{path}.{name}"
+            yield from _samplers_of(inner, path_to(path, name))
 
 
 def _plain_numbers(value: Any) -> Any:
@@ -152,56 +140,3 @@ def _like(current: Any, value: Any) -> Any:
         return np.asarray(value, dtype=current.dtype)
     # A sampler may change the list in place
     return list(value) if isinstance(value, list) else value
-
-
-def _generators_of(
-    value: Any, path: str, seen: set[int], depth: int = 0
-) -> Iterator[tuple[str, Any]]:
-    """Yield the generators that an object leads to, each with its path."""
-    if isinstance(value, GENERATOR_KINDS):
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield path, value
-        return
-    if isinstance(value, _NOT_SEARCHED) or value is None or id(value) in seen:
-        return
-    if depth == _MAX_DEPTH:
-        return
-    seen.add(id(value))
-    for name, inner in _parts_of(value):
-        yield from _generators_of(inner, _path_to(path, name), seen, depth + 1)
-
-
-def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what an object consists of and may draw with, by name."""
-    if isinstance(value, types.MethodType):
-        yield "self", value.__self__
-        yield "function", value.__func__
-    elif isinstance(value, types.FunctionType):
-        yield from _variables_of(value)
-    elif isinstance(value, dict):
-        yield from ((str(key), value[key]) for key in list(value)[:_MAX_ENTRIES])
-    elif isinstance(value, list | tuple):
-        yield from ((str(number), entry) for number, entry in enumerate(value[:_MAX_ENTRIES]))
-    elif hasattr(value, "__dict__"):
-        yield from vars(value).items()
-        for name in _METHODS_THAT_READ:
-            method = getattr(type(value), name, None)
-            if isinstance(method, types.FunctionType):
-                yield name, method
-
-
-def _variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables that a function uses and does not make itself: defaults, closure and globals."""
-    for number, default in enumerate(function.__defaults__ or ()):
-        yield f"default{number}", default
-    yield from (function.__kwdefaults__ or {}).items()
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # a variable that has no value yet
-            continue
-    for name in function.__code__.co_names:
-        # Other globals would lead through whole programs
-        if isinstance(function.__globals__.get(name), GENERATOR_KINDS):
-            yield name, function.__globals__[name]

@@ -1,0 +1,258 @@
+"""Keeps what a subclass of Trainer, modules and functions of the user count per step, and resumes with it.
+
+Restored are the attributes of a Trainer's subclass that no library gives it, those of modules of the user's classes,
+and the variables of the functions that they and `compute_loss_func` use; of all these, what has changed since the
+training began and `values` can keep, and the states of random generators.
+
+The user's callbacks get the states of their generators back, but not their values: some count what one launch does.
+Where one changes its attributes and has no part in Trainer's own states of callbacks (`ExportableState`), a line says
+so at the first save. Another line names iterators, whose position cannot be kept.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from hfscale.checkpoint.program_state.kept_values import KeptValues, check_values
+from hfscale.checkpoint.program_state.objects import (
+    Found,
+    Search,
+    is_of_program,
+    names_of_program,
+)
+from hfscale.checkpoint.program_state.values import MOST_NUMBERS
+from hfscale.checkpoint.random_states import generator_state, plain, set_generator_state
+from hfscale.core import distributed
+from hfscale.core.collectives import TRAINING
+from hfscale.core.logging import get_logger
+from hfscale.core.text_files import read_json
+from hfscale.errors import CheckpointError
+from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.state import micro_batches_of_pass, model_of, unwrap_compiled
+
+logger = get_logger(__name__)
+
+NAME = "hfscale_program_state"
+"""The file of a rank is `hfscale_program_state_RANK.json`."""
+_MOST_NAMED = 5
+_MARKED = 64
+
+
+class ProgramState(TrainerCallback):
+    """What the objects of a training's steps hold. It comes after all other callbacks, and `_Before` before them.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+        saved (`dict[str, Any]`, *optional*): what the checkpoint keeps from which the training resumes.
+    """
+
+    def __init__(self, adapter: TrainerAdapter, saved: dict[str, Any] | None) -> None:
+        self._adapter = adapter
+        self._resumed = saved
+        self._values: KeptValues | None = None
+        self._of_callbacks: KeptValues | None = None
+        self._found = Found()
+        self._marks: dict[str, float] = {}
+        self._told = False
+
+    def begin(self) -> None:
+        """Note the first values, when all callbacks have begun; resume at the beginning of a pass."""
+        if self._values is not None:
+            return
+        self._found = self._search()
+        self._values = KeptValues(self._found.holders)
+        callbacks = self._search_callbacks()
+        self._of_callbacks = KeptValues(callbacks.holders)
+        self._found.generators |= callbacks.generators
+        self._marks = {path: _mark(each) for path, each in self._found.stateful.items()}
+        if not self._is_inside_pass():
+            self._resume()
+
+    def _is_inside_pass(self) -> bool:
+        trainer = self._adapter.trainer
+        return micro_batches_of_pass(trainer, trainer.state.global_step) > 0
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._resume()  # what callbacks do here, they had done before the save
+
+    def _search(self) -> Found:
+        trainer = self._adapter.trainer
+        callbacks = trainer.callback_handler.callbacks
+        modules = dict(unwrap_compiled(model_of(trainer)).named_modules())
+        data = (trainer.data_collator, trainer.train_dataset, trainer.eval_dataset)
+        kinds: list[Any] = [type(each) for each in (trainer, *callbacks) if is_of_program(each)]
+        names = frozenset[str]().union(*(names_of_program(kind) for kind in kinds))
+        search = Search((*modules.values(), *data, *callbacks), only_own=True, names=names)
+        search.enter("trainer", trainer)
+        search.enter("compute_loss_func", trainer.compute_loss_func)
+        search.enter("optimizer", getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        for name, module in modules.items():
+            path = f"model.{name}" if name else "model"
+            if is_of_program(module):
+                search.enter(path, module)
+            for number, hook in enumerate(_hooks_of(module)):
+                search.enter(f"{path}.hook{number}", hook)
+        return search.found
+
+    def _search_callbacks(self) -> Found:
+        trainer = self._adapter.trainer
+        callbacks = trainer.callback_handler.callbacks
+        data = (trainer.data_collator, trainer.train_dataset, trainer.eval_dataset)
+        search = Search((trainer, *model_of(trainer).modules(), *data, *callbacks), only_own=True)
+        for callback in callbacks:
+            if is_of_program(callback) and not isinstance(callback, ExportableState):
+                search.enter(type(callback).__name__, callback)
+        return search.found
+
+    # --- the checkpoint ---------------------------------------------------------------------------------------------
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint of this step keeps, as JSON values."""
+        if self._values is None:  # an evaluation that is made up may save before the first step
+            return self._resumed or {"values": {}, "generators": {}}
+        if not self._told:
+            self._told = True
+            self._tell()
+        states = {path: generator_state(each) for path, each in self._found.generators.items()}
+        generators = {path: plain(state) for path, state in states.items() if state is not None}
+        return {"values": self._values.changed(), "generators": generators}
+
+    def _tell(self) -> None:
+        """Say what is in no checkpoint, at the first save: by then the program has made what it makes in a step."""
+        assert self._of_callbacks is not None
+        assert self._values is not None
+        later = self._search()
+        for name in self._values.changed_and_not_kept():
+            logger.warning(
+                "%s changes while the model trains and has more than %d numbers, so that no checkpoint keeps it: a "
+                "resumed run begins with the first one; make it a buffer of the model (register_buffer)",
+                name,
+                MOST_NUMBERS,
+            )
+        warn_of_iterators({*self._found.iterators, *later.iterators})
+        for path, each in later.stateful.items():
+            if _mark(each) != self._marks.get(path):
+                logger.warning(
+                    "%s changes while the model trains, and no checkpoint keeps it: a resumed run begins with the "
+                    "first one; make it a part of the model or of the optimizer, or save its state_dict in on_save "
+                    "and load it in on_train_begin",
+                    path,
+                )
+        for path, values in self._of_callbacks.changed().items():
+            logger.warning(
+                "the callback %s changes %s while the model trains, and no checkpoint keeps that: a resumed run "
+                "begins with the first value; compute it from state.global_step, or make the callback an "
+                "ExportableState and set restore_callback_states_from_checkpoint=True",
+                path,
+                ", ".join(list(values)[:_MOST_NAMED]),
+            )
+
+    def _resume(self) -> None:
+        saved, self._resumed = self._resumed, None
+        if saved is None:
+            return
+        assert self._values is not None
+        self._values.restore(saved["values"])
+        for path, state in saved["generators"].items():
+            if path in self._found.generators:
+                set_generator_state(self._found.generators[path], state)
+        names = [f"{path}.{name}" for path, values in saved["values"].items() for name in values]
+        names += [path for path in saved["generators"] if path in self._found.generators]
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            logger.info(
+                "restored from the checkpoint, beside what Trainer restores: %s%s",
+                ", ".join(names[:_MOST_NAMED]),
+                more,
+            )
+
+
+def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the functions that are called around the passes of a module, in their order."""
+    for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        yield from getattr(module, kind).values()
+
+
+def _mark(stateful: Any) -> float:
+    """Return a number that another state very likely has another of, from some elements of each tensor."""
+    if isinstance(stateful, torch.optim.Optimizer):
+        return float(len(stateful.state))
+    if not isinstance(stateful, torch.nn.Module):
+        return float(stateful.last_epoch)
+    tensors = [*stateful.parameters(), *stateful.buffers()]
+    heads = [
+        getattr(each, "_local_tensor", each).detach().reshape(-1)[:_MARKED] for each in tensors
+    ]
+    sums = [head.double().sum().cpu() for head in heads if head.device.type != "meta"]
+    return float(torch.stack(sums).sum()) if sums else 0.0
+
+
+def warn_of_iterators(paths: Iterable[str]) -> None:
+    """Name iterators that the program holds, once each.
+
+    Args:
+        paths (`Iterable[str]`): the paths of attributes that lead to them.
+    """
+    for path in sorted(set(paths)):
+        logger.warning(
+            "%s is an iterator, whose position is in no checkpoint: a resumed run begins it anew; count in an "
+            "attribute what it has given, and skip as many when it is made",
+            path,
+        )
+
+
+class _Before(TrainerCallback):
+    """Calls `begin` before the callbacks of the user hear of the first pass."""
+
+    def __init__(self, program: ProgramState) -> None:
+        self._program = program
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._program.begin()
+
+
+def keep_program_state(adapter: TrainerAdapter) -> None:
+    """Keep what the program's own objects count in the checkpoints of this training, and resume with it.
+
+    Call it when a training begins.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+
+    Raises:
+        CheckpointError: the file of a rank is broken; raised on every rank.
+    """
+    saved = None
+    if adapter.resumes_from is not None:
+        with TRAINING.agreed("start: program state"):  # the file of one rank may be broken
+            saved = next(_files(Path(adapter.resumes_from)), None)
+    program = ProgramState(adapter, saved)
+    adapter.announced.json[NAME] = program.saved
+    adapter.prepend_callback(_Before(program))
+    adapter.append_callback(program)
+
+
+def _files(checkpoint: Path) -> Iterator[dict[str, Any]]:
+    """Yield what the file of this rank says, then that of rank 0; nothing if an older version wrote the checkpoint."""
+    for rank in (distributed.rank(), 0):
+        path = checkpoint / f"{NAME}_{rank}.json"
+        if not path.is_file():
+            continue
+        try:
+            saved = read_json(path)
+            check_values(saved["values"])
+            dict(saved["generators"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = type(error).__name__
+            raise CheckpointError(
+                f"{path} cannot be read ({reason}): use another checkpoint"
+            ) from None
+        yield saved
