@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import RandomTokens, logged, tiny_arguments, tiny_model
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_callback import ExportableState
 
@@ -185,6 +185,29 @@ def reordered(folder, *more):
     return program(folder, Reorders(data), *more, data=data)
 
 
+class Mines(Trainer):
+    """Draws the rows of the next pass by their losses; the weights of sampler and dataset are the same numbers."""
+
+    def _get_train_sampler(self, *args):
+        return WeightedRandomSampler(self.train_dataset.weights, ROWS)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self.train_dataset.weights[int(inputs["input_ids"].sum()) % ROWS] += 5 * loss.item()
+        return loss
+
+
+class Weighted(Dataset):
+    def __init__(self):
+        self.rows, self.weights = RandomTokens(ROWS), np.ones(ROWS)
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
 def hooked_model():
     model, passes = tiny_model(), [0]
 
@@ -301,6 +324,7 @@ PROGRAMS = {
     "model": lambda folder, *more: program(folder, *more, model=counted_model()),
     "globals": lambda folder, *more: program(folder, *more, compute_loss_func=count_globally),
     "closure": lambda folder, *more: program(folder, *more, compute_loss_func=counting_closure()),
+    "hard examples": lambda folder, *more: program(folder, *more, kind=Mines, data=Weighted()),
     "hook": lambda folder, *more: program(folder, *more, model=hooked_model()),
     "rehearsal": lambda folder, *more: program(folder, *more, kind=Rehearses),
     "reordered by a callback": reordered,

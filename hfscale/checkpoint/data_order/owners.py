@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 
 from hfscale.checkpoint.program_state.kept_values import KeptValues
 from hfscale.checkpoint.program_state.objects import Search, path_to
+from hfscale.checkpoint.program_state.values import put_back
 from hfscale.checkpoint.random_states import States, generator_state, set_generator_state
 from hfscale.core.logging import get_logger
 
@@ -133,10 +134,12 @@ def _plain_numbers(value: Any) -> Any:
 
 
 def _like(current: Any, value: Any) -> Any:
-    """Return a JSON value as the type that the attribute has."""
+    """Return a JSON value as the type that the attribute has.
+
+    A tensor, an array or a list is changed in place: others, such as the dataset, may hold the same numbers.
+    """
     if isinstance(current, torch.Tensor):
-        return torch.tensor(value, dtype=current.dtype)
+        return put_back(current, torch.tensor(value, dtype=current.dtype))
     if isinstance(current, np.ndarray):
-        return np.asarray(value, dtype=current.dtype)
-    # A sampler may change the list in place
-    return list(value) if isinstance(value, list) else value
+        return put_back(current, np.asarray(value, dtype=current.dtype))
+    return put_back(current, list(value)) if isinstance(value, list) else value
