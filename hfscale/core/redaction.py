@@ -21,17 +21,16 @@ _SHAPES = re.compile(
     r"|xox[abprs]-[A-Za-z0-9-]{10,}"  # Slack
     r"|glpat-[A-Za-z0-9_-]{16,}"  # GitLab
     r"|AIza[0-9A-Za-z_-]{35}"  # Google
-    r"|eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"  # JSON web tokens
+    r"|(?<![A-Za-z0-9_-])eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]*"  # JSON web tokens
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"  # user:password in a URL
     r"|(?<=:/)[^/\s:@]+:[^/\s@]+(?=@)"  # in a URL that was taken for a path
     r"|(?<=https://)[^/\s:@]{8,}(?=@)"  # a token in the place of the user
     r"|(?<=Bearer )[^\s,;'\"]+|(?<=Basic )[A-Za-z0-9+/=]{8,}"  # the header of a request
     r"|(?<=[?&]sig=)[^\s&'\"]+"  # a signed URL of Azure
 )
-_ASSIGNED = re.compile(
-    rf"((?<!per )(?:--)?[\w-]*(?:{_SECRET_NAME.pattern})[\w-]*['\"]?\s*[=:]\s*['\"]?)([^\s,;&'\"]+)",
-    re.IGNORECASE,
-)
+# Each word is tried once, from its beginning: the text of an error may have a word of a megabyte
+_ASSIGNED = re.compile(r"(?<![\w-])([\w-]+)['\"]?\s*[=:]\s*['\"]?")
+_VALUE = re.compile(r"[^\s,;&'\"]+")
 _SHORTEST = 6
 """Shorter values of variables with such names ("1", "true") occur in every text and are kept."""
 
@@ -58,10 +57,22 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     for name, value in environ.items():
         if len(value) >= _SHORTEST and is_secret_name(name):
             text = text.replace(value, MASK)
-    text = _SHAPES.sub(MASK, text)
-    return _ASSIGNED.sub(
-        lambda found: found[1] + MASK if is_secret_name(found[1]) else found[0], text
-    )
+    return _without_assigned(_SHAPES.sub(MASK, text))
+
+
+def _without_assigned(text: str) -> str:
+    """Replace the values that are assigned to secret names: `token=...`, `"api_key": "..."`."""
+    parts: list[str] = []
+    end = 0
+    for found in _ASSIGNED.finditer(text):
+        is_rate = text.endswith("per ", 0, found.start())  # 3 ms per token: 4
+        if found.start() < end or is_rate or not is_secret_name(found[1]):
+            continue
+        value = _VALUE.match(text, found.end())
+        if value is not None:
+            parts += (text[end : found.end()], MASK)
+            end = value.end()
+    return "".join((*parts, text[end:]))
 
 
 def redact_argv(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:

@@ -1,6 +1,7 @@
 """Secrets are removed from text, and nothing else is."""
 
 import ast
+import time
 
 import pytest
 from conftest import REPOSITORY
@@ -128,3 +129,19 @@ def test_no_message_of_the_package_is_taken_for_a_secret():
         where for where, text in messages_of_package() if text != served and redact(text, NO_ENVIRONMENT) != text
     ]
     assert changed == []
+
+
+@pytest.mark.parametrize(
+    "word", ["a", "-", "token", "token=", "token: ", "eyJ", "hf_", "sk-", "://a:", " ", "Bearer ", "?sig="]
+)
+def test_a_long_text_takes_time_in_proportion(word):
+    text = word * (100_000 // len(word))
+    begun = time.process_time()
+    redact(text, {})
+    assert time.process_time() - begun < 5.0
+
+
+def test_a_secret_inside_another_assignment_is_found():
+    assert redact("url=token=abc&x=1", {}) == "url=token=[redacted]&x=1"
+    assert redact('{"api_key": "abc", "tokens": 3}', {}) == '{"api_key": "[redacted]", "tokens": 3}'
+    assert redact("3 ms per token: 4", {}) == "3 ms per token: 4"
