@@ -388,10 +388,11 @@ def test_what_is_restored_is_said(tmp_path, monkeypatch):
 
 class CountsSteps(TrainerCallback):
     def __init__(self):
-        self.steps, self.began, self.kept = 0, time.time(), 5
+        self.steps, self.began, self.kept, self.record = 0, time.time(), 5, {}
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps += 1
+        self.record[state.global_step] = 1.0
         self.began = time.time()
 
 

@@ -57,17 +57,22 @@ class KeptValues:
         now = self._large()
         return [name for name, mark in now.items() if self._marks.get(name) != mark]
 
-    def changed(self) -> dict[str, dict[str, Any]]:
+    def changed(self, *, only_single: bool = False) -> dict[str, dict[str, Any]]:
         """Return the values that are not the first ones, as JSON values by path and name.
 
         A number that a clock has shown since then is left out: it means nothing in another launch.
+
+        Args:
+            only_single (`bool`): leave out what holds several numbers.
         """
         clocks = _clocks()
         found: dict[str, dict[str, Any]] = {}
         for path, holder in self._holders.items():
             for name, value in holder.read().items():
                 first = self._first.get((path, name), NOTHING)
-                if is_unchanged(first, value):
+                if is_unchanged(first, value) or (
+                    only_single and not isinstance(value, int | float)
+                ):
                     continue
                 copy = kept(value)
                 if copy is NOTHING or are_equal(first, copy) or self._is_time(copy, clocks):

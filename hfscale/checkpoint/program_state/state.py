@@ -5,8 +5,9 @@ and the variables of the functions that they and `compute_loss_func` use; of all
 training began and `values` can keep, and the states of random generators.
 
 The user's callbacks get the states of their generators back, but not their values: some count what one launch does.
-Where one changes its attributes and has no part in Trainer's own states of callbacks (`ExportableState`), a line says
-so at the first save. Another line names iterators, whose position cannot be kept.
+Where one changes a number among its attributes and has no part in Trainer's own states of callbacks
+(`ExportableState`), a line says so at the first save; collections are mostly records. Another line names iterators,
+whose position cannot be kept.
 """
 
 from collections.abc import Iterable, Iterator
@@ -144,7 +145,7 @@ class ProgramState(TrainerCallback):
                     "and load it in on_train_begin",
                     path,
                 )
-        for path, values in self._of_callbacks.changed().items():
+        for path, values in self._of_callbacks.changed(only_single=True).items():
             logger.warning(
                 "the callback %s changes %s while the model trains, and no checkpoint keeps that: a resumed run "
                 "begins with the first value; compute it from state.global_step, or make the callback an "
