@@ -179,7 +179,8 @@ def judged(program: Program, fault: Fault, lines: list[tuple[int, str]]) -> Comp
         if not explanation.feature(program) or quantity not in explanation.explains:
             continue
         for step, line in lines:
-            if step <= fault.step and re.search(explanation.line, line):
+            is_before = quantity == REFUSED or step <= fault.step  # of an earlier launch, or of an earlier step
+            if is_before and re.search(explanation.line, line):
                 return Comparison(program, "said", fault, line[:300])
     last = [line for _, line in lines][-3:]
     return Comparison(program, "fault", fault, " | ".join(line[:160] for line in last))
@@ -263,6 +264,11 @@ def difference(program: Program, phase: str, plain: Run, run: Run) -> Fault | No
         "grad_norm": (numbers_of(plain, "grad_norm"), numbers_of(run, "grad_norm")),
         "metrics": (metrics_of(plain), metrics_of(run)),
     }
+    if program.extra == "eval_on_start":  # as the user asks for, also when a later launch starts
+        later = zip(steps["metrics"][1][1:], run.launches[1:], strict=True)
+        for metrics, launch in later:
+            for event in launch.of("begin"):
+                metrics.pop(event["step"], None)
     for quantity, (reference, launches) in steps.items():
         found = first_difference(program, reference[0], launches)
         if found is not None:

@@ -106,6 +106,8 @@ def possible(program: Program) -> Program:
     if not has_effect(program):
         changes["extra"] = "none"
     interruptions = program.interruptions
+    if program.extra == "log_by_epoch":  # after the save of the last step nothing logs, as in plain Trainer
+        interruptions = tuple(replace(each, where="step") for each in interruptions)
     if program.eval_strategy == "no":
         interruptions = tuple(
             replace(each, where="step" if each.where == "evaluation" else each.where) for each in interruptions
