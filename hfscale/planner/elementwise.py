@@ -151,12 +151,20 @@ def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> floa
 
 
 def _adapter_bytes(job: Job, direction: str) -> float:
-    """Bytes per token of the small products of adapters, which are bound by the memory."""
+    """Bytes per token of the small products of adapters, which are bound by the memory, and of their dropout.
+
+    Dropout is a kernel for each adapted matrix, which reads the input and writes it with a mask of one byte; in the
+    backward pass it reads the gradient and the mask and writes the gradient. Adapters in fp32 have inputs in fp32.
+    """
     inputs, outputs, _, _ = job.shape.adapted_widths(target_modules(job))
+    dropped = 0.0
+    if job.lora_dropout > 0:
+        width = 4.0 if regime_of(job) == "lora" else 2.0
+        dropped = (2 * width + 1.0) * inputs
     of_a_product = 2.0 * (inputs + outputs)
     if direction == "forward":
-        return of_a_product
-    return 2 * of_a_product
+        return of_a_product + dropped
+    return 2 * of_a_product + dropped
 
 
 def _liger_saved(job: Job, counted: Mapping[str, Any], direction: str) -> Mapping[str, float]:

@@ -25,7 +25,7 @@ from hfscale.planner.memory import (
     node_host_gib,
     peak_of,
 )
-from hfscale.planner.network import datasheet_network_gb_s
+from hfscale.planner.network import datasheet_network_gb_s, with_link
 from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
@@ -232,6 +232,8 @@ def estimate(model: str | ModelShape, **options: Any) -> Estimate:
 def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate:
     """Estimate as `estimate`, whose options were checked (`make_options`)."""
     gpu = options.gpu
+    if isinstance(gpu, str):
+        gpu = find_accelerator(gpu, options.hardware)
     layout, expert_parallel = _layout_of(options)
     by_default = {
         "global_batch": options.micro_batch * layout.data_parallel_size,
@@ -246,7 +248,7 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     job = Job(
         **values,
         shape=find_model(model) if isinstance(model, str) else model,
-        gpu=find_accelerator(gpu, options.hardware) if isinstance(gpu, str) else gpu,
+        gpu=with_link(gpu, options.link_gb_s),
         layout=layout,
     )
     find_framework(job.stack)

@@ -21,6 +21,7 @@ from hfscale.planner.command_line import check_one_kind, make_command, parse_gpu
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure
 from hfscale.planner.memory import GIB, Memory, allocated_gib
+from hfscale.planner.network import with_link
 from hfscale.planner.option_fields import check_needs, make_options
 from hfscale.planner.options import (
     MAX_RANKS,
@@ -126,7 +127,7 @@ def _run_script(
             script = spelled("script")
             axis = spelled(name)
             raise UsageError(f"{script} is estimated with data parallelism alone: leave {axis} out")
-    row = find_accelerator(given["gpu"], given["hardware"])
+    row = with_link(find_accelerator(given["gpu"], given["hardware"]), given["link_gb_s"])
     counts = trace_script(argv, gpus=gpus, precision="bf16" if precision == "fp8" else precision)
     found = estimate_script(
         counts,

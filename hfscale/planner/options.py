@@ -280,6 +280,13 @@ class RunOptions:
         group=METHOD,
         help="Where the average is kept: with the weights (device), or in the CPU's memory (cpu)",
     )
+    activation_offload: bool = option(
+        False,
+        group=METHOD,
+        aliases=("activation_offloading",),
+        help="What the backward pass needs of a layer waits in the CPU's memory (activation_offloading of TRL's "
+        "trainers, recipes/sft and recipes/dpo)",
+    )
     compile: bool | None = option(
         None,
         group=METHOD,
@@ -416,6 +423,15 @@ class HardwareOptions:
         group=HARDWARE,
         help="A file written by hfscale plan --calibrate",
         unset="~/.config/hfscale/hardware.toml",
+    )
+    link_gb_s: float | None = option(
+        None,
+        group=HARDWARE,
+        unit="GB/s",
+        check=an_amount,
+        help="Bandwidth that GPUs of one node reach between each other, per GPU and direction, such as nccl-tests' "
+        "busbw: 3 on a board with few PCIe lanes",
+        unset="that of NVLink, or what devices without it reach over full PCIe lanes",
     )
 
 

@@ -25,6 +25,7 @@ from hfscale.planner.experts import (
 )
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.frozen import dense_bytes, mean_bytes
+from hfscale.planner.host_activations import exposed_copies_s
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import reduced_gradient_bytes, trained_parameters
@@ -107,7 +108,8 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
     gathered = _sharded_traffic(job, framework, network, copies, forward, backward, head)
 
     first, last = job.layer_split
-    exposed = sent + gathered.per_layer
+    offloaded = exposed_copies_s(job, framework, _host_bytes_s(job), forward, backward)
+    exposed = sent + gathered.per_layer + offloaded
     compute = max(first * (forward + backward), last * (forward + backward) + head)
     logits = _gathered_logits_s(job, network)
     on_last = last * (forward + backward + exposed) + head + logits + gathered.root
@@ -268,14 +270,16 @@ class _ShardedTraffic:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Seconds per byte of the copies that come with the communication of sharded parameters, and delay it."""
+    """Seconds per byte of the copies that come with the communication of sharded parameters."""
 
     gathered: float = 0.0
-    """Per byte of a gathered buffer. FSDP2 copies it to the parameters: it is read and written."""
+    """Per byte of a gathered buffer. FSDP2 copies it to the parameters, on the stream of the computation: it is read
+    and written."""
     scattered: float = 0.0
-    """Per byte of gradients that are copied into the buffer of the reduce-scatter, or out of the gradients."""
+    """Per byte of gradients that are copied into the buffer of the reduce-scatter or out of the gradients, there."""
     own: float = 0.0
-    """Per byte of the rank's shard that is copied to the device from the CPU, where parameters are offloaded."""
+    """Per byte of the rank's shard that is copied to the device from the CPU, where parameters are offloaded, on the
+    stream of the communication."""
 
     @classmethod
     def of(cls, job: Job, rates: Rates) -> "_Copies":
@@ -327,17 +331,23 @@ def _sharded_traffic(
     scatter = _layer_gather_s(job, network, shard, gradient, gradient)
     copied_experts = experts * copied_share(job)
     weights = dense_bytes(job) * dense + expert_weight * copied_experts
-    gather += weights * (copies.gathered + copies.own / shard.size)
+    gather += weights * copies.own / shard.size
+    # What the computation waits for: the copies after each gather, and those before the reduction
+    copied_out = weights * copies.gathered
     trained = trained_parameters(job) / shape.total_parameters
     read_and_written = job.value_bytes * trained + gradient
-    scatter += copies.scattered * read_and_written * (dense + copied_experts)
+    copied_in = copies.scattered * read_and_written * (dense + copied_experts)
     share = dense / shard.size + experts * kept_share(job, shard.size)
     across = network.reduce_s(gradient * share, replicas)
     if job.spreads_experts and job.expert_parallel > layout.dp_shard * layout.cp * layout.tp:
         # Ranks that share experts are those of several replicas, which then have fewer copies of them.
         across = network.reduce_s(gradient * dense / shard.size, replicas)
         across += network.reduce_s(gradient * experts, _expert_replicas(job))
-    again = gather if job.reshard else 0.0
+    again = 0.0
+    copied = copied_out + copied_in
+    if job.reshard:
+        again = gather
+        copied += copied_out
     ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
     of_ends = network.gather_s(job.value_bytes * ends, shard) + network.gather_s(
         gradient * ends, shard
@@ -349,18 +359,18 @@ def _sharded_traffic(
     if job.is_native:
         once = exposed_s(across, backward, framework.overlap_dp) * job.layer_split[0]
         behind = exposed_s(again + scatter, backward, framework.overlap_dp)
-        return _ShardedTraffic(per_layer=ahead + behind, root=root, per_step=once)
+        return _ShardedTraffic(per_layer=ahead + behind + copied, root=root, per_step=once)
     behind = exposed_s(again + scatter + across, backward, framework.overlap_dp)
     if layout.pp > 1:
-        return _ShardedTraffic(per_step=job.layer_split[0] * (ahead + behind) + root)
+        return _ShardedTraffic(per_step=job.layer_split[0] * (ahead + behind + copied) + root)
     if job.runs_parallel_trainer:  # it reduces gradients with the last micro-batch only
-        once = exposed_s(scatter + across, backward, framework.overlap_dp) * job.layer_split[0]
+        once = exposed_s(scatter + across, backward, framework.overlap_dp) + copied_in
         return _ShardedTraffic(
-            per_layer=ahead + exposed_s(again, backward, framework.overlap_dp),
+            per_layer=ahead + exposed_s(again, backward, framework.overlap_dp) + copied - copied_in,
             root=root,
-            per_step=once,
+            per_step=once * job.layer_split[0],
         )
-    return _ShardedTraffic(per_layer=ahead + behind, root=root)
+    return _ShardedTraffic(per_layer=ahead + behind + copied, root=root)
 
 
 def _expert_replicas(job: Job) -> Group:
