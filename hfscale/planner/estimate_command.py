@@ -221,6 +221,12 @@ def _print_estimate(result: Estimate) -> None:
         print(f"  {name:14}{seconds:8.3f} s  {seconds / time.total:4.0%}")
     mfu = "" if result.mfu is None else f", MFU {result.mfu:.1%} (attention in full)"
     print(f"{result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{mfu}")
+    for stage in result.stages:
+        batch = (
+            f"{stage.global_batch} sequences, {job.micro_batch} x {stage.micro_batches} per step"
+        )
+        speed = f"{stage.step_time_s:.3f} s, {stage.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        print(f"from {stage.from_tokens:,} tokens: {batch}, {speed}")
 
 
 def _run_table(path: Path) -> None:

@@ -451,7 +451,20 @@ class GpusOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(RunOptions, GpusOption, HardwareOptions):
+class BatchScheduleOption:
+    """The schedule of a global batch that grows."""
+
+    batch_schedule: str | None = option(
+        None,
+        group=MODEL,
+        check=a_batch_schedule,
+        help="Global batch that grows, in sequences @ tokens seen, such as 256@0,512@1B",
+        unset="the global batch is constant",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions, GpusOption, HardwareOptions, BatchScheduleOption):
     """Options of `hfscale.plan`."""
 
     tokens: float | None = option(
@@ -461,13 +474,6 @@ class PlanOptions(RunOptions, GpusOption, HardwareOptions):
         check=an_amount,
         text=True,
         help="Tokens to train on, such as 500M or 1T on the command line; hours and cost need them",
-    )
-    batch_schedule: str | None = option(
-        None,
-        group=SEARCH,
-        check=a_batch_schedule,
-        help="Global batch that grows, in sequences @ tokens seen, such as 256@0,512@1B",
-        unset="the global batch is constant",
     )
     objective: Objective = option("time", group=SEARCH, help="What to rank by; gpus: fewest")
     top: int = option(5, group=SEARCH, check=a_count, help="Number of choices to show")
@@ -517,7 +523,7 @@ class PlanOptions(RunOptions, GpusOption, HardwareOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions(LayoutOptions, HardwareOptions):
+class EstimateOptions(LayoutOptions, HardwareOptions, BatchScheduleOption):
     """Options of `hfscale.estimate`."""
 
     layout: ParallelLayout | Mapping[str, int] = option(
