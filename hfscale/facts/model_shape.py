@@ -560,6 +560,24 @@ class ModelShape:
         weights = [one.inputs * one.outputs for one in adapted]
         return inputs, outputs, sum(weights) / self.layers, max(weights, default=0)
 
+    def unadapted(
+        self, target_modules: Iterable[str], kind: LayerKind
+    ) -> tuple[list[Linear], list[Linear]]:
+        """Return the dense matrices of a kind of layers that adapters on all linear layers would have, by whether one
+        of `target_modules` has an adapter too: first those that have, then those that have not.
+
+        Args:
+            target_modules (`Iterable[str]`): as in `lora_parameters`.
+            kind (`LayerKind`): the layers.
+        """
+        chosen = {path for name in target_modules for path in self._paths_named(name)}
+        left_out = self._paths_without_adapter
+        if self.moe is not None and not self.moe.router_adapted:
+            left_out = left_out | {one.path for one in self.moe.router[:1]}
+        dense = [one for one in kind.linears if one.copies == 1 and one.path not in left_out]
+        adapted = [one for one in dense if one.path in chosen]
+        return adapted, [one for one in dense if one.path not in chosen]
+
     @property
     def _paths_without_adapter(self) -> set[str]:
         """Paths that LoRA on all linear layers leaves out: dense MLPs and shared experts where PEFT adapts the routed

@@ -144,7 +144,7 @@ def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> floa
         left = size - saved.get(name, 0.0)
         of_token += left * widths[name]
     if job.method != "full":
-        of_token += _adapter_bytes(job, direction)
+        of_token += _adapter_bytes(job, direction) - _unadapted_bytes(job, counted, direction)
     weights = sum(layer_parameters(job))
     of_weights: float = counted["weights"][direction] * weights
     return job.tokens * of_token + of_weights
@@ -165,6 +165,20 @@ def _adapter_bytes(job: Job, direction: str) -> float:
     if direction == "forward":
         return of_a_product + dropped
     return 2 * of_a_product + dropped
+
+
+def _unadapted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> float:
+    """Bytes per token that were counted for adapters on all matrices of a dense layer, and that those of a run with
+    fewer do not move. The routed experts of a mixture, whose adapters are merged into their weights, have none."""
+    shape = job.shape
+    query, kv = shape.attention.query_width, shape.attention.kv_width
+    inputs, outputs, _, _ = shape.adapted_widths(target_modules(job))
+    counted_inputs = 5 * shape.hidden + shape.mlp_width + query
+    counted_outputs = 2 * shape.hidden + 2 * shape.mlp_width + query + kv
+    per = counted["adapter"][direction]
+    fewer_inputs: float = per["input"] * max(0.0, counted_inputs - inputs)
+    fewer_outputs: float = per["output"] * max(0.0, counted_outputs - outputs)
+    return fewer_inputs + fewer_outputs
 
 
 def _liger_saved(job: Job, counted: Mapping[str, Any], direction: str) -> Mapping[str, float]:
