@@ -27,7 +27,7 @@ from hfscale.planner.frameworks import (
     shared_constants,
 )
 from hfscale.planner.frozen import QLORA_BYTES as QLORA_BYTES
-from hfscale.planner.frozen import frozen_bytes
+from hfscale.planner.frozen import frozen_bytes, scale_bytes
 from hfscale.planner.host_activations import pinned_bytes
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.peak import highest_moment
@@ -149,9 +149,10 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     moments = OPTIMIZERS[job.optimizer]["state_bytes"]
     if job.has_pure_adamw:
         moments /= 2
-    frozen = frozen_bytes(job) * local / shape.total_parameters
+    scales = scale_bytes(job) * local / shape.total_parameters
+    frozen = frozen_bytes(job) * local / shape.total_parameters - scales
     trained = share * local
-    parameters = (frozen + weight * trained) * parameter_share
+    parameters = scales + (frozen + weight * trained) * parameter_share
     gradients = gradient * trained * gradient_share
     optimizer = (master + moments) * trained * optimizer_share
     # The average is of what the rank's optimizer steps (hfscale/averaging/weights.py)
@@ -161,7 +162,8 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     if job.offload != "none":
         optimizer = 0.0
     if job.offload == "full":
-        parameters = gradients = 0.0
+        parameters = scales
+        gradients = 0.0
     return StateBytes(
         parameters=parameters, gradients=gradients, optimizer=optimizer, average=average
     )
