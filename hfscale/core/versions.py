@@ -295,12 +295,10 @@ def sizes_of_layers(config: Any, name: str) -> tuple[int, ...]:
         `tuple[int, ...]`: its values; empty where the config has no such size, or it is no integer.
     """
     try:
-        size = getattr(config, name, None)
+        values = [getattr(config, name, None)]
     except RuntimeError:
-        values = {getattr(layer, name) for layer in config.per_layer_config}
-    else:
-        values = {size}
-    return tuple(sorted(value for value in values if type(value) is int))
+        values = [getattr(layer, name) for layer in config.per_layer_config]
+    return tuple(sorted({value for value in values if type(value) is int}))
 
 
 def divides_expert_gradients_twice(device_type: str) -> bool:
