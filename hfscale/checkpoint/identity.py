@@ -172,10 +172,12 @@ def _model_properties(trainer: Trainer) -> dict[str, str | int]:
     if not isinstance(config, PretrainedConfig):
         return {}
     text = config.get_text_config()
-    sizes = {name: sizes_of_layers(text, name) for name in _SIZES}
-    return {"model_type": config.model_type} | {
-        name: values[0] for name, values in sizes.items() if len(values) == 1
-    }
+    found: dict[str, str | int] = {"model_type": config.model_type}
+    for name in _SIZES:
+        values = sizes_of_layers(text, name)
+        if len(values) == 1:
+            found[name] = values[0]
+    return found
 
 
 def _adapter_properties(trainer: Trainer) -> dict[str, str | int]:

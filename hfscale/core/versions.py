@@ -295,10 +295,13 @@ def sizes_of_layers(config: Any, name: str) -> tuple[int, ...]:
         `tuple[int, ...]`: its values; empty where the config has no such size, or it is no integer.
     """
     try:
-        values = [getattr(config, name, None)]
+        size = getattr(config, name, None)
     except RuntimeError:
-        values = [getattr(layer, name) for layer in config.per_layer_config]
-    return tuple(sorted({value for value in values if type(value) is int}))
+        found = {getattr(layer, name) for layer in config.per_layer_config}
+        return tuple(sorted(found))
+    if type(size) is not int:
+        return ()
+    return (size,)
 
 
 def divides_expert_gradients_twice(device_type: str) -> bool:

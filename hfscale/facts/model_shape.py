@@ -570,13 +570,23 @@ class ModelShape:
             target_modules (`Iterable[str]`): as in `lora_parameters`.
             kind (`LayerKind`): the layers.
         """
-        chosen = {path for name in target_modules for path in self._paths_named(name)}
-        left_out = self._paths_without_adapter
+        chosen: set[str] = set()
+        for name in target_modules:
+            chosen.update(self._paths_named(name))
+        left_out = set(self._paths_without_adapter)
+        # A router that is a parameter, and no linear layer
         if self.moe is not None and not self.moe.router_adapted:
-            left_out = left_out | {one.path for one in self.moe.router[:1]}
-        dense = [one for one in kind.linears if one.copies == 1 and one.path not in left_out]
-        adapted = [one for one in dense if one.path in chosen]
-        return adapted, [one for one in dense if one.path not in chosen]
+            left_out.add(self.moe.router[0].path)
+        adapted: list[Linear] = []
+        others: list[Linear] = []
+        for one in kind.linears:
+            if one.copies > 1 or one.path in left_out:
+                continue
+            if one.path in chosen:
+                adapted.append(one)
+            else:
+                others.append(one)
+        return adapted, others
 
     @property
     def _paths_without_adapter(self) -> set[str]:

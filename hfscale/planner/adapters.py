@@ -12,7 +12,7 @@ from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
 from hfscale.facts.activations import Regime
 from hfscale.facts.layer_shape import AttentionShape, Linear
-from hfscale.facts.model_shape import LayerKind
+from hfscale.facts.model_shape import LayerKind, ModelShape
 from hfscale.planner.experts import layer_parameters
 from hfscale.planner.job import Job, strategy_of
 
@@ -123,33 +123,45 @@ def _unadapted_bytes(job: Job, modules: Iterable[str], regime: Regime) -> float:
     inputs are kept for the gradients of their merged copies alone.
     """
     shape = job.shape
-    width = _TABLE["lora"]["kept_per_input"]
+    width: float = _TABLE["lora"]["kept_per_input"]
     fewer = 0.0
     for kind in shape.layer_kinds:
         adapted, others = shape.unadapted(modules, kind)
-        of_kind = width * job.lora_rank * len(others)
+        ranks = job.lora_rank * len(others)
         if regime == "lora":
-            of_kind += width * sum(one.inputs for one in others)
+            inputs = sum(one.inputs for one in others)
         else:
-            last = _last_of_blocks(kind.linears)
-            is_parallel = bool(shape.parallel_residual)
-            read = {_source(one, last, is_parallel) for one in adapted}
-            unread = {_source(one, last, is_parallel): one.inputs for one in others}
-            of_kind += width * sum(
-                size
-                for source, size in unread.items()
-                if source not in read and source != _attention_output(kind)
-            )
+            inputs = _unread_inputs(shape, kind, adapted, others)
         routed = [one for one in kind.linears if one.copies > 1]
+        # The table's experts are merged copies, whose gradients need their inputs
         if shape.moe is not None and shape.moe.adapted and routed:
-            of_kind += width * (shape.hidden + sum(one.used * one.inputs for one in routed))
-        fewer += kind.share * of_kind
+            inputs += shape.hidden
+            inputs += sum(one.used * one.inputs for one in routed)
+        fewer += kind.share * width * (ranks + inputs)
     return fewer
+
+
+def _unread_inputs(
+    shape: ModelShape, kind: LayerKind, adapted: Iterable[Linear], others: Iterable[Linear]
+) -> int:
+    """Widths of the inputs that no adapted matrix reads, and that nothing else keeps."""
+    last = _last_of_blocks(kind.linears)
+    is_parallel = bool(shape.parallel_residual)
+    read = {_source(one, last, is_parallel) for one in adapted}
+    kept = _attention_output(kind)
+    if kept is not None:
+        read.add(kept)
+    unread = {_source(one, last, is_parallel) for one in others}
+    return sum(size for _, size in unread - read)
 
 
 def _last_of_blocks(linears: Iterable[Linear]) -> set[str]:
     """Paths of the last matrix of each block, such as attention or MLP, whose input the block itself makes."""
-    last = {one.path.rpartition(".")[0]: one.path for one in linears if one.copies == 1}
+    last: dict[str, str] = {}
+    for one in linears:
+        block = one.path.rpartition(".")[0]
+        if one.copies == 1:
+            last[block] = one.path
     return set(last.values())
 
 

@@ -171,14 +171,19 @@ def _unadapted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> fl
     """Bytes per token that were counted for adapters on all matrices of a dense layer, and that those of a run with
     fewer do not move. The routed experts of a mixture, whose adapters are merged into their weights, have none."""
     shape = job.shape
-    query, kv = shape.attention.query_width, shape.attention.kv_width
+    query = shape.attention.query_width
+    keys_and_values = shape.attention.kv_width
     inputs, outputs, _, _ = shape.adapted_widths(target_modules(job))
-    counted_inputs = 5 * shape.hidden + shape.mlp_width + query
-    counted_outputs = 2 * shape.hidden + 2 * shape.mlp_width + query + kv
-    per = counted["adapter"][direction]
-    fewer_inputs: float = per["input"] * max(0.0, counted_inputs - inputs)
-    fewer_outputs: float = per["output"] * max(0.0, counted_outputs - outputs)
-    return fewer_inputs + fewer_outputs
+    counted_inputs = 5 * shape.hidden + shape.mlp_width
+    counted_inputs += query
+    counted_outputs = 2 * shape.hidden + 2 * shape.mlp_width
+    counted_outputs += query + keys_and_values
+    fewer_inputs = max(0.0, counted_inputs - inputs)
+    fewer_outputs = max(0.0, counted_outputs - outputs)
+    sizes: Mapping[str, float] = counted["adapter"][direction]
+    of_inputs = sizes["input"] * fewer_inputs
+    of_outputs = sizes["output"] * fewer_outputs
+    return of_inputs + of_outputs
 
 
 def _liger_saved(job: Job, counted: Mapping[str, Any], direction: str) -> Mapping[str, float]:

@@ -257,6 +257,7 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     if isinstance(gpu, str):
         gpu = find_accelerator(gpu, options.hardware)
     layout, expert_parallel = _layout_of(options)
+    # Memory is that of the largest batch, which accumulates most
     schedule = None
     if options.batch_schedule is not None:
         schedule = planned_schedule(

@@ -208,6 +208,7 @@ def _to_fit(request: PlanRequest) -> list[Improvement]:
         tried.append(
             ("adapters: --method qlora", _first(replace(adapters, method="qlora"), gpus), True)
         )
+    # It changes no result, but needs memory of the CPUs
     if request.task in OFFLOADING_TASKS and not request.activation_offload:
         offloaded = replace(request, activation_offload=True)
         change = "activations in the CPU's memory: --activation-offload"

@@ -149,8 +149,10 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     moments = OPTIMIZERS[job.optimizer]["state_bytes"]
     if job.has_pure_adamw:
         moments /= 2
-    scales = scale_bytes(job) * local / shape.total_parameters
-    frozen = frozen_bytes(job) * local / shape.total_parameters - scales
+    part = local / shape.total_parameters
+    scales = scale_bytes(job) * part
+    frozen = frozen_bytes(job) * part
+    frozen -= scales
     trained = share * local
     parameters = scales + (frozen + weight * trained) * parameter_share
     gradients = gradient * trained * gradient_share

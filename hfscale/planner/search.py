@@ -212,8 +212,8 @@ def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[E
 def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
     """Runs without offload of all layouts, and those of transformers' expert parallelism."""
     tried = list(layouts(request, gpus))
-    if request.activation_offload:
-        tried = [(layout, zero, offload) for layout, zero, offload in tried if layout.pp == 1]
+    if request.activation_offload:  # no pipeline runs it
+        tried = [candidate for candidate in tried if candidate[0].pp == 1]
     for layout, zero, _ in tried:
         yield request.job(layout, global_batch=batch, zero=zero)
     if request.activation_offload or request.stack != "hf" or _why_no_experts(request) is not None:

@@ -92,7 +92,7 @@ def _narrower(config: Any, divisor: int) -> None:
     ):
         return
     sizes = sizes_of_layers(config, "num_key_value_heads")
-    if len(sizes) > 1:
+    if len(sizes) > 1:  # no number of heads suits all layers
         return
     groups = sizes[0] if sizes else None
     fewer = next(
