@@ -448,7 +448,7 @@ def preempt(launched: LaunchedPlan, title: str) -> int:
     stopped = launched.status()
     step = stopped["step"]
     expected = ("preempted", f"SIGTERM: checkpoint-{step} is committed")
-    assert (stopped["status"], stopped["reason"]) == expected, title
+    assert (stopped["status"], stopped["reason"]) == expected, (title, stopped)
     assert (launched.output / f"checkpoint-{step}").is_dir(), title
     return step
 

@@ -62,6 +62,21 @@ def exit_code_of(pid: int, descriptor: int) -> int | None:
     return None if status is None else os.waitstatus_to_exitcode(status)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal; True where that cannot be read.
+
+    Args:
+        pid (`int`): its id.
+        number (`int`): the signal.
+    """
+    with suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
+            name, _, mask = line.partition(":")
+            if name == "SigCgt":
+                return bool(int(mask, 16) >> (number - 1) & 1)
+    return True
+
+
 def send(pid: int, number: int) -> None:
     """Send a signal to a process, if it still exists. A process that is stopped (SIGSTOP) goes on, to take it.
 

@@ -58,15 +58,22 @@ def test_an_emitted_plan_of_spread_experts_without_a_pipeline_starts(tmp_path, a
     start(plan, tmp_path)
 
 
+LAUNCHED = {"ddp": PLANS["ddp"], "single": ("ddp", "qwen3-0.6b", "--gpu", "A100-80GB", "--gpus", "1")}
+"""Strategy -> the same, of launchers that pass signals on to their ranks, and that do not."""
+
+
 @pytest.mark.recipes
 @pytest.mark.timeout(600)
-def test_a_launched_plan_that_gets_sigterm_saves_and_resumes(tmp_path):
-    """launch.sh, `hfscale run`, the launcher and two ranks, each a process of its own."""
-    recipe, model, *flags = PLANS["ddp"]
+@pytest.mark.parametrize("strategy", LAUNCHED)
+def test_a_launched_plan_that_gets_sigterm_saves_and_resumes(tmp_path, strategy):
+    """launch.sh, `hfscale run`, the launcher and its ranks, each a process of its own."""
+    recipe, model, *flags = LAUNCHED[strategy]
     config = built_in(model)
     request = Request(model=model, family=config.model_type, config=config, flags=(*flags, "--top", "100"))
     choices = choices_of(request)
-    index = [(choice["strategy"], choice["recipe"]) for choice in choices].index(("ddp", f"recipes/{recipe}/train.py"))
+    index = [(choice["strategy"], choice["recipe"]) for choice in choices].index(
+        (strategy, f"recipes/{recipe}/train.py")
+    )
     plan = emit_choice(request, choices, index, tmp_path / "plan")
     launched = launched_plan(plan, tmp_path / "run")
     step = preempt(launched, plan.title)
