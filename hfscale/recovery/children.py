@@ -69,11 +69,14 @@ def catches(pid: int, number: int) -> bool:
         pid (`int`): its id.
         number (`int`): the signal.
     """
+    path = Path(f"/proc/{pid}/status")
+    bit = 1 << (number - 1)
     with suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
-            name, _, mask = line.partition(":")
-            if name == "SigCgt":
-                return bool(int(mask, 16) >> (number - 1) & 1)
+        text = path.read_text(encoding="utf-8")
+        fields = text.split()
+        place = fields.index("SigCgt:") + 1
+        caught = int(fields[place], 16)
+        return bool(caught & bit)
     return True
 
 
