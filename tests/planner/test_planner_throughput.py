@@ -94,7 +94,8 @@ class TestStep:
         found, eight_bits = estimate_job(job()), estimate_job(job(precision="fp8"))
         speedup = eight_bits.tokens_per_s_per_gpu / found.tokens_per_s_per_gpu
         assert eight_bits.mfu / found.mfu == pytest.approx(speedup)
-        assert speedup > 1.2
+        assert found.time.compute / eight_bits.time.compute > 1.2
+        assert speedup > 1.1  # the copies of FSDP2 cost as much as with BF16
 
     def test_without_a_known_peak_there_is_no_mfu(self):
         nameless = replace(accelerator("H100-80GB"), tf32_tflops=None)
