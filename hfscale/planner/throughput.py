@@ -129,7 +129,7 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
 
     m = job.micro_batches
     once = (
-        _once_per_step(job, framework, network, forward * first, backward * first)
+        _once_per_step(job, framework, network, rates, forward * first, backward * first)
         + gathered.per_step
     )
     optimizer = _optimizer_s(job, rates) + framework.step_s
@@ -284,9 +284,10 @@ class _Copies:
     @classmethod
     def of(cls, job: Job, rates: Rates) -> "_Copies":
         """Return those of a run: FSDP2 copies (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py,
-        `foreach_all_gather_copy_out` and `foreach_reduce_scatter_copy_in`), DeepSpeed and Megatron gather in
-        place. DeepSpeed copies offloaded shards on the stream of its gathers (DeepSpeed 0.19.8,
-        runtime/zero/partitioned_param_coordinator.py)."""
+        `foreach_all_gather_copy_out` and `foreach_reduce_scatter_copy_in`), Megatron gathers in place. ZeRO-3's
+        copies are on the streams of its communication (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py,
+        `AllGatherCoalescedHandle`) and are not counted; so are those of offloaded shards
+        (runtime/zero/partitioned_param_coordinator.py), which are."""
         own = 0.0
         if job.offload == "full":
             own = 1 / _host_bytes_s(job)
@@ -418,10 +419,15 @@ def _bubble(job: Job, slowest: float, all_layers: float) -> float:
 
 
 def _once_per_step(
-    job: Job, framework: Framework, network: Network, forward: float, backward: float
+    job: Job,
+    framework: Framework,
+    network: Network,
+    rates: Rates,
+    forward: float,
+    backward: float,
 ) -> float:
-    """Exposed communication of replicated parameters, once per step: reduction of gradients, and with sharded
-    optimizer states the gathering of updated parameters."""
+    """Exposed communication of replicated parameters in a step: reduction of gradients, and with sharded optimizer
+    states the gathering of updated parameters."""
     shape = job.shape
     layout = job.layout
     if job.zero >= 3:
@@ -451,6 +457,17 @@ def _once_per_step(
         # DeepSpeed's BF16_Optimizer all-reduces the accumulated gradients after the last micro-batch, and gathers the
         # parameters after the update; nothing is computed meanwhile (DeepSpeed 0.19.8, runtime/bf16_optimizer.py).
         return network.reduce_s(gradient * trained, group) + network.gather_s(2.0 * trained, group)
+    if job.zero == 2 and framework.name == "hf":
+        # DeepSpeed reduces the gradients of every micro-batch, in the type of the weights. It copies each to a bucket
+        # on the stream of the computation, and all-reduces the bucket (`use_multi_rank_bucket_allreduce`, which is
+        # on). The step gathers the parameters, and nothing is computed meanwhile (DeepSpeed 0.19.8,
+        # runtime/zero/stage_1_and_2.py).
+        weights = job.value_bytes * trained
+        gathered = network.gather_s(2.0 * trained, group)
+        reduced = network.reduce_s(weights, group)
+        waited = exposed_s(reduced, backward, framework.overlap_dp)
+        waited += 2.0 * weights / rates.memory
+        return job.micro_batches * waited + gathered
     scattered = exposed_s(
         network.gather_s(gradient * trained, group), backward, framework.overlap_dp
     )
