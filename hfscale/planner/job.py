@@ -398,6 +398,8 @@ class Job(LayoutOptions):
         check_support(asked, "experts_implementation")
 
     def _check_activation_offload(self) -> None:
+        if not self.activation_offload:
+            return
         asked = Combination(
             planned=True,
             engine="parallel_trainer" if self.runs_parallel_trainer else self.stack,
