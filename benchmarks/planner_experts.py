@@ -4,6 +4,8 @@
 
 - AutoModel: NVIDIA NeMo AutoModel, docs/performance-summary.mdx of 2026-06-12, with the sizes that the table leaves
   out and the recomputation from examples/llm_benchmark. Parameters and the states of Adam are in bf16 there.
+  Norms, activations and the exchange are kernels of TransformerEngine and DeepEP, which is planned as compiled layers
+  and `fused_exchange`.
 - Megatron-Bridge: NVIDIA NeMo Megatron-Bridge, docs/performance-summary-archive.md, containers 25.09 (DeepSeek-V3 on
   H100), 25.11 and 26.02, without the runs that drop tokens. Recomputation was not published: the least that fits.
 - transformers: huggingface/transformers#45436, FSDP2 without expert parallelism.
@@ -72,6 +74,7 @@ def jobs(path: Path = DATA) -> list[tuple[dict[str, str], Job]]:
 def _job(row: dict[str, str]) -> Job:
     sizes = {name: int(row[name]) for name in ("tp", "pp")}
     is_megatron = row["stack"] == "megatron"
+    is_automodel = row["source"].startswith("AutoModel")
     axis = "dp_replicate" if is_megatron else "dp_shard"
     layout = ParallelLayout(**sizes, **{axis: int(row["gpus"]) // sizes["tp"] // sizes["pp"]})
     # The planner's Megatron divides experts by tensor parallelism too; the runs gave those ranks other experts.
@@ -92,7 +95,9 @@ def _job(row: dict[str, str]) -> Job:
         virtual_stages=int(row["virtual_stages"]),
         sequence_parallel=sizes["tp"] > 1,
         loss_parallel=row["stack"] != "hf",
-        bare_experts=row["source"].startswith("AutoModel"),
+        bare_experts=is_automodel,
+        fused_exchange=is_automodel,
+        compile=is_automodel,
         bf16_gradients=row["source"].startswith("Megatron-Bridge"),  # its performance recipes
     )
     job.check()

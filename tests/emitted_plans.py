@@ -8,9 +8,15 @@ import contextlib
 import io
 import json
 import math
+import os
 import re
 import shlex
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,7 +27,7 @@ from typing import Any
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import REPOSITORY, Finished, run_forked
-from launch_words import launched_words
+from launch_words import MACHINE, launched_words
 from parallel_families import small_config
 from plan_requests import Request, random_request
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
@@ -37,11 +43,13 @@ NOT_ON_A_CPU = {
     "fp16, bf16, tf32": "mixed precision of GPUs: trained in fp32",
     "use_liger_kernel": "Liger's kernels are written in Triton: trained without them",
     "cp of FSDP2": "torch has ring attention for GPUs only: the recipe says so, and starts without it",
+    "activation_offloading": "TRL copies from a GPU: trained without it",
     "torch.compile's C++": "minutes of a compiler for each plan: the captured graphs run uncompiled",
 }
 """What of the plans a CPU cannot run, and what is started instead; files and flags are checked with it."""
 ON_A_CPU: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
     "load_in_4bit": {True: ("--load_in_4bit", "false")},
+    "activation_offloading": {True: ("--activation_offloading", "false")},
     "optim": {"adamw_bnb_8bit": ("--optim", "adamw_torch")},
     "fp16": {True: ("--fp16", "false")},
     "tf32": {True: ("--tf32", "false")},
@@ -75,6 +83,10 @@ RECORDS = {"sft": corpus.chat_records, "dpo": corpus.preference_records, "grpo":
 ERROR_LINE = re.compile(r"(\[rank\d+\]: )?(hfscale: error|[\w.]+(Error|Exception): )")
 REWARDS = ("--reward_functions", "hfscale.recipe.rewards:similarity_to_answer")
 """What a user must add to a plan for GRPO."""
+PROGRAMS = {"hfscale": "hfscale", "accelerate": "accelerate.commands.accelerate_cli"}
+"""What launch.sh starts, by the module that this interpreter runs for it."""
+SAVE_S = 180
+"""Seconds in which a launched run takes its first steps, and those in which it saves after a signal."""
 START_OF_PLAN = REPOSITORY / "tests" / "workers" / "start_of_plan.py"
 PARALLELISM = "parallelism_config_{}_size"
 
@@ -361,6 +373,98 @@ def start(plan: EmittedPlan, folder: Path) -> Finished:
     status = json.loads((folder / "out" / "hfscale_status.json").read_text(encoding="utf-8"))
     assert (status["status"], status["step"]) == ("completed", 2), (plan.title, status)
     return done
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedPlan:
+    """The command that starts an emitted plan with a small model by its own launch.sh."""
+
+    words: Sequence[str]
+    """The words of the command, without the number of steps."""
+    env: Mapping[str, str]
+    """Its environment."""
+    folder: Path
+    """Where it runs."""
+    output: Path
+    """Its output folder."""
+
+    def status(self) -> dict[str, Any]:
+        """Return what hfscale_status.json says."""
+        return json.loads((self.output / "hfscale_status.json").read_text(encoding="utf-8"))
+
+
+def launched_plan(plan: EmittedPlan, folder: Path) -> LaunchedPlan:
+    """Write the sizes of the small layout into the emitted files, as a user would, and return how to launch them.
+
+    Args:
+        plan (`EmittedPlan`): the plan.
+        folder (`Path`): where the programs, the model and the output are written.
+    """
+    folder.mkdir(exist_ok=True)
+    small = small_layout(plan)
+    flags = small_flags(plan, small, folder)
+    small_launcher(plan, small, folder).replace(plan.folder / "accelerate.yaml")
+    script = plan.folder / "launch.sh"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    text = script.read_text(encoding="utf-8")
+    script.write_text(text.replace("--main_process_port 29500", f"--main_process_port {port}"), encoding="utf-8")
+    for name, module in PROGRAMS.items():
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        program.chmod(0o755)
+    return LaunchedPlan(
+        words=["sh", str(script), *flags],
+        env=os.environ | MACHINE | {"PATH": f"{folder}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)},
+        folder=folder,
+        output=folder / "out",
+    )
+
+
+def preempt(launched: LaunchedPlan, title: str) -> int:
+    """Launch a plan, send SIGTERM after its first logs, check that it saves and ends with 75, and return its step."""
+    logged = launched.output / "scaling.jsonl"
+    printed = launched.folder / "printed.txt"
+    with printed.open("w", encoding="utf-8") as file:
+        started = subprocess.Popen(
+            [*launched.words, "--max_steps", "100000"],
+            cwd=launched.folder,
+            env=launched.env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            until = time.monotonic() + SAVE_S
+            while not logged.exists() or logged.read_text(encoding="utf-8").count("\n") < 2:
+                assert started.poll() is None, f"{title}\nLAUNCH: {why_failed(printed.read_text(encoding='utf-8'))}"
+                assert time.monotonic() < until, f"{title}\nLAUNCH: no step within {SAVE_S} s"
+                time.sleep(0.1)
+            started.send_signal(signal.SIGTERM)
+            code = started.wait(SAVE_S)
+        finally:
+            started.kill()
+    assert code == 75, f"{title}\nSIGTERM: code {code}: {why_failed(printed.read_text(encoding='utf-8'))}"
+    stopped = launched.status()
+    step = stopped["step"]
+    expected = ("preempted", f"SIGTERM: checkpoint-{step} is committed")
+    assert (stopped["status"], stopped["reason"]) == expected, (title, stopped)
+    assert (launched.output / f"checkpoint-{step}").is_dir(), title
+    return step
+
+
+def assert_edits_are_kept(plan: EmittedPlan) -> None:
+    """Change each emitted file, emit the same plan again, and check that it is refused and every change is there."""
+    files = [path for path in plan.folder.iterdir() if path.is_file()]
+    for path in files:
+        path.write_text(path.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
+    edited = {path: path.read_bytes() for path in files}
+    index = choices_of(plan.request).index(dict(plan.choice))
+    words = ("--emit", str(plan.folder), "--choice", str(index + 1))
+    code, _, err = command("plan", plan.request.model, *plan.request.flags, *words)
+    assert code == 2, (plan.title, err)
+    assert_one_line(plan.request, err)
+    assert {path: path.read_bytes() for path in files} == edited, plan.title
 
 
 def stages(plan: EmittedPlan) -> int:

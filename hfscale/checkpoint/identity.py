@@ -21,7 +21,7 @@ from hfscale.checkpoint.manifest import Identity, read_manifest
 from hfscale.core.collectives import START
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.spelling import spelled
-from hfscale.core.versions import is_peft_model
+from hfscale.core.versions import is_peft_model, sizes_of_layers
 from hfscale.errors import ParameterError, UsageError
 from hfscale.trainer.state import model_of, unwrap_compiled
 
@@ -172,12 +172,12 @@ def _model_properties(trainer: Trainer) -> dict[str, str | int]:
     if not isinstance(config, PretrainedConfig):
         return {}
     text = config.get_text_config()
-    sizes = {name: getattr(text, name, None) for name in _SIZES}
-    if sizes["num_key_value_heads"] is None:
-        del sizes["num_key_value_heads"]
-    return {"model_type": config.model_type} | {
-        name: size for name, size in sizes.items() if type(size) is int
-    }
+    found: dict[str, str | int] = {"model_type": config.model_type}
+    for name in _SIZES:
+        values = sizes_of_layers(text, name)
+        if len(values) == 1:
+            found[name] = values[0]
+    return found
 
 
 def _adapter_properties(trainer: Trainer) -> dict[str, str | int]:

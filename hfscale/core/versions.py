@@ -281,6 +281,29 @@ def distributed_sizes(model: object) -> dict[str, int] | None:
     }
 
 
+def sizes_of_layers(config: Any, name: str) -> tuple[int, ...]:
+    """Return the values that a size of a config has in its layers, the smallest first.
+
+    Since 5.20 transformers raises an error for a size that differs between layers, such as the key-value heads of
+    Gemma 4, and has it in the config of each layer.
+
+    Args:
+        config (`PreTrainedConfig`): the config of a text model.
+        name (`str`): the size.
+
+    Returns:
+        `tuple[int, ...]`: its values; empty where the config has no such size, or it is no integer.
+    """
+    try:
+        size = getattr(config, name, None)
+    except RuntimeError:
+        found = {getattr(layer, name) for layer in config.per_layer_config}
+        return tuple(sorted(found))
+    if type(size) is not int:
+        return ()
+    return (size,)
+
+
 def divides_expert_gradients_twice(device_type: str) -> bool:
     """Return whether transformers divides the gradients of experts twice where no two ranks hold the same ones.
 

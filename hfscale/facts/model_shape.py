@@ -560,6 +560,34 @@ class ModelShape:
         weights = [one.inputs * one.outputs for one in adapted]
         return inputs, outputs, sum(weights) / self.layers, max(weights, default=0)
 
+    def unadapted(
+        self, target_modules: Iterable[str], kind: LayerKind
+    ) -> tuple[list[Linear], list[Linear]]:
+        """Return the dense matrices of a kind of layers that adapters on all linear layers would have, by whether one
+        of `target_modules` has an adapter too: first those that have, then those that have not.
+
+        Args:
+            target_modules (`Iterable[str]`): as in `lora_parameters`.
+            kind (`LayerKind`): the layers.
+        """
+        chosen: set[str] = set()
+        for name in target_modules:
+            chosen.update(self._paths_named(name))
+        left_out = set(self._paths_without_adapter)
+        # A router that is a parameter, and no linear layer
+        if self.moe is not None and not self.moe.router_adapted:
+            left_out.add(self.moe.router[0].path)
+        adapted: list[Linear] = []
+        others: list[Linear] = []
+        for one in kind.linears:
+            if one.copies > 1 or one.path in left_out:
+                continue
+            if one.path in chosen:
+                adapted.append(one)
+            else:
+                others.append(one)
+        return adapted, others
+
     @property
     def _paths_without_adapter(self) -> set[str]:
         """Paths that LoRA on all linear layers leaves out: dense MLPs and shared experts where PEFT adapts the routed

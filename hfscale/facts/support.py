@@ -121,6 +121,8 @@ class Combination:
     """Whether the training writes checkpoints."""
     recompute: str | None = None
     """What is computed again in the backward pass: `none`, `selective` or `full`."""
+    activation_offload: bool | None = None
+    """Whether what the backward pass needs of the layers waits in the CPU's memory."""
     expert_adapters: bool | None = None
     """Whether experts, or other parameters that PEFT wraps (`target_parameters`), have adapters."""
     merge_adapters: bool | None = None

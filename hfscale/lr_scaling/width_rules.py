@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hfscale.core.versions import sizes_of_layers
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.experts import number_of_experts
 from hfscale.lr_scaling.width_probes import embedding_factor, norm_before_head
@@ -229,7 +230,9 @@ def _role_of_linear(
         return None
     outputs = weight.shape[1] if from_first else weight.shape[0]
     # Another side that stays is one whose name in the config is not known, and which should grow
-    head_dim = getattr(model.config, "head_dim", None)
-    known = {1, experts, head_dim or model.config.hidden_size // model.config.num_attention_heads}
+    head_dims = sizes_of_layers(model.config, "head_dim")
+    if not head_dims:
+        head_dims = (model.config.hidden_size // model.config.num_attention_heads,)
+    known = {1, experts, *head_dims}
     is_output = module is model.get_output_embeddings() or outputs in known
     return "output" if is_output else None

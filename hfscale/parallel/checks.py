@@ -1,10 +1,12 @@
 """Checks of a model's config against a layout, made before a model is built or a process group exists."""
 
+import math
 from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
 from hfscale.core.spelling import spelled
+from hfscale.core.versions import sizes_of_layers
 from hfscale.errors import LayoutError
 from hfscale.facts.experts import check_experts_divide
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
@@ -63,7 +65,7 @@ def check_config(
 def _check_tensor_sizes(config: PreTrainedConfig, tp: int) -> None:
     text = config.get_text_config()
     heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    kv_heads = math.gcd(*sizes_of_layers(text, "num_key_value_heads")) or heads
     shares = can_share_heads(text)
     legal = [
         n

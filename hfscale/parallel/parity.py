@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfscale.core.spelling import spelled
-from hfscale.core.versions import is_peft_model
+from hfscale.core.versions import is_peft_model, sizes_of_layers
 from hfscale.errors import UnsupportedModelError
 from hfscale.parallel import gradients
 from hfscale.parallel.losses import IGNORED_LABEL
@@ -292,7 +292,7 @@ def _narrow_heads(text: Any) -> None:
     if hidden % heads:
         return
     of_head = max(8, _MAX_WIDTH // heads)
-    if getattr(text, "head_dim", None) == hidden // heads:
+    if sizes_of_layers(text, "head_dim") == (hidden // heads,):
         text.head_dim = of_head
     text.hidden_size = heads * of_head
     for name in WIDTHS:

@@ -11,6 +11,8 @@ from hfscale.core.spelling import spelled
 from hfscale.core.tables import read_table
 from hfscale.errors import UsageError
 from hfscale.facts.activations import Regime
+from hfscale.facts.layer_shape import AttentionShape, Linear
+from hfscale.facts.model_shape import LayerKind, ModelShape
 from hfscale.planner.experts import layer_parameters
 from hfscale.planner.job import Job, strategy_of
 
@@ -86,11 +88,13 @@ def formed_bytes(job: Job, regime: Regime) -> FormedBytes:
         return FormedBytes()
     shape = job.shape
     modules = target_modules(job)
+    kept = 0.0
     if not isinstance(modules, str):
         # The layers of a moment may be those of one kind; the names were checked for all layers together
         modules = shape.modules_here(modules)
+        kept = -job.tokens * _unadapted_bytes(job, modules, regime)
     in_layers = shape.lora_parameters(job.lora_rank, modules) / shape.layers
-    kept = _TABLE["lora"]["kept_per_adapter"][regime] * in_layers
+    kept += _TABLE["lora"]["kept_per_adapter"][regime] * in_layers
     working = by_selective = 0.0
     inputs, outputs, weights, largest = shape.adapted_widths(modules)
     if job.lora_dropout > 0:
@@ -108,3 +112,71 @@ def formed_bytes(job: Job, regime: Regime) -> FormedBytes:
         matrix = min(matrices) if factors["kept_per_weight"] else max(matrices)
         working = max(working, factors["working_per_weight"] * matrix / sum(matrices) * experts)
     return FormedBytes(kept=kept, kept_by_selective=by_selective, working=working)
+
+
+def _unadapted_bytes(job: Job, modules: Iterable[str], regime: Regime) -> float:
+    """Bytes per token that an average layer keeps less than with adapters on all matrices, which `activations.csv`
+    counts: the outputs of the adapters' first matrices, and the inputs that adapters alone need.
+
+    Adapters in fp32 have a copy of the input each. Those in bf16 share one with the other matrices that read it, and
+    that of the output projection is kept by attention itself. Names never choose the experts of a mixture, whose
+    inputs are kept for the gradients of their merged copies alone.
+    """
+    shape = job.shape
+    width: float = _TABLE["lora"]["kept_per_input"]
+    fewer = 0.0
+    for kind in shape.layer_kinds:
+        adapted, others = shape.unadapted(modules, kind)
+        ranks = job.lora_rank * len(others)
+        if regime == "lora":
+            inputs = sum(one.inputs for one in others)
+        else:
+            inputs = _unread_inputs(shape, kind, adapted, others)
+        routed = [one for one in kind.linears if one.copies > 1]
+        # The table's experts are merged copies, whose gradients need their inputs
+        if shape.moe is not None and shape.moe.adapted and routed:
+            inputs += shape.hidden
+            inputs += sum(one.used * one.inputs for one in routed)
+        fewer += kind.share * width * (ranks + inputs)
+    return fewer
+
+
+def _unread_inputs(
+    shape: ModelShape, kind: LayerKind, adapted: Iterable[Linear], others: Iterable[Linear]
+) -> int:
+    """Widths of the inputs that no adapted matrix reads, and that nothing else keeps."""
+    last = _last_of_blocks(kind.linears)
+    is_parallel = bool(shape.parallel_residual)
+    read = {_source(one, last, is_parallel) for one in adapted}
+    kept = _attention_output(kind)
+    if kept is not None:
+        read.add(kept)
+    unread = {_source(one, last, is_parallel) for one in others}
+    return sum(size for _, size in unread - read)
+
+
+def _last_of_blocks(linears: Iterable[Linear]) -> set[str]:
+    """Paths of the last matrix of each block, such as attention or MLP, whose input the block itself makes."""
+    last: dict[str, str] = {}
+    for one in linears:
+        block = one.path.rpartition(".")[0]
+        if one.copies == 1:
+            last[block] = one.path
+    return set(last.values())
+
+
+def _source(linear: Linear, last: set[str], is_parallel: bool) -> tuple[str, int]:
+    """What a matrix reads, and its width: what the block makes if it is the last one, otherwise the block's input,
+    which attention and MLP share where they run in parallel."""
+    if linear.path in last:
+        return linear.path, linear.inputs
+    block = "" if is_parallel else linear.path.rpartition(".")[0]
+    return block, linear.inputs
+
+
+def _attention_output(kind: LayerKind) -> tuple[str, int] | None:
+    """What the output projection of attention reads, which attention keeps; None without attention."""
+    if not isinstance(kind.mixer, AttentionShape):
+        return None
+    output = kind.mixer.linears[-1]
+    return output.path, output.inputs

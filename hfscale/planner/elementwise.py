@@ -144,19 +144,46 @@ def _counted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> floa
         left = size - saved.get(name, 0.0)
         of_token += left * widths[name]
     if job.method != "full":
-        of_token += _adapter_bytes(job, direction)
+        of_token += _adapter_bytes(job, direction) - _unadapted_bytes(job, counted, direction)
     weights = sum(layer_parameters(job))
     of_weights: float = counted["weights"][direction] * weights
     return job.tokens * of_token + of_weights
 
 
 def _adapter_bytes(job: Job, direction: str) -> float:
-    """Bytes per token of the small products of adapters, which are bound by the memory."""
+    """Bytes per token of the small products of adapters, which are bound by the memory, and of their dropout.
+
+    Dropout is a kernel for each adapted matrix, which reads the input and writes it with a mask of one byte; in the
+    backward pass it reads the gradient and the mask and writes the gradient. Adapters in fp32 have inputs in fp32.
+    """
     inputs, outputs, _, _ = job.shape.adapted_widths(target_modules(job))
+    dropped = 0.0
+    if job.lora_dropout > 0:
+        width = 4.0 if regime_of(job) == "lora" else 2.0
+        dropped = (2 * width + 1.0) * inputs
     of_a_product = 2.0 * (inputs + outputs)
     if direction == "forward":
-        return of_a_product
-    return 2 * of_a_product
+        return of_a_product + dropped
+    return 2 * of_a_product + dropped
+
+
+def _unadapted_bytes(job: Job, counted: Mapping[str, Any], direction: str) -> float:
+    """Bytes per token that were counted for adapters on all matrices of a dense layer, and that those of a run with
+    fewer do not move. The routed experts of a mixture, whose adapters are merged into their weights, have none."""
+    shape = job.shape
+    query = shape.attention.query_width
+    keys_and_values = shape.attention.kv_width
+    inputs, outputs, _, _ = shape.adapted_widths(target_modules(job))
+    counted_inputs = 5 * shape.hidden + shape.mlp_width
+    counted_inputs += query
+    counted_outputs = 2 * shape.hidden + 2 * shape.mlp_width
+    counted_outputs += query + keys_and_values
+    fewer_inputs = max(0.0, counted_inputs - inputs)
+    fewer_outputs = max(0.0, counted_outputs - outputs)
+    sizes: Mapping[str, float] = counted["adapter"][direction]
+    of_inputs = sizes["input"] * fewer_inputs
+    of_outputs = sizes["output"] * fewer_outputs
+    return of_inputs + of_outputs
 
 
 def _liger_saved(job: Job, counted: Mapping[str, Any], direction: str) -> Mapping[str, float]:

@@ -326,6 +326,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     values["optim"] = TRAINER_OPTIMIZERS[job.optimizer]
     if job.ema_decay is not None:
         values |= {"ema_decay": job.ema_decay, "average_device": job.average_device}
+    if job.activation_offload:
+        values["activation_offloading"] = True
     values["learning_rate"] = learning_rate(job)
     values |= {"lr_scheduler_type": "cosine", "warmup_steps": WARM_UP}
     if choice.steps is not None:

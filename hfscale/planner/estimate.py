@@ -8,13 +8,16 @@ from typing import Any
 from hfscale.core.options import options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
+from hfscale.facts.batch_schedule import BatchSchedule
 from hfscale.facts.hardware import find_accelerator, peak_dtype, peak_tflops
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
+from hfscale.facts.support import check_support
+from hfscale.planner.batch_stages import planned_schedule
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.job import Job, splits_activations
-from hfscale.planner.launchable import compiles_by_default
+from hfscale.planner.launchable import compiles_by_default, describe
 from hfscale.planner.memory import (
     Memory,
     Peak,
@@ -25,7 +28,7 @@ from hfscale.planner.memory import (
     node_host_gib,
     peak_of,
 )
-from hfscale.planner.network import datasheet_network_gb_s
+from hfscale.planner.network import datasheet_network_gb_s, with_link
 from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
 from hfscale.planner.throughput import StepTime, step_time
@@ -78,15 +81,33 @@ def with_slower_links(job: Job) -> Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Describes the steps of one global batch of a schedule."""
+
+    global_batch: int
+    """Sequences per step."""
+    from_tokens: int
+    """Tokens seen when it begins."""
+    micro_batches: int
+    """Micro-batches per step and data-parallel rank."""
+    step_time_s: float
+    """Duration of a step, seconds."""
+    tokens_per_s_per_gpu: float
+    """Trained tokens per second and device."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """Holds the memory and the time that a job is expected to need."""
 
     job: Job
-    """The job that was estimated."""
+    """The job that was estimated; with a batch schedule, that of its largest batch."""
     memory: Memory
     """Peak memory of the fullest rank, GiB."""
     time: StepTime
     """Duration of an optimizer step, seconds."""
+    stages: tuple[Stage, ...] = ()
+    """Each global batch of a batch schedule; none where the batch is constant."""
 
     @property
     def fits(self) -> bool:
@@ -206,6 +227,7 @@ class Estimate:
             "time_s": asdict(self.time),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
+            **({"batch_schedule": [asdict(stage) for stage in self.stages]} if self.stages else {}),
         }
 
 
@@ -232,7 +254,15 @@ def estimate(model: str | ModelShape, **options: Any) -> Estimate:
 def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate:
     """Estimate as `estimate`, whose options were checked (`make_options`)."""
     gpu = options.gpu
+    if isinstance(gpu, str):
+        gpu = find_accelerator(gpu, options.hardware)
     layout, expert_parallel = _layout_of(options)
+    # Memory is that of the largest batch, which accumulates most
+    schedule = None
+    if options.batch_schedule is not None:
+        schedule = planned_schedule(
+            options.batch_schedule, seq_len=options.seq_len, global_batch=options.global_batch
+        )
     by_default = {
         "global_batch": options.micro_batch * layout.data_parallel_size,
         "liger": False,
@@ -243,17 +273,51 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     values = {name: getattr(options, name) for name in options_of(LayoutOptions)}
     values |= {name: value for name, value in by_default.items() if values[name] is None}
     values["expert_parallel"] = expert_parallel
+    if schedule is not None:
+        values["global_batch"] = max(schedule.sizes)
+        _check_batches(schedule, options.micro_batch * layout.data_parallel_size)
     job = Job(
         **values,
         shape=find_model(model) if isinstance(model, str) else model,
-        gpu=find_accelerator(gpu, options.hardware) if isinstance(gpu, str) else gpu,
+        gpu=with_link(gpu, options.link_gb_s),
         layout=layout,
     )
     find_framework(job.stack)
     job.check()
     if options.compile is None and compiles_by_default(job):
         job = replace(job, compile=True, compiled_loss=False)
-    return estimate_job(job)
+    found = estimate_job(job)
+    return found if schedule is None else replace(found, stages=_stages(job, schedule))
+
+
+def _check_batches(schedule: BatchSchedule, share: int) -> None:
+    """Raise a `LayoutError` if a batch is not a multiple of the sequences of one micro-batch of all ranks."""
+    for batch in schedule.sizes:
+        if batch % share:
+            given = spelled("batch_schedule", schedule.text())
+            raise LayoutError(
+                f"{given} has a batch of {batch}, which is not a multiple of the {share} sequences of a micro-batch "
+                f"of all data-parallel ranks: use {max(share, round(batch / share) * share)}"
+            )
+
+
+def _stages(job: Job, schedule: BatchSchedule) -> tuple[Stage, ...]:
+    """Each global batch of a schedule with the job's layout."""
+    check_support(replace(describe(job), batch_schedule=True), "batch_schedule")
+    stages = []
+    for stage in schedule.stages:
+        of_stage = replace(job, global_batch=stage.batch)
+        found = estimate_job(of_stage)
+        stages.append(
+            Stage(
+                global_batch=stage.batch,
+                from_tokens=stage.after * job.seq_len,
+                micro_batches=of_stage.micro_batches,
+                step_time_s=found.time.total,
+                tokens_per_s_per_gpu=found.tokens_per_s_per_gpu,
+            )
+        )
+    return tuple(stages)
 
 
 def _layout_of(options: EstimateOptions) -> tuple[ParallelLayout, int]:

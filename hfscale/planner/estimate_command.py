@@ -21,6 +21,7 @@ from hfscale.planner.command_line import check_one_kind, make_command, parse_gpu
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure
 from hfscale.planner.memory import GIB, Memory, allocated_gib
+from hfscale.planner.network import with_link
 from hfscale.planner.option_fields import check_needs, make_options
 from hfscale.planner.options import (
     MAX_RANKS,
@@ -126,7 +127,7 @@ def _run_script(
             script = spelled("script")
             axis = spelled(name)
             raise UsageError(f"{script} is estimated with data parallelism alone: leave {axis} out")
-    row = find_accelerator(given["gpu"], given["hardware"])
+    row = with_link(find_accelerator(given["gpu"], given["hardware"]), given["link_gb_s"])
     counts = trace_script(argv, gpus=gpus, precision="bf16" if precision == "fp8" else precision)
     found = estimate_script(
         counts,
@@ -220,6 +221,12 @@ def _print_estimate(result: Estimate) -> None:
         print(f"  {name:14}{seconds:8.3f} s  {seconds / time.total:4.0%}")
     mfu = "" if result.mfu is None else f", MFU {result.mfu:.1%} (attention in full)"
     print(f"{result.tokens_per_s_per_gpu:,.0f} tokens/s/GPU{mfu}")
+    for stage in result.stages:
+        batch = (
+            f"{stage.global_batch} sequences, {job.micro_batch} x {stage.micro_batches} per step"
+        )
+        speed = f"{stage.step_time_s:.3f} s, {stage.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        print(f"from {stage.from_tokens:,} tokens: {batch}, {speed}")
 
 
 def _run_table(path: Path) -> None:

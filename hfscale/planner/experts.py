@@ -239,7 +239,13 @@ def expert_exchange_s(job: Job, network: Network, compute: float) -> float:
             is_repeated = job.activation_checkpointing != "none"
         # A recomputed forward pass communicates again
         passes = 3 if is_repeated else 2
-        exchange = shape.moe_share * 2 * passes * network.exchange_s(element * shape.top_k, group)
+        all_nodes = size / network.per_node(group)
+        sent = network.exchange_s(element * shape.top_k, group)
+        if job.fused_exchange:
+            nodes = nodes_of_a_token(shape, all_nodes)
+            sent = network.routed_s(element, group, copies=shape.top_k, nodes=nodes)
+        exchange = shape.moe_share * 2 * passes
+        exchange *= sent
         pairs = 0.0
         if job.stack == "hf":
             pairs = paired_share(

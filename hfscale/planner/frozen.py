@@ -6,7 +6,10 @@ as the experts of a mixture, embedding, head and norms.
 
 from hfscale.planner.job import Job
 
-QLORA_BYTES = 0.5 + 0.127 / 8 + 1 / 64 / 8
+SCALE_BYTES = 0.127 / 8
+"""Bytes per parameter in NF4 of the doubly quantised scales. bitsandbytes keeps them beside the weight (`QuantState`),
+where neither FSDP nor DeepSpeed shards or offloads them: every rank has all of them on its device."""
+QLORA_BYTES = 0.5 + SCALE_BYTES + 1 / 64 / 8
 """Bytes per parameter in NF4 with double quantisation: 4 bits and 0.127 bits for the scales (Dettmers et al., arXiv
 2305.14314, section 3)."""
 QLORA_READ_BYTES = QLORA_BYTES + 4.0
@@ -22,6 +25,15 @@ def frozen_bytes(job: Job) -> float:
     if job.method == "full":
         return 0.0
     return mean_bytes(job) * job.shape.total_parameters
+
+
+def scale_bytes(job: Job) -> float:
+    """Compute the bytes of the scales of all weights in 4 bits; 0 without QLoRA.
+
+    Args:
+        job (`Job`): the run.
+    """
+    return SCALE_BYTES * _quantized(job)
 
 
 def mean_bytes(job: Job) -> float:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts import support
-from hfscale.facts.batch_schedule import BatchSchedule, Data, count, parse_batch_schedule
+from hfscale.facts.batch_schedule import BatchSchedule, Data, count
+from hfscale.planner.batch_stages import planned_schedule
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job
 from hfscale.planner.launchable import describe
@@ -89,21 +90,11 @@ def growing_plan(options: PlanOptions) -> GrowingPlan | None:
     if text is None:
         return None
     name = spelled("batch_schedule", text)
-    schedule = parse_batch_schedule(text)
-    if schedule.is_measured:
-        raise UsageError(
-            f"{name}: the batches are not known before the training; plan a schedule in tokens"
-        )
+    schedule = planned_schedule(text, seq_len=options.seq_len, global_batch=options.global_batch)
     if options.task not in ("text", "sft"):
         raise UsageError(
             f"{name} is planned for text and sft only, not for {spelled('task', options.task)}"
         )
     if options.tokens is None:
         raise UsageError(f"{name} needs the tokens to train on: give {spelled('tokens')}")
-    if options.global_batch is not None:
-        raise UsageError(
-            f"{name} and {spelled('global_batch', options.global_batch)}: give one of them"
-        )
-    return GrowingPlan(
-        text=text, schedule=schedule.in_samples(options.seq_len), tokens=options.tokens
-    )
+    return GrowingPlan(text=text, schedule=schedule, tokens=options.tokens)

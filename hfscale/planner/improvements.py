@@ -15,6 +15,8 @@ MAX_GPU_DOUBLINGS = 6
 """How often the number of GPUs is doubled where nothing fits."""
 MIN_SEQ_LEN = 512
 """Shortest sequence that is tried where nothing fits."""
+OFFLOADING_TASKS = ("sft", "dpo")
+"""Tasks whose recipes can keep activations in the CPU's memory."""
 MIN_GAIN = 0.02
 """Relative change of speed or memory below which a change is left out."""
 
@@ -158,8 +160,15 @@ def _smaller(best: Estimate) -> list[Improvement]:
         tried.append((f"fewer sequences at once: {half}", replace(job, micro_batch=half)))
     order = get_args(ActivationCheckpointing)
     for more in order[order.index(job.activation_checkpointing) + 1 :]:
+        if more == "selective" and job.activation_offload:
+            continue
         recomputed = replace(job, activation_checkpointing=more, overlapped_experts=False)
         tried.append((f"recomputation {more}", recomputed))
+    if job.task in OFFLOADING_TASKS and not job.activation_offload:
+        trial = replace(job, activation_offload=True)
+        if job.activation_checkpointing == "selective":
+            trial = replace(trial, activation_checkpointing="full")
+        tried.append(("activations in the CPU's memory: --activation-offload", trial))
     runs_in_deepspeed = job.stack == "hf" and job.layout.ranks_per_replica == 1
     if runs_in_deepspeed and job.offload == "none" and job.task == "text":
         offload: Offload = "full" if job.zero == 3 else "optimizer"
@@ -199,6 +208,11 @@ def _to_fit(request: PlanRequest) -> list[Improvement]:
         tried.append(
             ("adapters: --method qlora", _first(replace(adapters, method="qlora"), gpus), True)
         )
+    # It changes no result, but needs memory of the CPUs
+    if request.task in OFFLOADING_TASKS and not request.activation_offload:
+        offloaded = replace(request, activation_offload=True)
+        change = "activations in the CPU's memory: --activation-offload"
+        tried.append((change, _first(offloaded, gpus), False))
     tried.append(("shorter sequences", _with_shorter_sequences(request), True))
     tried.append(("more GPUs", _with_more_gpus(request), False))
     found = []

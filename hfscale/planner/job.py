@@ -76,6 +76,10 @@ class Job(LayoutOptions):
     gradients (NeMo AutoModel, nemo_automodel/components/moe/parallelizer.py). FSDP2 copies also where one rank shards
     (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_param_group.py, `wait_for_unshard`)."""
 
+    fused_exchange: bool = False
+    """Whether a token is sent once to each rank that has some of its experts, by DeepEP's kernels, as in NeMo
+    AutoModel. Otherwise it is sent to each of its experts, unless `overlapped_experts` says the same of Megatron."""
+
     @cached_property
     def data_parallel(self) -> int:
         """Number of ranks that read different sequences."""
@@ -296,6 +300,7 @@ class Job(LayoutOptions):
         self._check_model()
         self._check_experts()
         self._check_averages()
+        self._check_activation_offload()
         self._check_task()
         share = self.data_parallel * self.micro_batch
         if self.global_batch % share:
@@ -391,6 +396,18 @@ class Job(LayoutOptions):
             experts_implementation=self.experts_implementation,
         )
         check_support(asked, "experts_implementation")
+
+    def _check_activation_offload(self) -> None:
+        if not self.activation_offload:
+            return
+        asked = Combination(
+            planned=True,
+            engine="parallel_trainer" if self.runs_parallel_trainer else self.stack,
+            recompute=self.activation_checkpointing,
+            expert_parallel=self.expert_parallel,
+            activation_offload=self.activation_offload,
+        )
+        check_support(asked, "activation_offload")
 
     def _check_averages(self) -> None:
         if self.ema_decay is not None and self.average_last is not None:

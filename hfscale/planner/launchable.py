@@ -46,6 +46,7 @@ def describe(job: Job) -> Combination:
         optimizer=job.optimizer,
         offload=job.offload,
         recompute=job.activation_checkpointing,
+        activation_offload=job.activation_offload,
         gathers_weights=True,  # the emitted DeepSpeed configs do
     )
 

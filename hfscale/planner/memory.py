@@ -20,9 +20,15 @@ from hfscale.facts.hardware import Accelerator
 from hfscale.facts.model_shape import ModelShape
 from hfscale.planner.adapters import Modules, target_modules
 from hfscale.planner.experts import kept_share, layer_parameters
-from hfscale.planner.frameworks import Framework, SharedConstants, shared_constants
+from hfscale.planner.frameworks import (
+    Framework,
+    SharedConstants,
+    find_framework,
+    shared_constants,
+)
 from hfscale.planner.frozen import QLORA_BYTES as QLORA_BYTES
-from hfscale.planner.frozen import frozen_bytes
+from hfscale.planner.frozen import frozen_bytes, scale_bytes
+from hfscale.planner.host_activations import pinned_bytes
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.peak import highest_moment
 from hfscale.planner.tasks import reference_bytes
@@ -143,9 +149,12 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     moments = OPTIMIZERS[job.optimizer]["state_bytes"]
     if job.has_pure_adamw:
         moments /= 2
-    frozen = frozen_bytes(job) * local / shape.total_parameters
+    part = local / shape.total_parameters
+    scales = scale_bytes(job) * part
+    frozen = frozen_bytes(job) * part
+    frozen -= scales
     trained = share * local
-    parameters = (frozen + weight * trained) * parameter_share
+    parameters = scales + (frozen + weight * trained) * parameter_share
     gradients = gradient * trained * gradient_share
     optimizer = (master + moments) * trained * optimizer_share
     # The average is of what the rank's optimizer steps (hfscale/averaging/weights.py)
@@ -155,7 +164,8 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     if job.offload != "none":
         optimizer = 0.0
     if job.offload == "full":
-        parameters = gradients = 0.0
+        parameters = scales
+        gradients = 0.0
     return StateBytes(
         parameters=parameters, gradients=gradients, optimizer=optimizer, average=average
     )
@@ -387,17 +397,19 @@ def host_gib(job: Job) -> float:
     parameter. ZeRO-1 and 2 need 2 more for updated weights on their way to the GPU (DeepSpeed 0.19.8,
     runtime/zero/stage_1_and_2.py); ZeRO-3 4 more to accumulate gradients in fp32, and 2 for offloaded parameters
     (runtime/zero/stage3.py). Frozen parameters take the bytes of their format (`frozen_bytes`). All ranks share them.
+    Each rank has the activations of a micro-batch where these are offloaded (`host_activations.pinned_bytes`).
 
     Args:
         job (`Job`): the run.
     """
+    activations = pinned_bytes(job, find_framework(job.stack)) / GIB
     if job.offload == "none":
-        return 0.0
+        return activations
     trained = (16.0 + (4.0 if job.zero == 3 else 2.0)) * trained_parameters(job)
     if job.offload == "optimizer":
-        return trained / job.layout.world_size / GIB
+        return activations + trained / job.layout.world_size / GIB
     parameters = 2.0 * trained_parameters(job) + frozen_bytes(job)
-    return (trained + parameters) / job.layout.world_size / GIB
+    return activations + (trained + parameters) / job.layout.world_size / GIB
 
 
 HOST_GIB_PER_GPU = 256.0

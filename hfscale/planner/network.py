@@ -45,6 +45,16 @@ def datasheet_network_gb_s(gpu: Accelerator, node_size: int) -> float:
     return gpu.network_gb_s or DEFAULT_NODE_GB_S / node_size
 
 
+def with_link(gpu: Accelerator, link_gb_s: float | None) -> Accelerator:
+    """Return a device whose link to those of its node has a bandwidth that was measured.
+
+    Args:
+        gpu (`Accelerator`): the device.
+        link_gb_s (`float`, *optional*): GB/s per device and direction; None leaves the device as it is.
+    """
+    return gpu if link_gb_s is None else replace(gpu, achieved_link_gb_s=link_gb_s)
+
+
 PEER_TO_PEER_PCIE = 0.31
 """Fraction of the PCIe bandwidth that two devices without NVLink reach, in both directions at once: 10 of 32 GB/s on
 A40 through the CPU's memory (NVIDIA/nccl-tests#74, P2P disabled), which GeForce cards and most virtual machines
@@ -177,8 +187,9 @@ class Network:
     def routed_s(self, copy_bytes: float, group: Group, *, copies: int, nodes: float) -> float:
         """Compute the seconds to send every token of a rank to the ranks of its experts, or their outputs back.
 
-        A token crosses the network once for each node that holds some of its experts, and is forwarded over that
-        node's own links; both happen at the same time (DeepSeek-V3, arXiv 2412.19437, section 3.2.2; DeepEP).
+        A token crosses the network once for each node that holds some of its experts, and is forwarded once to each
+        of that node's other ranks that have any, over the node's own links; both happen at the same time (DeepSeek-V3,
+        arXiv 2412.19437, section 3.2.2; DeepEP, `get_dispatch_layout`).
 
         Args:
             copy_bytes (`float`): bytes of one copy of each of the rank's tokens.
@@ -190,16 +201,16 @@ class Network:
             return 0.0
         local = self.per_node(group)
         all_nodes = group.size / local
-        possible = min(nodes, all_nodes)
-        # Expected number of different nodes if each expert is on a random one of the possible nodes.
-        reached = possible * (1 - (1 - 1 / possible) ** copies) if possible > 1 else 1.0
+        reached = _reached(min(nodes, all_nodes), copies)
+        ranks = _reached(local, copies / reached)
         outside = (
             copy_bytes
             * reached
             * (1 - 1 / all_nodes)
             / (self.card_bytes_s * self.shared.network_rate)
         )
-        inside = copy_bytes * copies * (1 - 1 / local) / (self.link_bytes_s * self.shared.link_rate)
+        forwarded = copy_bytes * reached * ranks * (1 - 1 / local)
+        inside = forwarded / (self.link_bytes_s * self.shared.link_rate)
         return max(inside, outside) + self.latency(group)
 
     def send_s(self, total_bytes: float, stride: int) -> float:
@@ -223,3 +234,8 @@ class Network:
         """
         nodes = group.size / self.per_node(group)
         return (group.size - 1) * self.shared.hop_s + (nodes - 1) * self.shared.network_hop_s
+
+
+def _reached(places: float, copies: float) -> float:
+    """Expected number of different places of copies of a token, each of which is at a random one."""
+    return places * (1 - (1 - 1 / places) ** copies) if places > 1 else 1.0

@@ -280,6 +280,13 @@ class RunOptions:
         group=METHOD,
         help="Where the average is kept: with the weights (device), or in the CPU's memory (cpu)",
     )
+    activation_offload: bool = option(
+        False,
+        group=METHOD,
+        aliases=("activation_offloading",),
+        help="What the backward pass needs of a layer waits in the CPU's memory (activation_offloading of TRL's "
+        "trainers, recipes/sft and recipes/dpo)",
+    )
     compile: bool | None = option(
         None,
         group=METHOD,
@@ -417,6 +424,15 @@ class HardwareOptions:
         help="A file written by hfscale plan --calibrate",
         unset="~/.config/hfscale/hardware.toml",
     )
+    link_gb_s: float | None = option(
+        None,
+        group=HARDWARE,
+        unit="GB/s",
+        check=an_amount,
+        help="Bandwidth that GPUs of one node reach between each other, per GPU and direction, such as nccl-tests' "
+        "busbw: 3 on a board with few PCIe lanes",
+        unset="that of NVLink, or what devices without it reach over full PCIe lanes",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,7 +451,20 @@ class GpusOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(RunOptions, GpusOption, HardwareOptions):
+class BatchScheduleOption:
+    """The schedule of a global batch that grows."""
+
+    batch_schedule: str | None = option(
+        None,
+        group=MODEL,
+        check=a_batch_schedule,
+        help="Global batch that grows, in sequences @ tokens seen, such as 256@0,512@1B",
+        unset="the global batch is constant",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(RunOptions, GpusOption, HardwareOptions, BatchScheduleOption):
     """Options of `hfscale.plan`."""
 
     tokens: float | None = option(
@@ -445,13 +474,6 @@ class PlanOptions(RunOptions, GpusOption, HardwareOptions):
         check=an_amount,
         text=True,
         help="Tokens to train on, such as 500M or 1T on the command line; hours and cost need them",
-    )
-    batch_schedule: str | None = option(
-        None,
-        group=SEARCH,
-        check=a_batch_schedule,
-        help="Global batch that grows, in sequences @ tokens seen, such as 256@0,512@1B",
-        unset="the global batch is constant",
     )
     objective: Objective = option("time", group=SEARCH, help="What to rank by; gpus: fewest")
     top: int = option(5, group=SEARCH, check=a_count, help="Number of choices to show")
@@ -501,7 +523,7 @@ class PlanOptions(RunOptions, GpusOption, HardwareOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateOptions(LayoutOptions, HardwareOptions):
+class EstimateOptions(LayoutOptions, HardwareOptions, BatchScheduleOption):
     """Options of `hfscale.estimate`."""
 
     layout: ParallelLayout | Mapping[str, int] = option(

@@ -32,6 +32,7 @@ from hfscale.planner.experts import (
 )
 from hfscale.planner.frameworks import Framework
 from hfscale.planner.frozen import dense_bytes, expanded_bytes
+from hfscale.planner.host_activations import stashed_bytes
 from hfscale.planner.job import Job
 from hfscale.planner.tasks import (
     LOGIT_COPIES_BYTES,
@@ -141,14 +142,18 @@ def _moments(job: Job, framework: Framework, gradients: float) -> list[Moment]:
     is_shared = job.zero == 3 and job.layout.dp_shard * job.layout.cp > 1
     is_allocated_late = job.micro_batches == 1 and framework.name != "megatron" and not is_shared
     before = buckets if is_allocated_late else gradients
-    of_all = layers * kept + ends
+    of_layers = layers * kept
+    of_all = of_layers + ends
+    if job.activation_offload:
+        of_layers = min(of_layers, stashed_bytes(job, framework))
+        of_all = min(of_all, max(of_layers, kept))
     moments = [
         Moment(of_all, loss, before, at_loss),
         Moment(of_all + working, 0.0, before, at_layer, at="last layer's backward pass"),
         Moment(kept + working, 0.0, gradients, at_layer, at="first layer's backward pass"),
     ]
     if job.task == "dpo" and job.has_reference_pass:
-        moments.append(_of_the_reference(job, layers * kept, before, at_loss))
+        moments.append(_of_the_reference(job, of_layers, before, at_loss))
     if job.task == "grpo":
         # Generation comes before the step's gradients, unless those of an earlier round are still there.
         earlier = gradients if job.generation_rounds > 1 else buckets

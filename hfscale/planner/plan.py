@@ -23,6 +23,7 @@ from hfscale.planner.growing_batch import GrowingPlan, growing_plan
 from hfscale.planner.improvements import Improvement, improvements
 from hfscale.planner.job import layout_sizes, strategy_of
 from hfscale.planner.launchable import recipe_of, why_not
+from hfscale.planner.network import with_link
 from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
 from hfscale.planner.request import PlanRequest
@@ -283,6 +284,7 @@ def _request_of(model: str | ModelShape, options: PlanOptions) -> PlanRequest:
     if isinstance(gpu, str):
         gpu = find_accelerator(gpu, options.hardware)
     shared = {name: getattr(options, name) for name in options_of(RunOptions)}
+    gpu = with_link(gpu, options.link_gb_s)
     request = PlanRequest(**shared, shape=shape, gpu=gpu, gpus=options.gpus)
     find_framework(request.stack)
     _check_request(request)

@@ -169,7 +169,7 @@ def can_hold_states(request: PlanRequest, gpus: int) -> bool:
         job = changed.job(layout, global_batch=gpus, zero=zero, offload=offload)
         states = state_bytes(job, framework)
         on_device = (states.parameters + states.gradients + states.optimizer) / GIB
-        if on_device <= limit and host_gib(job) <= assumed_host_gib(request.gpu):
+        if on_device <= limit and _states_on_host_gib(job) <= assumed_host_gib(request.gpu):
             return True
     return False
 
@@ -212,9 +212,11 @@ def _with_lower_precision(request: PlanRequest, gpus: int, batch: int) -> list[E
 def _jobs(request: PlanRequest, gpus: int, batch: int) -> Iterator[Job]:
     """Runs without offload of all layouts, and those of transformers' expert parallelism."""
     tried = list(layouts(request, gpus))
+    if request.activation_offload:  # no pipeline runs it
+        tried = [candidate for candidate in tried if candidate[0].pp == 1]
     for layout, zero, _ in tried:
         yield request.job(layout, global_batch=batch, zero=zero)
-    if request.stack != "hf" or _why_no_experts(request) is not None:
+    if request.activation_offload or request.stack != "hf" or _why_no_experts(request) is not None:
         return
     for layout, zero, _ in tried:
         sizes = _native_groups(request.shape, layout)
@@ -312,7 +314,7 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
             f"--global-batch {max(1, round(job.global_batch / job.data_parallel)) * job.data_parallel}"
         )
     host_memory = assumed_host_gib(job.gpu)
-    if (needed := host_gib(job)) > host_memory:
+    if (needed := _states_on_host_gib(job)) > host_memory:
         return because(
             f"offload needs {needed:.0f} GiB of CPU memory per GPU, and {host_memory:.0f} are assumed"
         )
@@ -331,6 +333,11 @@ def _try(request: PlanRequest, job: Job) -> Estimate | Rejected:
             "more"
         )
     return _too_large(job, least_gib)
+
+
+def _states_on_host_gib(job: Job) -> float:
+    """CPU memory per device of offloaded states alone: how much activations need is decided with the micro-batch."""
+    return host_gib(replace(job, activation_offload=False))
 
 
 def best_of_layout(job: Job, *, fused: bool) -> tuple[Estimate | None, float | None]:
@@ -408,10 +415,14 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
             trial = replace(trial, overlapped_experts=False)
         needed = memory_of(trial, framework).needed
         least_gib = needed if least_gib is None else min(least_gib, needed)
-        if needed > limit:
+        if needed > limit or (trial.activation_offload and not _fits_host(trial)):
             return fitting, least_gib, True
         fitting.append(trial)
     return fitting, least_gib, False
+
+
+def _fits_host(job: Job) -> bool:
+    return host_gib(job) <= assumed_host_gib(job.gpu)
 
 
 def _schedule_runs(job: Job, micro_batches: int) -> bool:
@@ -429,6 +440,8 @@ def _variants(job: Job, schedule: Schedule, stages: int, liger: bool) -> Iterato
     for checkpointing in reversed(get_args(ActivationCheckpointing)):
         # A schedule that delays the weights' gradients keeps what they need, so recomputation saves nothing.
         if checkpointing != "none" and schedule_name(schedule, stages) in SPLIT_BACKWARD:
+            continue
+        if checkpointing == "selective" and job.activation_offload:
             continue
         variant = replace(
             job,

@@ -25,6 +25,7 @@ from hfscale.planner.experts import (
 )
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.frozen import dense_bytes, mean_bytes
+from hfscale.planner.host_activations import exposed_copies_s
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import reduced_gradient_bytes, trained_parameters
@@ -107,7 +108,8 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
     gathered = _sharded_traffic(job, framework, network, copies, forward, backward, head)
 
     first, last = job.layer_split
-    exposed = sent + gathered.per_layer
+    offloaded = exposed_copies_s(job, framework, _host_bytes_s(job), forward, backward)
+    exposed = sent + gathered.per_layer + offloaded
     compute = max(first * (forward + backward), last * (forward + backward) + head)
     logits = _gathered_logits_s(job, network)
     on_last = last * (forward + backward + exposed) + head + logits + gathered.root
@@ -127,7 +129,7 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
 
     m = job.micro_batches
     once = (
-        _once_per_step(job, framework, network, forward * first, backward * first)
+        _once_per_step(job, framework, network, rates, forward * first, backward * first)
         + gathered.per_step
     )
     optimizer = _optimizer_s(job, rates) + framework.step_s
@@ -268,21 +270,24 @@ class _ShardedTraffic:
 
 @dataclass(frozen=True)
 class _Copies:
-    """Seconds per byte of the copies that come with the communication of sharded parameters, and delay it."""
+    """Seconds per byte of the copies that come with the communication of sharded parameters."""
 
     gathered: float = 0.0
-    """Per byte of a gathered buffer. FSDP2 copies it to the parameters: it is read and written."""
+    """Per byte of a gathered buffer. FSDP2 copies it to the parameters, on the stream of the computation: it is read
+    and written."""
     scattered: float = 0.0
-    """Per byte of gradients that are copied into the buffer of the reduce-scatter, or out of the gradients."""
+    """Per byte of gradients that are copied into the buffer of the reduce-scatter or out of the gradients, there."""
     own: float = 0.0
-    """Per byte of the rank's shard that is copied to the device from the CPU, where parameters are offloaded."""
+    """Per byte of the rank's shard that is copied to the device from the CPU, where parameters are offloaded, on the
+    stream of the communication."""
 
     @classmethod
     def of(cls, job: Job, rates: Rates) -> "_Copies":
         """Return those of a run: FSDP2 copies (torch 2.13, distributed/fsdp/_fully_shard/_fsdp_collectives.py,
-        `foreach_all_gather_copy_out` and `foreach_reduce_scatter_copy_in`), DeepSpeed and Megatron gather in
-        place. DeepSpeed copies offloaded shards on the stream of its gathers (DeepSpeed 0.19.8,
-        runtime/zero/partitioned_param_coordinator.py)."""
+        `foreach_all_gather_copy_out` and `foreach_reduce_scatter_copy_in`), Megatron gathers in place. ZeRO-3's
+        copies are on the streams of its communication (DeepSpeed 0.19.8, runtime/zero/partition_parameters.py,
+        `AllGatherCoalescedHandle`) and are not counted; so are those of offloaded shards
+        (runtime/zero/partitioned_param_coordinator.py), which are."""
         own = 0.0
         if job.offload == "full":
             own = 1 / _host_bytes_s(job)
@@ -327,17 +332,23 @@ def _sharded_traffic(
     scatter = _layer_gather_s(job, network, shard, gradient, gradient)
     copied_experts = experts * copied_share(job)
     weights = dense_bytes(job) * dense + expert_weight * copied_experts
-    gather += weights * (copies.gathered + copies.own / shard.size)
+    gather += weights * copies.own / shard.size
+    # What the computation waits for: the copies after each gather, and those before the reduction
+    copied_out = weights * copies.gathered
     trained = trained_parameters(job) / shape.total_parameters
     read_and_written = job.value_bytes * trained + gradient
-    scatter += copies.scattered * read_and_written * (dense + copied_experts)
+    copied_in = copies.scattered * read_and_written * (dense + copied_experts)
     share = dense / shard.size + experts * kept_share(job, shard.size)
     across = network.reduce_s(gradient * share, replicas)
     if job.spreads_experts and job.expert_parallel > layout.dp_shard * layout.cp * layout.tp:
         # Ranks that share experts are those of several replicas, which then have fewer copies of them.
         across = network.reduce_s(gradient * dense / shard.size, replicas)
         across += network.reduce_s(gradient * experts, _expert_replicas(job))
-    again = gather if job.reshard else 0.0
+    again = 0.0
+    copied = copied_out + copied_in
+    if job.reshard:
+        again = gather
+        copied += copied_out
     ends = (shape.embedding_parameters + shape.head_parameters) / layout.tp
     of_ends = network.gather_s(job.value_bytes * ends, shard) + network.gather_s(
         gradient * ends, shard
@@ -349,18 +360,18 @@ def _sharded_traffic(
     if job.is_native:
         once = exposed_s(across, backward, framework.overlap_dp) * job.layer_split[0]
         behind = exposed_s(again + scatter, backward, framework.overlap_dp)
-        return _ShardedTraffic(per_layer=ahead + behind, root=root, per_step=once)
+        return _ShardedTraffic(per_layer=ahead + behind + copied, root=root, per_step=once)
     behind = exposed_s(again + scatter + across, backward, framework.overlap_dp)
     if layout.pp > 1:
-        return _ShardedTraffic(per_step=job.layer_split[0] * (ahead + behind) + root)
+        return _ShardedTraffic(per_step=job.layer_split[0] * (ahead + behind + copied) + root)
     if job.runs_parallel_trainer:  # it reduces gradients with the last micro-batch only
-        once = exposed_s(scatter + across, backward, framework.overlap_dp) * job.layer_split[0]
+        once = exposed_s(scatter + across, backward, framework.overlap_dp) + copied_in
         return _ShardedTraffic(
-            per_layer=ahead + exposed_s(again, backward, framework.overlap_dp),
+            per_layer=ahead + exposed_s(again, backward, framework.overlap_dp) + copied - copied_in,
             root=root,
-            per_step=once,
+            per_step=once * job.layer_split[0],
         )
-    return _ShardedTraffic(per_layer=ahead + behind, root=root)
+    return _ShardedTraffic(per_layer=ahead + behind + copied, root=root)
 
 
 def _expert_replicas(job: Job) -> Group:
@@ -408,10 +419,15 @@ def _bubble(job: Job, slowest: float, all_layers: float) -> float:
 
 
 def _once_per_step(
-    job: Job, framework: Framework, network: Network, forward: float, backward: float
+    job: Job,
+    framework: Framework,
+    network: Network,
+    rates: Rates,
+    forward: float,
+    backward: float,
 ) -> float:
-    """Exposed communication of replicated parameters, once per step: reduction of gradients, and with sharded
-    optimizer states the gathering of updated parameters."""
+    """Exposed communication of replicated parameters in a step: reduction of gradients, and with sharded optimizer
+    states the gathering of updated parameters."""
     shape = job.shape
     layout = job.layout
     if job.zero >= 3:
@@ -441,6 +457,17 @@ def _once_per_step(
         # DeepSpeed's BF16_Optimizer all-reduces the accumulated gradients after the last micro-batch, and gathers the
         # parameters after the update; nothing is computed meanwhile (DeepSpeed 0.19.8, runtime/bf16_optimizer.py).
         return network.reduce_s(gradient * trained, group) + network.gather_s(2.0 * trained, group)
+    if job.zero == 2 and framework.name == "hf":
+        # DeepSpeed reduces the gradients of every micro-batch, in the type of the weights. It copies each to a bucket
+        # on the stream of the computation, and all-reduces the bucket (`use_multi_rank_bucket_allreduce`, which is
+        # on). The step gathers the parameters, and nothing is computed meanwhile (DeepSpeed 0.19.8,
+        # runtime/zero/stage_1_and_2.py).
+        weights = job.value_bytes * trained
+        gathered = network.gather_s(2.0 * trained, group)
+        reduced = network.reduce_s(weights, group)
+        waited = exposed_s(reduced, backward, framework.overlap_dp)
+        waited += 2.0 * weights / rates.memory
+        return job.micro_batches * waited + gathered
     scattered = exposed_s(
         network.gather_s(gradient * trained, group), backward, framework.overlap_dp
     )

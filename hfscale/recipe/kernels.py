@@ -24,6 +24,7 @@ from hfscale.core.versions import (
     is_at_least,
     require,
     sequence_parallel_size,
+    sizes_of_layers,
 )
 from hfscale.errors import UsageError
 from hfscale.facts.experts import number_of_experts
@@ -169,12 +170,15 @@ def _fits(model: PreTrainedModel, name: str) -> bool:
         compatible = getattr(model, "_compatible_flash_implementations", None)
         return not compatible or name in compatible
     text = model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dims = sizes_of_layers(text, "head_dim")
+    if not head_dims:
+        head_dims = (text.hidden_size // text.num_attention_heads,)
     smallest, largest = _FLEX_HEAD_DIMS
     # transformers refuses it with flex_attention
     has_dropout = bool(getattr(text, "attention_dropout", 0.0))
     has_two_widths = getattr(text, "kv_lora_rank", None) is not None  # multi-head latent attention
-    return smallest <= head_dim <= largest and not has_dropout and not has_two_widths
+    has_sizes = smallest <= head_dims[0] and head_dims[-1] <= largest
+    return has_sizes and not has_dropout and not has_two_widths
 
 
 def choose_loss(trainer: Trainer, kernels: Kernels) -> None:

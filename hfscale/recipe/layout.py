@@ -19,7 +19,7 @@ from accelerate import ParallelismConfig
 from transformers.distributed import DistributedConfig
 
 from hfscale.core.spelling import Speaker, speaking, spelled
-from hfscale.core.versions import require
+from hfscale.core.versions import require, sizes_of_layers
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.experts import check_experts_divide
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
@@ -354,11 +354,13 @@ def check_model(
     if layout.tp == layout.cp == 1:
         return
     heads = text.num_attention_heads
-    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
-    if heads % layout.tp or key_value_heads % layout.tp:
+    key_value_heads = sizes_of_layers(text, "num_key_value_heads") or (heads,)
+    common = math.gcd(heads, *key_value_heads)
+    if common % layout.tp:
+        of_keys = " or ".join(map(str, key_value_heads))
         raise LayoutError(
-            f"tp_size {layout.tp} does not divide the model's {heads} attention heads and {key_value_heads} "
-            f"key-value heads: choose one of {_divisors(math.gcd(heads, key_value_heads))}"
+            f"tp_size {layout.tp} does not divide the model's {heads} attention heads and {of_keys} "
+            f"key-value heads: choose one of {_divisors(common)}"
         )
     if layout.cp > 1 and requested(args).by_deepspeed and heads % layout.cp:
         raise LayoutError(

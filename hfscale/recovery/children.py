@@ -62,6 +62,24 @@ def exit_code_of(pid: int, descriptor: int) -> int | None:
     return None if status is None else os.waitstatus_to_exitcode(status)
 
 
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal; True where that cannot be read.
+
+    Args:
+        pid (`int`): its id.
+        number (`int`): the signal.
+    """
+    path = Path(f"/proc/{pid}/status")
+    bit = 1 << (number - 1)
+    with suppress(OSError, ValueError):
+        text = path.read_text(encoding="utf-8")
+        fields = text.split()
+        place = fields.index("SigCgt:") + 1
+        caught = int(fields[place], 16)
+        return bool(caught & bit)
+    return True
+
+
 def send(pid: int, number: int) -> None:
     """Send a signal to a process, if it still exists. A process that is stopped (SIGSTOP) goes on, to take it.
 

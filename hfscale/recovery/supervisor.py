@@ -15,7 +15,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from hfscale.core.text_files import parse_json
 from hfscale.errors import UsageError
 from hfscale.recovery.children import (
     adopt_orphans,
+    catches,
     describe,
     die_with_parent,
     end_descendants,
@@ -661,8 +662,9 @@ class Supervisor:
     def _forward(self, number: int, frame: Any) -> None:
         """Pass a signal on; nothing is started again after it.
 
-        A launcher passes SIGTERM and SIGINT on to its ranks. SIGUSR1 would end it, unless it is `exit_code.py`, so the
-        ranks receive that directly.
+        A launcher of several ranks passes SIGTERM and SIGINT on to them. SIGUSR1 would end it, unless it is
+        `exit_code.py`, so the ranks receive that directly. So they do where the launcher has no handler: that of a
+        single process (`accelerate launch` without a distributed type) would end at once, and its rank with it.
         """
         self._signalled = number
         self._stop.set()
@@ -670,8 +672,12 @@ class Supervisor:
             self._group.wake()
         if self._launch is None:
             return
+        launcher = self._launch.process.pid
         is_for_ranks = number == signal.SIGUSR1 and not is_wrapped(self._settings.command)
-        for pid in self._launch.ranks if is_for_ranks else (self._launch.process.pid,):
+        receivers: Iterable[int] = (launcher,)
+        if is_for_ranks or (self._launch.ranks and not catches(launcher, number)):
+            receivers = tuple(self._launch.ranks)
+        for pid in receivers:
             send(pid, number)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfscale.core.versions import sizes_of_layers
 from hfscale.errors import ParameterError
 
 _LAYERS = (
@@ -90,7 +91,10 @@ def _narrower(config: Any, divisor: int) -> None:
         or hidden % heads
     ):
         return
-    groups = getattr(config, "num_key_value_heads", None)
+    sizes = sizes_of_layers(config, "num_key_value_heads")
+    if len(sizes) > 1:  # no number of heads suits all layers
+        return
+    groups = sizes[0] if sizes else None
     fewer = next(
         number
         for number in range(_MAX_HEADS, heads + 1)
@@ -120,7 +124,11 @@ def config_at_width(config: Any, width: int, *, named: str = "base_width") -> An
     hidden = config.hidden_size
     sizes = {}
     for name in _WITH_THE_WIDTH:
-        size = getattr(config, name, None)
+        values = sizes_of_layers(config, name)
+        if len(values) > 1:
+            rule = f"the {name} of its layers differ ({', '.join(map(str, values))}), and no width is tuned at"
+            raise ParameterError(named, width, rule)
+        size = values[0] if values else None
         # A single key-value head serves all heads at every width
         if isinstance(size, int) and not (name == "num_key_value_heads" and size == 1):
             sizes[name] = size

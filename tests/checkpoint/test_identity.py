@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_tokenizer, tiny_trainer
-from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers import Gemma4TextConfig, Trainer, TrainerCallback, default_data_collator
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import identity
@@ -266,6 +266,15 @@ class TestOncePerResume:
         with pytest.raises(UsageError, match="another data"):
             trainer.train(resume_from_checkpoint=True)
         assert compared == ["checkpoint-4", "checkpoint-4"]
+
+
+def test_a_model_whose_layers_differ_has_an_identity(tmp_path):
+    """Gemma 4, whose layers with attention to all tokens have fewer key-value heads."""
+    model = tiny_model()
+    model.config = Gemma4TextConfig(num_key_value_heads=4, num_global_key_value_heads=2, attention_k_eq_v=True)
+    found = identity_of(trainer_of(tmp_path, model=model))["model"]
+    assert found["num_attention_heads"] == model.config.num_attention_heads
+    assert "num_key_value_heads" not in found
 
 
 def test_no_random_number_is_drawn_for_the_identity(tmp_path):

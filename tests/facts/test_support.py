@@ -194,6 +194,16 @@ CASES = {
     "other products of experts than grouped ones, which ranks share": lambda c: [
         planned(expert_parallel=8, zero=3, experts_implementation="eager")
     ],
+    "activation offload in another stack": lambda c: [planned("titan", activation_offload=True)],
+    "activation offload with experts that ranks share": lambda c: [
+        planned(expert_parallel=8, zero=3, activation_offload=True)
+    ],
+    "activation offload with selective recomputation": lambda c: [
+        planned(task="sft", activation_checkpointing="selective", activation_offload=True)
+    ],
+    "activation offload outside TRL's trainers for chats and pairs": lambda c: [
+        planned(task="grpo", activation_offload=True)
+    ],
     "an average of the weights in another stack": lambda c: [planned("megatron", ema_decay=0.999)],
     "launching another stack": lambda c: [planned("megatron")],
     "TRL with tensor, pipeline or context parallelism": lambda c: [planned(task="dpo", layout=TENSOR)],

@@ -41,7 +41,7 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def counted(family, regime, layers):
+def counted(family, regime, layers, modules="all-linear"):
     config, model = FAMILIES[family]
     torch.manual_seed(0)
     made = model(config(**SIZES, head_dim=64, vocab_size=64, num_hidden_layers=layers, attn_implementation="sdpa"))
@@ -49,7 +49,7 @@ def counted(family, regime, layers):
     if "bf16" in regime:
         made = made.to(torch.bfloat16)
     if regime.startswith("lora"):
-        adapters = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        adapters = LoraConfig(r=16, target_modules=modules, task_type="CAUSAL_LM")
         in_fp32 = regime == "lora"
         made = get_peft_model(made.to(torch.bfloat16), adapters, autocast_adapter_dtype=in_fp32)
         made.enable_input_require_grads()
@@ -84,6 +84,21 @@ def test_the_table_equals_what_operators_read_and_write(family, regime):
         planned = _counted_bytes(job, _EAGER[regime], direction) - TOKENS * products[direction]
         # With such small sizes the adapters' weights, and what does not depend on a width, are a visible part
         assert of_two - of_one == pytest.approx(planned, rel=0.12)
+
+
+@pytest.mark.parametrize("modules", ["q_proj,v_proj", "q_proj,k_proj,v_proj,o_proj", "gate_proj,up_proj,down_proj"])
+@pytest.mark.parametrize("regime", ["lora", "lora_bf16"])
+def test_adapters_on_fewer_matrices_move_less(regime, modules):
+    config, *one = counted("llama", regime, 1, modules.split(","))
+    _, *two = counted("llama", regime, 2, modules.split(","))
+    shape = ModelShape.from_config(config.to_dict())
+    run = {"gpu": "H100-80GB", "layout": {}, "seq_len": TOKENS, "method": "lora", "compile": False}
+    job = estimate(shape, **run, lora_target_modules=modules).job
+    inputs, outputs, _, _ = shape.adapted_widths(modules.split(","))
+    products = {"forward": 2.0 * (inputs + outputs), "backward": 4.0 * (inputs + outputs)}
+    for direction, of_one, of_two in zip(("forward", "backward"), one, two, strict=True):
+        planned = _counted_bytes(job, _EAGER[regime], direction) - TOKENS * products[direction]
+        assert of_two - of_one == pytest.approx(planned, rel=0.12), direction
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 import hfscale
-from hfscale.errors import UsageError
+from hfscale.errors import HfScaleError, UsageError
 from hfscale.planner.emit import recipe_yaml
 
 RUN = {"gpu": "H100-80GB", "gpus": 64, "tokens": 10e9, "seq_len": 4096, "usd_per_gpu_hour": 2.0}
@@ -58,3 +58,33 @@ def test_layouts_that_do_not_run_with_it_are_left_out():
 def test_what_cannot_be_planned_is_refused(changes, message):
     with pytest.raises(UsageError, match=message):
         hfscale.plan("llama-3.1-8b", **RUN | {"batch_schedule": SCHEDULE} | changes)
+
+
+LAYOUT = {"gpu": "H100-80GB", "layout": {"dp_shard": 16}, "zero": 3, "seq_len": 4096, "micro_batch": 2}
+
+
+def test_an_estimate_has_the_steps_of_each_batch():
+    found = hfscale.estimate("llama-3.1-8b", **LAYOUT, batch_schedule=SCHEDULE)
+    for stage, batch in zip(found.stages, (256, 512, 1024), strict=True):
+        constant = hfscale.estimate("llama-3.1-8b", **LAYOUT, global_batch=batch)
+        assert (stage.global_batch, stage.micro_batches) == (batch, batch // 32)
+        assert stage.step_time_s == pytest.approx(constant.time.total)
+        assert stage.tokens_per_s_per_gpu == pytest.approx(constant.tokens_per_s_per_gpu)
+    assert [stage.from_tokens // 4096 for stage in found.stages] == [0, 244141, 976563]
+    assert found.job.global_batch == 1024  # what is said of memory holds for the largest
+    assert [row["global_batch"] for row in found.to_dict()["batch_schedule"]] == [256, 512, 1024]
+    assert "batch_schedule" not in constant.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"global_batch": 256}, "give one of them"),
+        ({"batch_schedule": "auto:256..1024"}, "not known before"),
+        ({"batch_schedule": "256@0,520@1B"}, "a batch of 520, which is not a multiple of the 32 sequences"),
+        ({"layout": {"dp_shard": 8, "tp": 2}}, "never compared with one process"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(changes, message):
+    with pytest.raises(HfScaleError, match=message):
+        hfscale.estimate("llama-3.1-8b", **LAYOUT | {"batch_schedule": SCHEDULE} | changes)

@@ -94,7 +94,22 @@ class TestStep:
         found, eight_bits = estimate_job(job()), estimate_job(job(precision="fp8"))
         speedup = eight_bits.tokens_per_s_per_gpu / found.tokens_per_s_per_gpu
         assert eight_bits.mfu / found.mfu == pytest.approx(speedup)
-        assert speedup > 1.2
+        assert found.time.compute / eight_bits.time.compute > 1.2
+        assert speedup > 1.1  # the copies of FSDP2 cost as much as with BF16
+
+    def test_zero2_reduces_the_gradients_of_every_micro_batch_and_ddp_once(self):
+        replicas = ParallelLayout(dp_replicate=8)
+        waited = {}
+        for zero in (0, 2):
+            jobs = [job(layout=replicas, zero=zero, global_batch=8 * count) for count in (1, 2, 3)]
+            waited[zero] = [estimate_job(one).time.communication for one in jobs]
+        first, second, third = waited[2]
+        parameters = estimate_job(jobs[0]).job.shape.total_parameters
+        copied = 2 * 2.0 * parameters / 3.35e12
+        assert second - first == pytest.approx(third - second)
+        assert second - first > copied
+        assert first > second - first  # the parameters are gathered once
+        assert waited[0][0] == pytest.approx(waited[0][2])
 
     def test_without_a_known_peak_there_is_no_mfu(self):
         nameless = replace(accelerator("H100-80GB"), tf32_tflops=None)

@@ -4,15 +4,10 @@ tests/faults/test_plans.py does the same with 200 random requests.
 """
 
 import json
-import os
-import signal
 import subprocess
-import sys
-import time
 
 import pytest
-from conftest import REPOSITORY
-from emitted_plans import check_files, choices_of, emit_choice, small_flags, small_launcher, small_layout, start
+from emitted_plans import check_files, choices_of, emit_choice, launched_plan, preempt, start
 from plan_requests import NOT_SAMPLED, SAMPLERS, Request, built_in
 
 from hfscale.core.options import options_of
@@ -63,51 +58,37 @@ def test_an_emitted_plan_of_spread_experts_without_a_pipeline_starts(tmp_path, a
     start(plan, tmp_path)
 
 
-PROGRAMS = {"hfscale": "hfscale", "accelerate": "accelerate.commands.accelerate_cli"}
-"""What launch.sh starts, by the module that this interpreter runs for it."""
+LAUNCHED = {"ddp": PLANS["ddp"], "single": ("ddp", "qwen3-0.6b", "--gpu", "A100-80GB", "--gpus", "1")}
+"""Strategy -> the same, of launchers that pass signals on to their ranks, and that do not."""
 
 
 @pytest.mark.recipes
 @pytest.mark.timeout(600)
-def test_a_launched_plan_that_gets_sigterm_saves_and_resumes(tmp_path):
-    """launch.sh, `hfscale run`, the launcher and two ranks, each a process of its own."""
-    recipe, model, *flags = PLANS["ddp"]
+@pytest.mark.parametrize("strategy", LAUNCHED)
+def test_a_launched_plan_that_gets_sigterm_saves_and_resumes(tmp_path, strategy):
+    """launch.sh, `hfscale run`, the launcher and its ranks, each a process of its own."""
+    recipe, model, *flags = LAUNCHED[strategy]
     config = built_in(model)
     request = Request(model=model, family=config.model_type, config=config, flags=(*flags, "--top", "100"))
     choices = choices_of(request)
-    index = [(choice["strategy"], choice["recipe"]) for choice in choices].index(("ddp", f"recipes/{recipe}/train.py"))
+    index = [(choice["strategy"], choice["recipe"]) for choice in choices].index(
+        (strategy, f"recipes/{recipe}/train.py")
+    )
     plan = emit_choice(request, choices, index, tmp_path / "plan")
-    small = small_layout(plan)
-    words = ["sh", "plan/launch.sh", *small_flags(plan, small, tmp_path)]
-    small_launcher(plan, small, tmp_path).replace(plan.folder / "accelerate.yaml")
-    for name, module in PROGRAMS.items():
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        program.chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
-    logged = tmp_path / "out" / "scaling.jsonl"
-
-    def found():
-        return json.loads((tmp_path / "out" / "hfscale_status.json").read_text(encoding="utf-8"))
-
-    started = subprocess.Popen([*words, "--max_steps", "100000"], cwd=tmp_path, env=env)
-    while not logged.exists() or logged.read_text(encoding="utf-8").count("\n") < 2:
-        assert started.poll() is None
-        time.sleep(0.1)
-    started.send_signal(signal.SIGTERM)
-    assert started.wait(120) == 75
-    stopped = found()
-    step = stopped["step"]
-    assert (stopped["status"], stopped["reason"]) == ("preempted", f"SIGTERM: checkpoint-{step} is committed")
-    assert (tmp_path / "out" / f"checkpoint-{step}").is_dir()
+    launched = launched_plan(plan, tmp_path / "run")
+    step = preempt(launched, plan.title)
     again = subprocess.run(
-        [*words, "--max_steps", str(step + 2)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
+        [*launched.words, "--max_steps", str(step + 2)],
+        cwd=launched.folder,
+        env=launched.env,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert again.returncode == 0, again.stderr[-3000:]
-    assert (found()["status"], found()["step"]) == ("completed", step + 2)
-    state = json.loads(
-        (tmp_path / "out" / f"checkpoint-{step + 2}" / "trainer_state.json").read_text(encoding="utf-8")
-    )
+    found = launched.status()
+    assert (found["status"], found["step"]) == ("completed", step + 2)
+    state = json.loads((launched.output / f"checkpoint-{step + 2}" / "trainer_state.json").read_text(encoding="utf-8"))
     steps = [row["step"] for row in state["log_history"] if "loss" in row]
     assert steps == [*range(1, step + 3)]  # those before the signal come from the checkpoint
 

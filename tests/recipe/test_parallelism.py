@@ -6,6 +6,7 @@ from simulated_arguments import simulated_arguments
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma4TextConfig,
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
@@ -173,6 +174,16 @@ def test_heads_and_sequences_that_do_not_divide_are_refused(monkeypatch, layout,
         monkeypatch.setenv(name, value)
     with pytest.raises(LayoutError, match=message):
         check_model(ParallelLayout(**layout), config, simulated_arguments(), block_size=block_size)
+
+
+def test_key_value_heads_that_differ_between_layers_are_all_divided(monkeypatch):
+    """Those of Gemma 4 with attention to all tokens are fewer than the others."""
+    for name, value in DDP.items():
+        monkeypatch.setenv(name, value)
+    config = Gemma4TextConfig(num_key_value_heads=4, num_global_key_value_heads=2, attention_k_eq_v=True)
+    check_model(ParallelLayout(tp=2), config, simulated_arguments(), block_size=64)
+    with pytest.raises(LayoutError, match=r"8 attention heads and 2 or 4 key-value heads: choose one of 1, 2$"):
+        check_model(ParallelLayout(tp=4), config, simulated_arguments(), block_size=64)
 
 
 @pytest.mark.parametrize("config", [Qwen3MoeConfig(num_experts=6), MixtralConfig(num_local_experts=6)])

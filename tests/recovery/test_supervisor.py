@@ -23,6 +23,7 @@ from hfscale.core.final_errors import is_final, is_of_user, recurring_error
 from hfscale.core.run_memory import AGREED_VARIABLES, OWN_VARIABLES, Progress, RunMemory, remove_abandoned
 from hfscale.errors import HealthError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
+from hfscale.recovery.children import catches
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeSettings, Start
 from hfscale.recovery.rank_start import IN_RANK, with_folder
@@ -445,12 +446,24 @@ def test_it_gives_up_after_max_restarts(tmp_path):
     assert "--max-restarts" in done.stderr.splitlines()[-1]
 
 
-def test_sigterm_reaches_the_launcher_and_nothing_is_started_again(tmp_path, waiting):
+def test_sigterm_reaches_the_rank_of_a_launcher_without_a_handler_and_nothing_is_started_again(tmp_path, waiting):
     supervisor, rank = waiting
     supervisor.terminate()
     assert supervisor.wait(timeout=200) == 75
+    assert (tmp_path / "saved").exists(), "it ended before it could save"
     assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
     assert memory_folders(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("handler", "caught"), [("signal.SIG_DFL", False), ("signal.SIG_IGN", False), ("lambda *_: None", True)]
+)
+def test_a_process_is_known_to_catch_a_signal(handler, caught):
+    program = f"import signal; signal.signal(signal.SIGTERM, {handler}); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert catches(process.pid, signal.SIGTERM) is caught
+        process.communicate(b"\n")
 
 
 def test_a_launcher_that_was_stopped_takes_a_signal(waiting):

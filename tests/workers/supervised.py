@@ -68,6 +68,7 @@ if how == "removed" and restarts == 0:  # the machine clears its memory while th
     os.waitpid(child, 0)
 if how == "wait":
     signal.signal(signal.SIGUSR1, lambda *_: (link.ending(75), os._exit(75)))
+    signal.signal(signal.SIGTERM, lambda *_: ((folder / "saved").touch(), link.ending(75), os._exit(75)))
     while True:
         time.sleep(60)
 if how == "health" and restarts < 2:
