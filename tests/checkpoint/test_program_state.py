@@ -287,6 +287,20 @@ class Crash(TrainerCallback):
             raise RuntimeError("planned")
 
 
+def scheduled(folder, *more):
+    model, calls = tiny_model(), 0
+
+    def factor(step):
+        nonlocal calls
+        calls += 1
+        return 1 / (1 + calls)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return program(
+        folder, *more, model=model, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor))
+    )
+
+
 def program(output_dir, *callbacks, kind=Trainer, model=None, data=None, **options):
     arguments = tiny_arguments(
         output_dir,
@@ -325,6 +339,7 @@ PROGRAMS = {
     "globals": lambda folder, *more: program(folder, *more, compute_loss_func=count_globally),
     "closure": lambda folder, *more: program(folder, *more, compute_loss_func=counting_closure()),
     "hard examples": lambda folder, *more: program(folder, *more, kind=Mines, data=Weighted()),
+    "schedule": scheduled,
     "hook": lambda folder, *more: program(folder, *more, model=hooked_model()),
     "rehearsal": lambda folder, *more: program(folder, *more, kind=Rehearses),
     "reordered by a callback": reordered,

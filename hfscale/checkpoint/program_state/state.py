@@ -93,6 +93,9 @@ class ProgramState(TrainerCallback):
         search.enter("trainer", trainer)
         search.enter("compute_loss_func", trainer.compute_loss_func)
         search.enter("optimizer", getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+        search.enter("schedule", schedule)
+        search.enter("schedule.lr_lambdas", getattr(schedule, "lr_lambdas", None))
         for name, module in modules.items():
             path = f"model.{name}" if name else "model"
             if is_of_program(module):
