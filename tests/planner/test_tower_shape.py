@@ -12,7 +12,7 @@ from hfscale.errors import UnsupportedModelError
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_tower
 from hfscale.facts.tower_shape import TowerShape
-from hfscale.recipe.modalities import parts_that_read_images
+from hfscale.recipe.modalities import compute_without_gradients, parts_that_read_images
 
 SIDE = 32
 VISION = {
@@ -57,6 +57,8 @@ def model_of(family, regime, *, trains_tower=True, policy="none", **changes):
     tower, _ = parts_that_read_images(model)
     for weight in tower:
         weight.requires_grad_(trains_tower)
+    if not trains_tower:
+        compute_without_gradients(model.get_encoder(modality="image"))
     if policy != "none":
         recompute(model, policy, has_adapters=False)
     return model
