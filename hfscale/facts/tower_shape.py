@@ -162,7 +162,7 @@ class TowerShape:
         Args:
             regime (`str`): as in `kept_bytes`.
         """
-        factors = _TABLE["forward"][self.kind][_regime(regime)]
+        factors = _TABLE["forward"][_regime(regime)]
         return float(
             self.positions * (factors["hidden"] * self.hidden + factors["mlp"] * self.inner)
         )

@@ -118,17 +118,14 @@ def test_tower_and_projector_keep_the_bytes_of_the_table(family, trains_tower):
         assert planned == pytest.approx(kept, rel=0.07), regime
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_forward_pass_of_a_frozen_tower(family):
+@pytest.mark.parametrize("family", ["clip", "gemma3"])
+def test_the_forward_pass_of_a_frozen_tower_needs_the_bytes_of_the_table(family):
     """With an MLP four times as wide as the layer, as published towers have."""
     wide = {"hidden_size": 128, "intermediate_size": 512}
     shape = TowerShape.from_config(config_of(family, **wide).to_dict())
     for regime in REGIMES:
-        kept, peak = per_image(model_of(family, regime, trains_tower=False, **wide), regime)
-        of_end = shape.kept_bytes(regime, "none", trains_tower=False, trains_projector=False)
-        assert kept < peak <= 1.15 * (shape.forward_bytes(regime) + 2 * of_end), regime
-        if family != "siglip":  # whose pooling, of which the peak is, does not grow with the images
-            assert peak >= 0.7 * shape.forward_bytes(regime), regime
+        _, peak = per_image(model_of(family, regime, trains_tower=False, **wide), regime)
+        assert peak == shape.forward_bytes(regime), regime
 
 
 def test_of_llava_only_the_layers_before_the_features_keep_anything():
