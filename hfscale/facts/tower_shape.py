@@ -92,29 +92,33 @@ class TowerShape:
         """
         config = read_config(source)
         family = config.get("model_type")
-        vision, text = config.get("vision_config"), config.get("text_config")
+        vision = config.get("vision_config")
+        text = config.get("text_config")
+        known_names = ", ".join(FAMILIES)
         if not isinstance(vision, Mapping) or not isinstance(text, Mapping):
             raise UnsupportedModelError(
                 f"model_type {family!r} has no vision_config: give an image-and-text model, such as one of "
-                f"{', '.join(FAMILIES)}"
+                f"{known_names}"
             )
         if family not in FAMILIES:
             raise UnsupportedModelError(
-                f"the vision tower of model_type {family!r} was not counted: plan for one of {', '.join(FAMILIES)}, "
-                "or for its text alone"
+                f"the vision tower of model_type {family!r} was not counted: plan for one of {known_names}, or for "
+                "its text alone"
             )
         known = _TABLE["families"][family]
         kind = _kind(family, vision, known)
+        defaults = _TABLE["layers"][kind]["defaults"]
         outer = ModelConfig({**config, "model_type": family}, defaults=known["defaults"])
         tower = ModelConfig(
             {**vision, "model_type": f"{family}, vision_config"},
-            defaults=_TABLE["layers"][kind]["defaults"],
+            defaults=defaults,
         )
         wide = ModelConfig(
             {**text, "model_type": f"{family}, text_config"},
             defaults={"hidden_size": known["text_hidden"]},
         )
-        return _shape(outer, tower, wide.count("hidden_size"), family, kind)
+        text_hidden = wide.count("hidden_size")
+        return _shape(outer, tower, text_hidden, family, kind)
 
     def kept_bytes(
         self, regime: str, recompute: str, *, trains_tower: bool, trains_projector: bool
@@ -128,14 +132,17 @@ class TowerShape:
             trains_projector (`bool`): whether the projector does.
         """
         ends = _TABLE["families"][self.model_type]["ends"][_regime(regime)]
-        bytes_ = ends["token"] * self.tokens * self.text_hidden + ends["pixel"] * self.pixels
         of_positions = self.positions * self.hidden
+        of_tokens = self.tokens * self.text_hidden
+        bytes_ = ends["token"] * of_tokens
+        bytes_ += ends["pixel"] * self.pixels
         if trains_projector:
             bytes_ += ends["projector"] * of_positions
-            bytes_ += ends["projector_token"] * self.tokens * self.text_hidden
+            bytes_ += ends["projector_token"] * of_tokens
         if trains_tower:
             bytes_ += self.used_layers * self.layer_bytes(regime, recompute)
-            bytes_ += ends["tower"] * of_positions + ends["tower_pixel"] * self.pixels
+            bytes_ += ends["tower"] * of_positions
+            bytes_ += ends["tower_pixel"] * self.pixels
         return float(bytes_)
 
     def layer_bytes(self, regime: str, recompute: str) -> float:
@@ -146,15 +153,11 @@ class TowerShape:
             recompute (`str`): as in `kept_bytes`.
         """
         factors = _TABLE["layers"][self.kind][_regime(regime)][recompute]
-        return float(
-            self.positions
-            * (
-                factors["hidden"] * self.hidden
-                + factors["mlp"] * self.inner
-                + factors["heads"] * self.heads
-                + factors["position"]
-            )
-        )
+        each = factors["position"]
+        each += factors["hidden"] * self.hidden
+        each += factors["mlp"] * self.inner
+        each += factors["heads"] * self.heads
+        return float(self.positions * each)
 
     def forward_bytes(self, regime: str) -> float:
         """Compute the bytes of an image that exist at the peak of a forward pass of a frozen tower.
@@ -163,18 +166,19 @@ class TowerShape:
             regime (`str`): as in `kept_bytes`.
         """
         factors = _TABLE["forward"][_regime(regime)]
-        return float(
-            self.positions * (factors["hidden"] * self.hidden + factors["mlp"] * self.inner)
-        )
+        each = factors["hidden"] * self.hidden
+        each += factors["mlp"] * self.inner
+        return float(self.positions * each)
 
     @property
     def flops(self) -> float:
         """FLOPs of a forward pass of one image: matrix products and attention of the tower, and the projector."""
-        matrices = (
-            self.layers * self.positions * (4 * self.hidden**2 + 2 * self.hidden * self.inner)
-        )
+        of_a_layer = 4 * self.hidden**2
+        of_a_layer += 2 * self.hidden * self.inner
+        matrices = self.layers * self.positions * of_a_layer
         attention = self.layers * 2 * self.positions**2 * self.hidden
-        return 2.0 * (matrices + attention + self.tokens * self.projector_parameters)
+        projected = self.tokens * self.projector_parameters
+        return 2.0 * (matrices + attention + projected)
 
 
 def _regime(name: str) -> str:
@@ -191,18 +195,18 @@ def _kind(family: str, vision: Mapping[str, Any], known: Mapping[str, Any]) -> s
         UnsupportedModelError: it was not counted.
     """
     model_type = vision.get("model_type", known["tower"])
-    kind = next(
-        (name for name, row in _TABLE["layers"].items() if model_type in row["types"]), None
-    )
+    kinds = _TABLE["layers"]
+    kind = next((name for name, row in kinds.items() if model_type in row["types"]), None)
     if kind is None:
         raise UnsupportedModelError(
             f"the vision tower of this {family} is a {model_type}, which was not counted: plan for its text alone"
         )
-    activation = vision.get("hidden_act", _TABLE["layers"][kind]["activation"])
-    if activation != _TABLE["layers"][kind]["activation"]:
+    counted = kinds[kind]["activation"]
+    activation = vision.get("hidden_act", counted)
+    if activation != counted:
         raise UnsupportedModelError(
-            f"the vision tower of this {family} has hidden_act {activation!r}, and was counted with "
-            f"{_TABLE['layers'][kind]['activation']!r} alone: plan for its text alone"
+            f"the vision tower of this {family} has hidden_act {activation!r}, and was counted with {counted!r} "
+            "alone: plan for its text alone"
         )
     return kind
 
@@ -210,27 +214,33 @@ def _kind(family: str, vision: Mapping[str, Any], known: Mapping[str, Any]) -> s
 def _shape(
     outer: ModelConfig, tower: ModelConfig, text_hidden: int, family: str, kind: str
 ) -> TowerShape:
-    hidden, inner = tower.count("hidden_size"), tower.count("intermediate_size")
-    layers, heads = tower.count("num_hidden_layers"), tower.count("num_attention_heads")
-    side, patch = tower.count("image_size"), tower.count("patch_size")
+    """Return the shape from the config of the model, that of its tower, and the language model's width."""
+    hidden = tower.count("hidden_size")
+    inner = tower.count("intermediate_size")
+    layers = tower.count("num_hidden_layers")
+    side = tower.count("image_size")
+    patch = tower.count("patch_size")
     patches = (side // patch) ** 2
+    norm = 2 * hidden
     attention = 4 * (hidden**2 + hidden)
-    layer = attention + 2 * hidden * inner + inner + hidden + 4 * hidden
-    # The patches' matrix, the positions' table and the norm after the last layer
-    other = 3 * patch**2 * hidden + patches * hidden + 2 * hidden
+    mlp = 2 * hidden * inner + inner + hidden
+    layer = attention + mlp + 2 * norm
+    # The patches' matrix, the table of their positions, and the norm after the last layer
+    other = 3 * patch**2 * hidden
+    other += patches * hidden
+    other += norm
     positions = patches
     if kind == "clip":
-        other += (
-            hidden + hidden + 2 * hidden
-        )  # the class, its position, and the norm before the first layer
+        # The class with its position, and the norm before the first layer
+        other += 2 * hidden + norm
         positions += 1
     else:
         other += hidden  # the bias of the patches' matrix
     if tower.get("vision_use_head"):
-        other += hidden + attention + 2 * hidden + 2 * hidden * inner + inner + hidden
-    used, tokens, projector = _OF_FAMILY[family](
-        outer, layers, positions, patches, hidden, text_hidden
-    )
+        # A query that attends to all positions
+        other += hidden + attention + norm + mlp
+    connect = _OF_FAMILY[family]
+    used, tokens, projector = connect(outer, layers, positions, patches, hidden, text_hidden)
     return TowerShape(
         model_type=family,
         kind=kind,
@@ -238,7 +248,7 @@ def _shape(
         used_layers=used,
         hidden=hidden,
         inner=inner,
-        heads=heads,
+        heads=tower.count("num_attention_heads"),
         side=side,
         positions=positions,
         tokens=tokens,

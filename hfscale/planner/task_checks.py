@@ -63,36 +63,43 @@ def _check_images(job: "Job", strategy: str) -> None:
     )
     check_support(asked, "images")
     trained = {"train_vision_tower": job.train_vision_tower, "train_projector": job.train_projector}
+    method = spelled("method", job.method)
     for name, is_trained in trained.items():
         if is_trained and job.method != "full":
+            given = spelled(name)
             raise UsageError(
-                f"{spelled(name)} with {spelled('method')} {job.method}: adapters are of the language model, and "
-                "everything else is frozen; give one of them"
+                f"{given} with {method}: adapters are of the language model, and everything else is frozen; give one "
+                "of them"
             )
     tokens = job.images * tower.tokens
     if tokens >= job.seq_len:
+        given = spelled("images", job.images)
+        length = spelled("seq_len")
         raise LayoutError(
-            f"{spelled('images')} is {job.images}, of {tower.tokens} tokens each, and {spelled('seq_len')}, which "
-            f"includes them, is {job.seq_len}: use {spelled('seq_len')} above {tokens}"
+            f"{given}, of {tower.tokens} tokens each: {length}, which includes them, is {job.seq_len}; use {length} "
+            f"above {tokens}"
         )
 
 
 def _check_teacher(job: "Job", strategy: str) -> None:
     teacher = job.teacher_shape
     if teacher is None:
+        needed = spelled("teacher")
         raise UsageError(
-            f"{spelled('task')} distillation needs {spelled('teacher')}: name the model that is imitated"
+            f"{spelled('task')} distillation needs {needed}: name the model that is imitated"
         )
     if teacher.vocab != job.shape.vocab:
+        given = spelled("teacher", job.teacher)
         raise UsageError(
-            f"{spelled('teacher', job.teacher)} predicts {teacher.vocab} tokens, and the model {job.shape.vocab}: "
-            "the loss compares both, token by token; give a teacher with the same vocabulary"
+            f"{given} predicts {teacher.vocab} tokens, and the model {job.shape.vocab}: the loss compares both, token "
+            "by token; give a teacher with the same vocabulary"
         )
     factors_of(teacher.model_type, "bf16", "none")
-    if job.shard_teacher and job.zero != 3 and job.layout.world_size > 1:
+    is_whole = job.zero != 3 and job.layout.world_size > 1
+    if job.shard_teacher and is_whole:
+        given = spelled("shard_teacher")
         raise UsageError(
-            f"{spelled('shard_teacher')} is given, and each rank of {strategy} keeps complete models: "
-            "leave it out"
+            f"{given} is given, and each rank of {strategy} keeps complete models: leave it out"
         )
 
 

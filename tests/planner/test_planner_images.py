@@ -222,7 +222,7 @@ def test_every_choice_can_be_launched_by_the_recipe():
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [
-        ({"images": 8}, LayoutError, "images is 8"),
+        ({"images": 8}, LayoutError, "images"),
         ({"method": "qlora"}, UsageError, "method"),
         ({"method": "lora", "train_vision_tower": True}, UsageError, "train_vision_tower"),
         ({"method": "lora", "train_projector": True}, UsageError, "train_projector"),
