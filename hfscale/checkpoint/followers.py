@@ -189,8 +189,10 @@ def _set(weight: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 def _shape(weight: torch.Tensor) -> torch.Size:
-    """Return the shape of the complete tensor of a weight: with ZeRO-3 `ds_shape` has it."""
-    return torch.Size(getattr(weight, "ds_shape", weight.shape))
+    """Return the shape of the complete tensor of a weight, of which ranks may have parts."""
+    if kept_of(weight) is not weight:
+        return torch.Size(weight.ds_shape)  # type: ignore[attr-defined]  # of a parameter of ZeRO-3
+    return weight.shape
 
 
 def _read(file: Path, weights: Mapping[str, torch.Tensor]) -> None:

@@ -1,17 +1,17 @@
 """Which options of a run fit its task: what TRL's trainers and the recipes for them need."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, UsageError
 from hfscale.facts.activations import factors_of
 from hfscale.facts.support import Combination, check_support
 
-if TYPE_CHECKING:
-    from hfscale.planner.job import Job
+Job = Any
+"""A `hfscale.planner.job.Job`, whose module imports this one."""
 
 
-def check_task(job: "Job", strategy: str) -> None:
+def check_task(job: Job, strategy: str) -> None:
     """Check that the options of a run belong to its task and fit together.
 
     Args:
@@ -45,7 +45,7 @@ def check_task(job: "Job", strategy: str) -> None:
         _check_generation(job)
 
 
-def _check_images(job: "Job", strategy: str) -> None:
+def _check_images(job: Job, strategy: str) -> None:
     tower = job.tower
     if tower is None:
         raise UsageError(
@@ -81,7 +81,7 @@ def _check_images(job: "Job", strategy: str) -> None:
         )
 
 
-def _check_teacher(job: "Job", strategy: str) -> None:
+def _check_teacher(job: Job, strategy: str) -> None:
     teacher = job.teacher_shape
     if teacher is None:
         needed = spelled("teacher")
@@ -103,7 +103,7 @@ def _check_teacher(job: "Job", strategy: str) -> None:
         )
 
 
-def _check_completions(job: "Job") -> None:
+def _check_completions(job: Job) -> None:
     if not 1 <= job.max_completion_length < job.seq_len:
         raise LayoutError(
             f"{spelled('max_completion_length')} is {job.max_completion_length}, and {spelled('seq_len')}, "
@@ -113,7 +113,7 @@ def _check_completions(job: "Job") -> None:
         )
 
 
-def _check_generation(job: "Job") -> None:
+def _check_generation(job: Job) -> None:
     if job.num_generations < 2:
         raise LayoutError(
             f"{spelled('num_generations')} is {job.num_generations}: a group needs at least 2 completions"
