@@ -467,8 +467,8 @@ def _teacher_flags(job: Job) -> dict[str, Any]:
     }
     if not uses_deepspeed(job):
         flags["teacher_dtype"] = job.teacher_dtype
-    if job.shard_teacher is not None:
-        flags["shard_teacher"] = job.shard_teacher
+    if job.whole_teacher and job.zero == 3:
+        flags["shard_teacher"] = False
     return flags
 
 

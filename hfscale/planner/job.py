@@ -208,12 +208,12 @@ class Job(LayoutOptions):
     @property
     def trains_projector(self) -> bool:
         """Whether what leads from the vision tower to the language model is trained."""
-        return self.method == "full" and self.train_projector is not False
+        return self.method == "full" and not self.frozen_projector
 
     @property
     def shares_teacher(self) -> bool:
         """Whether the ranks of FSDP2 share the teacher's weights."""
-        return self.zero == 3 and self.layout.dp_shard > 1 and self.shard_teacher is not False
+        return self.zero == 3 and self.layout.dp_shard > 1 and not self.whole_teacher
 
     @property
     def has_reference_pass(self) -> bool:

@@ -247,12 +247,11 @@ class RunOptions:
         help="Format of the teacher's weights",
         flag_of=("plan",),
     )
-    shard_teacher: bool | None = option(
-        None,
+    whole_teacher: bool = option(
+        False,
         group=MODEL,
         task="distillation",
-        help="The ranks of FSDP2 share the teacher's weights",
-        unset="they do",
+        help="Each rank of FSDP2 keeps the whole teacher, where ranks share its weights otherwise",
         flag_of=("plan",),
     )
     images: int = option(
@@ -270,12 +269,11 @@ class RunOptions:
         help="The vision tower is trained too",
         flag_of=("plan",),
     )
-    train_projector: bool | None = option(
-        None,
+    frozen_projector: bool = option(
+        False,
         group=MODEL,
         task="vision",
-        help="What leads from the vision tower to the language model is trained too",
-        unset="it is, but not with adapters",
+        help="What leads from the vision tower to the language model is frozen, as it is with adapters",
         flag_of=("plan",),
     )
     stack: str = option(

@@ -186,8 +186,8 @@ def task_options(request: PlanRequest) -> dict[str, Any]:
     names = {
         "dpo": ("precompute_ref_log_probs",),
         "grpo": ("num_generations", "max_completion_length", "beta"),
-        "vision": ("images", "train_vision_tower", "train_projector"),
-        "distillation": ("teacher", "teacher_dtype", "shard_teacher", "max_completion_length"),
+        "vision": ("images", "train_vision_tower", "frozen_projector"),
+        "distillation": ("teacher", "teacher_dtype", "whole_teacher", "max_completion_length"),
     }.get(request.task, ())
     return {"name": request.task, **{name: getattr(request, name) for name in names}}
 

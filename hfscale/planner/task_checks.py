@@ -38,7 +38,7 @@ def check_task(job: Job, strategy: str) -> None:
     if job.task == "vision":
         _check_images(job, strategy)
     if job.task == "distillation":
-        _check_teacher(job, strategy)
+        _check_teacher(job)
     if job.generates:
         _check_completions(job)
     if job.task == "grpo":
@@ -62,15 +62,13 @@ def _check_images(job: Job, strategy: str) -> None:
         family=tower.model_type,
     )
     check_support(asked, "images")
-    trained = {"train_vision_tower": job.train_vision_tower, "train_projector": job.train_projector}
-    method = spelled("method", job.method)
-    for name, is_trained in trained.items():
-        if is_trained and job.method != "full":
-            given = spelled(name)
-            raise UsageError(
-                f"{given} with {method}: adapters are of the language model, and everything else is frozen; give one "
-                "of them"
-            )
+    if job.train_vision_tower and job.method != "full":
+        given = spelled("train_vision_tower")
+        method = spelled("method", job.method)
+        raise UsageError(
+            f"{given} with {method}: adapters are of the language model, and everything else is frozen; give one of "
+            "them"
+        )
     tokens = job.images * tower.tokens
     if tokens >= job.seq_len:
         given = spelled("images", job.images)
@@ -81,7 +79,7 @@ def _check_images(job: Job, strategy: str) -> None:
         )
 
 
-def _check_teacher(job: Job, strategy: str) -> None:
+def _check_teacher(job: Job) -> None:
     teacher = job.teacher_shape
     if teacher is None:
         needed = spelled("teacher")
@@ -95,12 +93,6 @@ def _check_teacher(job: Job, strategy: str) -> None:
             "by token; give a teacher with the same vocabulary"
         )
     factors_of(teacher.model_type, "bf16", "none")
-    is_whole = job.zero != 3 and job.layout.world_size > 1
-    if job.shard_teacher and is_whole:
-        given = spelled("shard_teacher")
-        raise UsageError(
-            f"{given} is given, and each rank of {strategy} keeps complete models: leave it out"
-        )
 
 
 def _check_completions(job: Job) -> None:

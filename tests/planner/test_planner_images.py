@@ -225,7 +225,6 @@ def test_every_choice_can_be_launched_by_the_recipe():
         ({"images": 8}, LayoutError, "images"),
         ({"method": "qlora"}, UsageError, "method"),
         ({"method": "lora", "train_vision_tower": True}, UsageError, "train_vision_tower"),
-        ({"method": "lora", "train_projector": True}, UsageError, "train_projector"),
         ({"optimizer": "muon"}, UsageError, "Muon"),
         ({"compile": True}, UsageError, "compile"),
         ({"task": "text", "images": 2}, UsageError, "vision"),

@@ -61,7 +61,7 @@ def distilled(strategy="fsdp2", **changes):
         ("zero2", {"teacher_dtype": "float32"}, 2),  # DeepSpeed casts it to the format of the training
         ("fsdp2", {}, 2 / 8),
         ("fsdp2", {"teacher_dtype": "float32"}, 4 / 8),
-        ("fsdp2", {"shard_teacher": False}, 2),
+        ("fsdp2", {"whole_teacher": True}, 2),
     ],
 )
 def test_the_teacher_is_kept_as_the_recipe_places_it(strategy, changes, each):
@@ -73,7 +73,7 @@ def test_the_teacher_is_kept_as_the_recipe_places_it(strategy, changes, each):
 
 
 def test_only_a_shared_teacher_is_gathered():
-    shared, whole = (teacher_forward_bytes(distilled(shard_teacher=share)) for share in (None, False))
+    shared, whole = (teacher_forward_bytes(distilled(whole_teacher=is_whole)) for is_whole in (False, True))
     teacher = distilled().teacher_shape
     ends = teacher.embedding_parameters + teacher.head_parameters
     assert shared - whole == 2 * (ends + 2 * teacher.mean_layer_parameters)
