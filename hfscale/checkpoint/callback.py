@@ -17,7 +17,7 @@ from hfscale.checkpoint.cadence import SaveCadence
 from hfscale.checkpoint.data_order.order import keep_data_order
 from hfscale.checkpoint.data_order.skipping import check_can_skip
 from hfscale.checkpoint.evaluations import note_made, note_unfinished_epoch, resume_evaluations
-from hfscale.checkpoint.followers import keep_followers
+from hfscale.checkpoint.followers import Followers
 from hfscale.checkpoint.generated_batches import keep_generated_batches
 from hfscale.checkpoint.identity import check_identity, identity_of, words_of
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
@@ -159,6 +159,7 @@ class SpotCheckpointCallback(AdapterCallback):
         # The Trainer and the checkpoint that `check_identity` has compared
         self._checked_resume: tuple[int, str | None] | None = None
         self._resumed_files: ResumedFiles | None = None
+        self._followers: Followers | None = None
         # In a hyperparameter search, the folder of the trial in the output directory
         self._run_dir = Path()
         self._limit: int | None = None
@@ -275,9 +276,10 @@ class SpotCheckpointCallback(AdapterCallback):
                 "save_only_model is True: the checkpoints have no optimizer, schedule and random states, and no run "
                 "can resume from them"
             )
+        self._followers = None
         if self._saves:
             check_own_adapters(adapter.trainer)
-            keep_followers(adapter)
+            self._followers = Followers(adapter)
         else:
             logger.info(
                 "save_strategy is 'no': nothing will be saved, and a lost machine loses the run"
@@ -434,6 +436,8 @@ class SpotCheckpointCallback(AdapterCallback):
             # The random states were loaded last, after the first batch was fetched
             self._resumed_files.check()
             self._resumed_files = None
+        if self._followers is not None:
+            self._followers.step_begins()
         self._pace.begin(self._saving is not None and self._saving.writer.in_flight)
         self.memory.step_began(state)
 

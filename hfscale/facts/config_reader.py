@@ -35,13 +35,25 @@ MAX_LAYERS = 1000
 """Largest number of layers that is not taken for a typing mistake; the deepest published model has 1,000 layers
 (DeepNet, arXiv 2203.00555)."""
 
-TEXT_MODELS: Mapping[str, str] = {
+TEXT_MODELS: Mapping[str, str | None] = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "idefics3": None,
+    "llava": None,
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "smolvlm": None,
 }
-"""Image-and-text models whose `text_config` is an ordinary language model -> the family of that language model."""
+"""Image-and-text models whose `text_config` is an ordinary language model -> the family of that language model; None
+where the `text_config` names it."""
+_LLAMA_7B: Mapping[str, int] = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+"""Defaults of `LlamaConfig`, which the published `text_config` of LLaVA 1.5 7B leaves out."""
 _TIED = ("gemma3", "gemma4")
 """Those of them whose head is tied unless their config says otherwise."""
 
@@ -59,7 +71,7 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         ConfigFileError: there is no such file, it is not JSON, or it has no `model_type`.
         UnsupportedModelError: the model contains a language model in an unknown way.
     """
-    config = dict(source) if isinstance(source, Mapping) else _parse(Path(source))
+    config = read_config(source)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise ConfigFileError(
@@ -77,7 +89,21 @@ def load_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         )
     # The head belongs to the outer model, so the outer key determines whether it is tied.
     tied = config.get("tie_word_embeddings", model_type in _TIED)
-    return {**text, "model_type": TEXT_MODELS[model_type], "tie_word_embeddings": tied}
+    family = TEXT_MODELS[model_type] or text.get("model_type", "llama")
+    defaults = _LLAMA_7B if TEXT_MODELS[model_type] is None and family == "llama" else {}
+    return {**defaults, **text, "model_type": family, "tie_word_embeddings": tied}
+
+
+def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """Read a complete `config.json`.
+
+    Args:
+        source (`Mapping`, `str` or `Path`): the parsed `config.json`, its path, or its folder.
+
+    Raises:
+        ConfigFileError: there is no such file, or it is no JSON object.
+    """
+    return dict(source) if isinstance(source, Mapping) else _parse(Path(source))
 
 
 def tower_parameters(source: Mapping[str, Any] | str | Path) -> int | None:

@@ -155,16 +155,17 @@ class CommHealthCallback(AdapterCallback):
                 f"the ranks start at different steps {steps}: they do not see the same "
                 "output_dir; put it on storage that all machines share"
             )
-        logger.info(
-            "strategy %s on %d processes (%s)", strategy.name, args.world_size, args.device.type
-        )
+        running = f"strategy {strategy.name} on {args.world_size} processes ({args.device.type})"
+        if args.logging_nan_inf_filter:  # Trainer's default: one line says both
+            logger.warning(
+                "%s; logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so "
+                "that it is not found, and each micro-batch waits for the GPU; set logging_nan_inf_filter=False",
+                running,
+            )
+        else:
+            logger.info("%s", running)
         if args.world_size > 1:
             logger.info("each rank: %s", strategy.describe())
-        if args.logging_nan_inf_filter:
-            logger.warning(
-                "logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so that "
-                "it is not found, and each micro-batch waits for the GPU; set logging_nan_inf_filter=False"
-            )
         has_bf16 = args.device.type == "cuda" and torch.cuda.is_bf16_supported(
             including_emulation=False
         )

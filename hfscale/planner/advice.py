@@ -21,7 +21,8 @@ from hfscale.planner.memory import GIB
 from hfscale.planner.network import datasheet_network_gb_s
 from hfscale.planner.request import PlanRequest
 from hfscale.planner.search import USABLE_MEMORY_FRACTION
-from hfscale.planner.tasks import generated_at_once, kv_cache_bytes
+from hfscale.planner.tasks import BATCH_UNITS, generated_at_once, kv_cache_bytes
+from hfscale.planner.teacher import teacher_width
 
 LARGE_PART = 0.1
 """Part of a step from which a loss of time is named."""
@@ -241,7 +242,7 @@ def _simpler(best: Estimate, choices: list[Estimate]) -> Advice | None:
 def _of_the_choice(job: Job, request: PlanRequest) -> list[str]:
     """What the numbers of the first choice are based on."""
     origin = "given" if request.global_batch else "assumed"
-    unit = {"dpo": "pairs", "grpo": "completions"}.get(request.task, "sequences")
+    unit = BATCH_UNITS.get(request.task, "sequences")
     found = [
         f"global batch {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step ({origin})",
         *_of_the_task(job),
@@ -357,8 +358,10 @@ def _of_experts(job: Job) -> list[str]:
 
 def _rows(request: PlanRequest) -> str:
     """What a batch consists of."""
-    if request.task == "grpo":
+    if request.task in ("grpo", "distillation"):
         return f"prompts and completions of up to {request.seq_len} tokens together"
+    if request.task == "vision":
+        return f"sequences of up to {request.seq_len} tokens, those of images included"
     return f"{'pairs of sequences of' if request.task == 'dpo' else 'sequences packed to'} {request.seq_len} tokens"
 
 
@@ -385,11 +388,47 @@ def _of_the_task(job: Job) -> list[str]:
         return [
             f"dpo: the sequences of a pair pass the model together; log-probabilities of the reference: {passes}"
         ]
+    if job.task == "vision":
+        return [_of_the_images(job)]
     cache = kv_cache_bytes(job, job.seq_len) / GIB
+    generated = (
+        f"transformers generates {generated_at_once(job)} at a time on each GPU, with {cache:.1f} GiB of keys and "
+        "values"
+    )
+    if job.task == "distillation":
+        return [
+            f"distillation: completions of {job.max_completion_length} tokens; {generated} (vLLM is not estimated)",
+            _of_the_teacher(job),
+        ]
     penalty = f"the reference is {reference}" if job.has_reference_pass else "no reference model"
     return [
-        f"grpo: {job.num_generations} completions per prompt, all of {job.max_completion_length} tokens; transformers "
-        f"generates {generated_at_once(job)} at a time on each GPU, with {cache:.1f} GiB of keys and values (vLLM and "
-        "rewards are not estimated)",
+        f"grpo: {job.num_generations} completions per prompt, all of {job.max_completion_length} tokens; {generated} "
+        "(vLLM and rewards are not estimated)",
         f"grpo: beta {job.beta:g}, {penalty}; the old policy's log-probabilities are those of the training pass",
     ]
+
+
+def _of_the_images(job: Job) -> str:
+    """What the numbers of a training with images rest on."""
+    tower = job.tower
+    assert tower is not None, "checked by `check_task`"
+    parts = {"tower": job.train_vision_tower, "projector": job.trains_projector}
+    states = ", ".join(
+        f"{name} {'trained' if is_trained else 'frozen'}" for name, is_trained in parts.items()
+    )
+    return (
+        f"vision: {job.images} image(s) of {tower.side} x {tower.side} pixels per sequence, each {tower.positions:,} "
+        f"positions of the tower and {tower.tokens} tokens; {states} ({tower.tower_parameters / 1e6:,.0f}M and "
+        f"{tower.projector_parameters / 1e6:,.1f}M parameters)"
+    )
+
+
+def _of_the_teacher(job: Job) -> str:
+    """What the numbers of a teacher rest on."""
+    teacher = job.teacher_shape
+    assert teacher is not None, "checked by `check_task`"
+    kept = "shared by the GPUs" if job.shares_teacher else "complete on each GPU"
+    return (
+        f"distillation: a teacher of {teacher.total_parameters / 1e9:.2f}B parameters, {teacher_width(job):g} bytes "
+        f"each, {kept}; the loss compares whole vocabularies in tiles"
+    )

@@ -35,7 +35,7 @@ LEARNING_RATE = 1e-5
 """A low learning rate to start full fine-tuning with; a comment in the recipe's YAML asks the user to replace it."""
 LORA_LEARNING_RATE = 2e-4
 """The usual learning rate of LoRA (Hu et al., arXiv 2106.09685, appendix D)."""
-TASK_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6}
+TASK_LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "grpo": 1e-6, "vision": 2e-5, "distillation": 2e-5}
 """TRL's own learning rates (TRL 1.16, trainer/sft_config.py, dpo_config.py, grpo_config.py)."""
 LORA_FACTOR = 10.0
 """Factor on them for adapters: "about 10x" (TRL's documentation, page PEFT integration; Schulman et al., LoRA Without
@@ -363,7 +363,7 @@ def evaluation_flags(choice: Choice) -> dict[str, Any]:
     """
     job = choice.estimate.job
     is_cut = job.layout.cp > 1 and not job.runs_parallel_trainer
-    if is_cut or job.task == "grpo":
+    if is_cut or job.generates:
         return {"validation_split_percentage": 0}
     return {
         "eval_strategy": "steps",
@@ -440,6 +440,15 @@ def task_flags(job: Job) -> dict[str, Any]:
         if job.precompute_ref_log_probs:
             flags["precompute_ref_log_probs"] = True
         return flags
+    if job.task == "vision":
+        flags = {"max_length": job.seq_len}
+        if job.train_vision_tower:
+            flags["train_vision_tower"] = True
+        if job.method == "full" and not job.trains_projector:
+            flags["train_projector"] = False
+        return flags
+    if job.task == "distillation":
+        return _teacher_flags(job)
     flags = {
         "num_generations": job.num_generations,
         "max_completion_length": job.max_completion_length,
@@ -447,6 +456,21 @@ def task_flags(job: Job) -> dict[str, Any]:
     }
     if job.generation_rounds > 1:
         flags["steps_per_generation"] = job.micro_batches // job.generation_rounds
+    return flags
+
+
+def _teacher_flags(job: Job) -> dict[str, Any]:
+    """The recipe flags of a distillation. DeepSpeed keeps the teacher in the format of the training."""
+    assert job.teacher is not None, "checked by `check_task`"
+    name = _model_flags(job.teacher, has_adapters=True)["model_name_or_path"]
+    flags: dict[str, Any] = {
+        "teacher_model_name_or_path": name,
+        "max_completion_length": job.max_completion_length,
+    }
+    if not uses_deepspeed(job):
+        flags["teacher_dtype"] = job.teacher_dtype
+    if job.whole_teacher and job.zero == 3:
+        flags["shard_teacher"] = False
     return flags
 
 

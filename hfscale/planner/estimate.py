@@ -16,6 +16,7 @@ from hfscale.facts.models import find_model
 from hfscale.facts.support import check_support
 from hfscale.planner.batch_stages import planned_schedule
 from hfscale.planner.frameworks import find_framework, shared_constants
+from hfscale.planner.images import image_flops
 from hfscale.planner.job import Job, splits_activations
 from hfscale.planner.launchable import compiles_by_default, describe
 from hfscale.planner.memory import (
@@ -31,6 +32,7 @@ from hfscale.planner.memory import (
 from hfscale.planner.network import datasheet_network_gb_s, with_link
 from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import EstimateOptions, LayoutOptions
+from hfscale.planner.request import other_models
 from hfscale.planner.throughput import StepTime, step_time
 
 SIGMAS_OF_80_PERCENT = 1.2816
@@ -206,6 +208,8 @@ class Estimate:
             return None
         lora = None if job.method == "full" else adapter_parameters(job, active=True)
         flops = job.shape.flops_per_token(job.seq_len, lora_parameters=lora)
+        if job.tower is not None:
+            flops += image_flops(job) / job.tokens
         return self.tokens_per_s_per_gpu * flops / (peak * 1e12)
 
     def to_dict(self) -> dict[str, Any]:
@@ -276,11 +280,15 @@ def estimate_with(model: str | ModelShape, options: EstimateOptions) -> Estimate
     if schedule is not None:
         values["global_batch"] = max(schedule.sizes)
         _check_batches(schedule, options.micro_batch * layout.data_parallel_size)
+    shape = model
+    if isinstance(shape, str):
+        shape = find_model(shape, counts_tower=options.task == "vision")
     job = Job(
         **values,
-        shape=find_model(model) if isinstance(model, str) else model,
+        shape=shape,
         gpu=with_link(gpu, options.link_gb_s),
         layout=layout,
+        **other_models(model, options),
     )
     find_framework(job.stack)
     job.check()

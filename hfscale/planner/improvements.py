@@ -252,7 +252,7 @@ def _first(request: PlanRequest, gpus: int) -> Estimate | None:
 def _with_shorter_sequences(request: PlanRequest) -> Estimate | None:
     seq_len = request.seq_len // 2
     while seq_len >= MIN_SEQ_LEN and (
-        request.task != "grpo" or seq_len > request.max_completion_length
+        request.task not in ("grpo", "distillation") or seq_len > request.max_completion_length
     ):
         if (found := _first(replace(request, seq_len=seq_len), request.gpus)) is not None:
             return found

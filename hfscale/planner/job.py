@@ -14,7 +14,9 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name
 from hfscale.facts.support import Combination, check_support
+from hfscale.facts.tower_shape import TowerShape
 from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, Schedule
+from hfscale.planner.task_checks import check_task
 
 OPTIMIZERS: dict[str, dict[str, Any]] = read_table("planner/optimizers.toml")
 """What is known about each `Optimizer`: `state_bytes`, `traffic_bytes`, `update_share`, and its name in Trainer,
@@ -47,6 +49,10 @@ class Job(LayoutOptions):
     """The device, one per rank."""
     layout: ParallelLayout
     """Ranks along each axis."""
+    tower: TowerShape | None = None
+    """What reads images, with the task `vision`."""
+    teacher_shape: ModelShape | None = None
+    """The teacher, with the task `distillation`."""
     # These options are inherited, and never None in a job.
     seq_len: int = field()
     micro_batch: int = field()
@@ -199,6 +205,21 @@ class Job(LayoutOptions):
         return self.global_batch * self.sequences_per_example * self.seq_len
 
     @property
+    def generates(self) -> bool:
+        """Whether a step trains on completions that the model generates in it."""
+        return self.task in ("grpo", "distillation")
+
+    @property
+    def trains_projector(self) -> bool:
+        """Whether what leads from the vision tower to the language model is trained."""
+        return self.method == "full" and not self.frozen_projector
+
+    @property
+    def shares_teacher(self) -> bool:
+        """Whether the ranks of FSDP2 share the teacher's weights."""
+        return self.zero == 3 and self.layout.dp_shard > 1 and not self.whole_teacher
+
+    @property
     def has_reference_pass(self) -> bool:
         """Whether a step computes log-probabilities of the reference."""
         return (self.task == "dpo" and not self.precompute_ref_log_probs) or (
@@ -301,7 +322,7 @@ class Job(LayoutOptions):
         self._check_experts()
         self._check_averages()
         self._check_activation_offload()
-        self._check_task()
+        check_task(self, strategy_of(self))
         share = self.data_parallel * self.micro_batch
         if self.global_batch % share:
             fit = max(share, round(self.global_batch / share) * share)
@@ -448,52 +469,6 @@ class Job(LayoutOptions):
             raise LayoutError(
                 f"{spelled('expert_parallel')} is {self.expert_parallel}, which does not divide the {ranks} ranks "
                 f"that share one replica ({axes}){multiple}: use {near}"
-            )
-
-    def _check_task(self) -> None:
-        asked = Combination(
-            planned=True,
-            engine=self.stack,
-            trl=self.task != "text",
-            task=self.task,
-            tp=self.layout.tp,
-            pp=self.layout.pp,
-            cp=self.layout.cp,
-            fused_loss=self.liger,
-            offload=self.offload,
-        )
-        check_support(asked, "task", "trl")
-        if self.task == "grpo":
-            self._check_generation()
-
-    def _check_generation(self) -> None:
-        if self.num_generations < 2:
-            raise LayoutError(
-                f"{spelled('num_generations')} is {self.num_generations}: a group needs at least 2 completions"
-            )
-        if not 1 <= self.max_completion_length < self.seq_len:
-            raise LayoutError(
-                f"{spelled('max_completion_length')} is {self.max_completion_length}, and {spelled('seq_len')}, "
-                "which includes "
-                f"the prompt, is {self.seq_len}: give a completion length from 1 to {self.seq_len - 1}, or a "
-                f"larger {spelled('seq_len')}"
-            )
-        if not 0 <= self.beta < float("inf"):
-            raise UsageError(
-                f"{spelled('beta')} is {self.beta}: it must be a finite number of at least 0"
-            )
-        if self.micro_batches % self.generation_rounds:
-            raise LayoutError(
-                f"{spelled('generation_rounds')} is {self.generation_rounds}, which does not divide "
-                f"{self.micro_batches} "
-                "micro-batches: use a divisor"
-            )
-        if self.global_batch // self.generation_rounds % self.num_generations:
-            near = max(1, round(self.global_batch / self.num_generations)) * self.num_generations
-            raise LayoutError(
-                f"{spelled('global_batch')} is {self.global_batch} completions in {self.generation_rounds} rounds, "
-                "not a multiple "
-                f"of {spelled('num_generations')} {self.num_generations}: use a global batch such as {near}"
             )
 
 

@@ -29,9 +29,11 @@ from hfscale.planner.frameworks import (
 from hfscale.planner.frozen import QLORA_BYTES as QLORA_BYTES
 from hfscale.planner.frozen import frozen_bytes, scale_bytes
 from hfscale.planner.host_activations import pinned_bytes
+from hfscale.planner.images import image_parameters
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.peak import highest_moment
 from hfscale.planner.tasks import reference_bytes
+from hfscale.planner.teacher import teacher_bytes, teacher_width
 
 AVERAGE_BYTES = 4.0
 """Bytes per trained parameter of an average, or of a snapshot of a mean."""
@@ -157,10 +159,16 @@ def state_bytes(job: Job, framework: Framework) -> StateBytes:
     parameters = scales + (frozen + weight * trained) * parameter_share
     gradients = gradient * trained * gradient_share
     optimizer = (master + moments) * trained * optimizer_share
+    reading = image_parameters(job)
+    of_frozen = weight if job.method == "full" else 2.0
+    parameters += (weight * reading.trained + of_frozen * reading.frozen) * parameter_share
+    gradients += gradient * reading.trained * gradient_share
+    optimizer += (master + moments) * reading.trained * optimizer_share
     # The average is of what the rank's optimizer steps (hfscale/averaging/weights.py)
     average = 0.0
     if not job.averages_on_host:
-        average = AVERAGE_BYTES * job.averages * trained * optimizer_share
+        averaged = trained + reading.trained
+        average = AVERAGE_BYTES * job.averages * averaged * optimizer_share
     if job.offload != "none":
         optimizer = 0.0
     if job.offload == "full":
@@ -291,6 +299,21 @@ class DpoMemory(Memory):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistillationMemory(Memory):
+    """Holds the peak memory of the fullest rank of a distillation by part, in GiB."""
+
+    teacher: float
+    """Parameters of the teacher, after sharding."""
+    kv_cache: float
+    """Keys and values that generation caches; 0 where the peak is at training, when they are freed."""
+
+    @property
+    def states(self) -> float:
+        """Parameters, gradients and optimizer states, and the teacher's parameters."""
+        return super().states + self.teacher
+
+
+@dataclass(frozen=True, kw_only=True)
 class GrpoMemory(DpoMemory):
     """Holds the peak memory of the fullest rank with generation by part, in GiB."""
 
@@ -342,6 +365,9 @@ def memory_of(job: Job, framework: Framework, common: SharedConstants | None = N
         memory: Memory = DpoMemory(**parts, reference=reference / GIB)
     elif job.task == "grpo":
         memory = GrpoMemory(**parts, reference=reference / GIB, kv_cache=peak.kv_cache / GIB)
+    elif job.task == "distillation":
+        teacher = teacher_bytes(job) / GIB
+        memory = DistillationMemory(**parts, teacher=teacher, kv_cache=peak.kv_cache / GIB)
     else:
         memory = Memory(**parts)
     # Compiled layers allocate fewer and larger blocks; no published peak says how many of them are kept.
@@ -449,10 +475,15 @@ def node_host_gib(job: Job, *, saves: bool = True) -> float:
     parameters = float(job.shape.total_parameters)
     trained = trained_parameters(job)
     weights = 4.0 * parameters if job.method == "full" else frozen_bytes(job) + 4.0 * trained
+    reading = image_parameters(job)
+    weights += 4.0 * reading.trained + (4.0 if job.method == "full" else 2.0) * reading.frozen
+    trained += reading.trained
     saved = (4.0 + OPTIMIZERS[job.optimizer]["state_bytes"]) * trained
     is_split = job.layout.tp * job.layout.pp > 1 or job.spreads_experts
     readers = 1 if job.zero == 3 and job.precision != "fp8" else local
     loading = weights * (share if job.offload != "none" or is_split else readers)
+    if job.teacher_shape is not None:  # each rank reads it, before its part alone is kept
+        loading += local * teacher_width(job) * job.teacher_shape.total_parameters
     saving = saved if job.zero == 0 and not is_split else saved * share
     if not saves:
         saving = 0.0

@@ -41,8 +41,8 @@ class PlanOption(Option):
     """One of `GROUPS`."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What `plan` or `estimate` adds to the help text."""
-    task: str | None = None
-    """The task to which it belongs; `hfscale plan` rejects it with others."""
+    task: str | tuple[str, ...] | None = None
+    """The task, or the tasks, to which it belongs; `hfscale plan` rejects it with others."""
     needs: str | None = None
     """The option without which it has no effect; the commands reject it then."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -192,9 +192,13 @@ def _check_task(declared: Mapping[str, PlanOption], task: str, changed: Iterable
     """Check that the options of a task are given for this task only."""
     for name in changed:
         of_task = declared[name].task
-        if of_task not in (None, task):
+        if of_task is None:
+            continue
+        tasks = (of_task,) if isinstance(of_task, str) else of_task
+        if task not in tasks:
             raise UsageError(
-                f"{spelled(name)} belongs to {spelled('task')} {of_task}, and the task is {task}: leave it out"
+                f"{spelled(name)} belongs to {spelled('task')} {' and '.join(tasks)}, and the task is {task}: leave "
+                "it out"
             )
 
 

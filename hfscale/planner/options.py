@@ -53,9 +53,12 @@ Trainer's `adamw_torch`, which was its default until 2025."""
 Offload = Literal["none", "optimizer", "full"]
 """What is kept in the CPU's memory: with `optimizer` the optimizer states, which are updated there; with `full` also
 parameters and gradients."""
-Task = Literal["text", "sft", "dpo", "grpo"]
+Task = Literal["text", "sft", "dpo", "grpo", "vision", "distillation"]
 """What a step trains on: packed sequences of text or chats (`text`); with TRL chats or completions (`sft`), pairs of a
-chosen and a rejected sequence (`dpo`), or completions that the model generates in the step (`grpo`)."""
+chosen and a rejected sequence (`dpo`), completions that the model generates in the step (`grpo`), conversations with
+images (`vision`), or completions that the model generates and a teacher predicts (`distillation`)."""
+TeacherDtype = Literal["bfloat16", "float32"]
+"""Format of a teacher's weights."""
 Schedule = Literal["1f1b", "gpipe", "zero_bubble", "zbv", "dualpipev"]
 """Pipeline schedules; `1f1b` with several virtual stages is the interleaved one. See `hfscale.facts.schedules`."""
 AverageDevice = Literal["device", "cpu"]
@@ -171,8 +174,8 @@ class RunOptions:
     task: Task = option(
         "text",
         group=MODEL,
-        help="What a step trains on: text (or chats), or with TRL sft, dpo (the batch counts pairs) or grpo (it "
-        "counts completions)",
+        help="What a step trains on: text (or chats), or with TRL sft, vision, dpo (the batch counts pairs), grpo or "
+        "distillation (it counts completions)",
         flag_of=("plan",),
     )
     seq_len: int = option(
@@ -181,7 +184,7 @@ class RunOptions:
         group=MODEL,
         unit="tokens",
         check=a_size,
-        help="Tokens per sequence; with grpo prompt and completion",
+        help="Tokens per sequence; with grpo and distillation prompt and completion, with vision those of images too",
     )
     global_batch: int | None = option(
         None,
@@ -208,9 +211,9 @@ class RunOptions:
         plan=None,
         group=MODEL,
         unit="tokens",
-        task="grpo",
-        help="Tokens of a sequence to generate with grpo",
-        unset="512, as in TRL",
+        task=("grpo", "distillation"),
+        help="Tokens of a sequence to generate with grpo or distillation",
+        unset="512",
         flag_of=("plan",),
     )
     beta: float = option(
@@ -228,6 +231,49 @@ class RunOptions:
         task="dpo",
         help="With dpo the reference's log-probabilities are computed before the training, which keeps no reference "
         "model",
+        flag_of=("plan",),
+    )
+    teacher: str | None = option(
+        None,
+        group=MODEL,
+        task="distillation",
+        help="The model that distillation imitates: a built-in name, hub id or config.json",
+        flag_of=("plan",),
+    )
+    teacher_dtype: TeacherDtype = option(
+        "bfloat16",
+        group=MODEL,
+        task="distillation",
+        help="Format of the teacher's weights",
+        flag_of=("plan",),
+    )
+    whole_teacher: bool = option(
+        False,
+        group=MODEL,
+        task="distillation",
+        help="Each rank of FSDP2 keeps the whole teacher, where ranks share its weights otherwise",
+        flag_of=("plan",),
+    )
+    images: int = option(
+        1,
+        group=MODEL,
+        task="vision",
+        check=a_size,
+        help="Images per sequence with vision; an image that the processor cuts counts as its parts",
+        flag_of=("plan",),
+    )
+    train_vision_tower: bool = option(
+        False,
+        group=MODEL,
+        task="vision",
+        help="The vision tower is trained too",
+        flag_of=("plan",),
+    )
+    frozen_projector: bool = option(
+        False,
+        group=MODEL,
+        task="vision",
+        help="What leads from the vision tower to the language model is frozen, as it is with adapters",
         flag_of=("plan",),
     )
     stack: str = option(

@@ -33,6 +33,12 @@ from hfscale.planner.experts import (
 from hfscale.planner.frameworks import Framework
 from hfscale.planner.frozen import dense_bytes, expanded_bytes
 from hfscale.planner.host_activations import stashed_bytes
+from hfscale.planner.images import (
+    image_bytes,
+    image_parameters,
+    image_root_parameters,
+    image_unit_parameters,
+)
 from hfscale.planner.job import Job
 from hfscale.planner.tasks import (
     LOGIT_COPIES_BYTES,
@@ -43,6 +49,7 @@ from hfscale.planner.tasks import (
     prompt_job,
     reference_buffer_bytes,
 )
+from hfscale.planner.teacher import divergence_bytes, teacher_forward_bytes
 
 GATHERED_ACTIVATIONS = 2
 """Unsplit activations that the current layer holds under sequence parallelism: its input and a gradient."""
@@ -134,8 +141,9 @@ def _pipeline_moment(job: Job, framework: Framework, gradients: float) -> Moment
 def _moments(job: Job, framework: Framework, gradients: float) -> list[Moment]:
     """The moments of a step without a pipeline and without spread experts."""
     kept, working = kept_and_working(job, framework)
-    ends = end_activations(job, framework)
-    loss = loss_bytes(job, framework)
+    images = image_bytes(job)
+    ends = end_activations(job, framework) + images.kept
+    loss = divergence_bytes(job) if job.task == "distillation" else loss_bytes(job, framework)
     layers, _ = job.layer_split
     at_loss, at_layer = _buffer_bytes(job, framework)
     buckets = gradients if _has_buckets(job, framework) else 0.0
@@ -150,8 +158,19 @@ def _moments(job: Job, framework: Framework, gradients: float) -> list[Moment]:
     moments = [
         Moment(of_all, loss, before, at_loss),
         Moment(of_all + working, 0.0, before, at_layer, at="last layer's backward pass"),
-        Moment(kept + working, 0.0, gradients, at_layer, at="first layer's backward pass"),
+        Moment(
+            kept + working + images.kept,
+            0.0,
+            gradients,
+            at_layer,
+            at="first layer's backward pass",
+        ),
     ]
+    if job.tower is not None:
+        moments += _of_the_tower(job, before, gradients)
+    if job.task == "distillation":
+        moments += _of_generation(job, buckets)
+        moments.append(_of_the_teacher(job, of_all, before, at_loss))
     if job.task == "dpo" and job.has_reference_pass:
         moments.append(_of_the_reference(job, of_layers, before, at_loss))
     if job.task == "grpo":
@@ -347,6 +366,33 @@ def _of_the_reference(job: Job, kept: float, gradients: float, buffers: float) -
     )
 
 
+def _of_the_tower(job: Job, before: float, gradients: float) -> Iterator[Moment]:
+    """The forward pass of the tower, which comes first, and its backward pass, which comes last."""
+    images = image_bytes(job)
+    gathered = 0.0
+    if job.zero == 3 and job.layout.dp_shard > 1:
+        ends = job.shape.embedding_parameters + job.shape.head_parameters
+        units = 2 * image_unit_parameters(job)
+        gathered = job.value_bytes * (ends + image_root_parameters(job) + units)
+    yield Moment(
+        images.kept + images.forward, 0.0, before, gathered, at="vision tower's forward pass"
+    )
+    if job.train_vision_tower:
+        yield Moment(
+            images.kept + images.backward,
+            0.0,
+            gradients,
+            gathered,
+            at="vision tower's backward pass",
+        )
+
+
+def _of_the_teacher(job: Job, kept: float, gradients: float, buffers: float) -> Moment:
+    """The teacher's forward pass, while the student's activations are kept."""
+    working = teacher_forward_bytes(job)
+    return Moment(kept, 0.0, gradients, buffers + working, at="teacher's forward pass")
+
+
 def _of_generation(job: Job, gradients: float) -> tuple[Moment, Moment]:
     """The start of generation, with one layer's tensors of all prompts, and its end, with the complete cache and the
     logits of the last token."""
@@ -392,7 +438,7 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
         if not job.reshard:
             model = gathered + width * ends + job.layer_split[0] * of_layer
             return model, model + expanded_bytes(job) + scattered
-        root = gathered + width * ends
+        root = gathered + width * (ends + image_root_parameters(job))
         return root + of_layer, root + 2 * of_layer + expanded_bytes(job) + scattered
     if job.zero in (1, 2) and job.precision == "fp16":
         gathered += DEEPSPEED_BUCKET_BYTES
@@ -410,5 +456,5 @@ def _buffer_bytes(job: Job, framework: Framework) -> tuple[float, float]:
             if layout.pp == 1
             else shape.head_parameters / layout.tp
         )
-        gathered += 2.0 * (job.layer_split[0] * per_layer + head)
+        gathered += 2.0 * (job.layer_split[0] * per_layer + head + image_parameters(job).trained)
     return gathered, gathered + expanded_bytes(job)

@@ -26,7 +26,7 @@ from hfscale.planner.launchable import recipe_of, why_not
 from hfscale.planner.network import with_link
 from hfscale.planner.option_fields import python_options, with_options
 from hfscale.planner.options import MAX_GPUS, Objective, PlanOptions, RunOptions, at_most
-from hfscale.planner.request import PlanRequest
+from hfscale.planner.request import PlanRequest, other_models
 from hfscale.planner.search import Rejected, search
 
 
@@ -187,6 +187,8 @@ def task_options(request: PlanRequest) -> dict[str, Any]:
     names = {
         "dpo": ("precompute_ref_log_probs",),
         "grpo": ("num_generations", "max_completion_length", "beta"),
+        "vision": ("images", "train_vision_tower", "frozen_projector"),
+        "distillation": ("teacher", "teacher_dtype", "whole_teacher", "max_completion_length"),
     }.get(request.task, ())
     return {"name": request.task, **{name: getattr(request, name) for name in names}}
 
@@ -279,13 +281,16 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
 
 def _request_of(model: str | ModelShape, options: PlanOptions) -> PlanRequest:
     """Find the model and the GPU of the options, and check the sizes that every layout shares."""
-    shape = find_model(model) if isinstance(model, str) else model
+    shape = model
+    if isinstance(shape, str):
+        shape = find_model(shape, counts_tower=options.task == "vision")
     gpu = options.gpu
     if isinstance(gpu, str):
         gpu = find_accelerator(gpu, options.hardware)
     shared = {name: getattr(options, name) for name in options_of(RunOptions)}
     gpu = with_link(gpu, options.link_gb_s)
-    request = PlanRequest(**shared, shape=shape, gpu=gpu, gpus=options.gpus)
+    others = other_models(model, options)
+    request = PlanRequest(**shared, **others, shape=shape, gpu=gpu, gpus=options.gpus)
     find_framework(request.stack)
     _check_request(request)
     return request

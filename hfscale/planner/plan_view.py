@@ -14,6 +14,7 @@ from hfscale.planner.islands import IslandsVerdict
 from hfscale.planner.job import Job, strategy_of
 from hfscale.planner.plan import Choice, Plan
 from hfscale.planner.request import PlanRequest
+from hfscale.planner.tasks import BATCH_UNITS
 
 REJECTED_SHOWN = 5
 """Number of rejected layouts that are printed."""
@@ -122,7 +123,7 @@ def _answer(plan: Plan) -> str:
     if plan.growing is not None:
         answer += f"\nGlobal batch: {plan.growing.text}, {choice.steps:,} optimizer steps."
     elif plan.request.global_batch is None:
-        unit = {"dpo": "pairs", "grpo": "completions"}.get(plan.request.task, "sequences")
+        unit = BATCH_UNITS.get(plan.request.task, "sequences")
         answer += (
             f"\nGlobal batch: {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step, assumed: give "
             "--global-batch."

@@ -25,6 +25,8 @@ from hfscale.planner.job import Job
 from hfscale.planner.kernels import Rates, layer_forward
 from hfscale.planner.network import Group, Network, exposed_s
 
+BATCH_UNITS = {"dpo": "pairs", "grpo": "completions", "distillation": "completions"}
+"""What a batch of a task counts, where it is not sequences."""
 GENERATION_ROUNDS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of rounds in which the completions of a step are generated that are tried; more rounds need less memory."""
 LOGIT_COPIES_BYTES = 10.0

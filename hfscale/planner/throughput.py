@@ -26,11 +26,13 @@ from hfscale.planner.experts import (
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.frozen import dense_bytes, mean_bytes
 from hfscale.planner.host_activations import exposed_copies_s
+from hfscale.planner.images import image_parameters, images_s
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.kernels import BACKWARD_ATTENTION, LayerTime, Rates, head_s, layer_forward
 from hfscale.planner.memory import reduced_gradient_bytes, trained_parameters
 from hfscale.planner.network import Group, Network, exposed_s
 from hfscale.planner.tasks import generation_s, reference_s
+from hfscale.planner.teacher import teacher_s
 
 CPU_BYTES_S = 40e9
 """Memory bandwidth, bytes/s, of a rank's share of the CPUs, for an optimizer on the CPU (eight ranks on two
@@ -73,6 +75,16 @@ class DpoTime(StepTime):
 
     reference: float
     """The reference's forward passes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationTime(StepTime):
+    """Holds the duration of a step of a distillation by part, in seconds."""
+
+    teacher: float
+    """The teacher's forward passes, and its part of the loss."""
+    generation: float
+    """Generation of the completions, at their full length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,15 +145,20 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
         + gathered.per_step
     )
     optimizer = _optimizer_s(job, rates) + framework.step_s
+    of_images, waited = images_s(job, framework, shared, network, rates)
     drift = 1 + shared.node_drift * math.log2(max(1.0, job.layout.world_size / job.gpus_per_node))
     parts = {
-        "compute": m * compute + _accumulation_s(job, rates),
-        "communication": m * (slowest + pipeline - compute)
+        "compute": m * (compute + of_images) + _accumulation_s(job, rates),
+        "communication": m * (slowest + pipeline - compute + waited)
         + once
         + (drift - 1) * (m * slowest + bubble),
         "bubble": bubble,
         "optimizer": optimizer,
     }
+    if job.task == "distillation":
+        teacher = m * teacher_s(job, framework, shared, network, rates)
+        generated = generation_s(job, framework, shared, network, rates)
+        return DistillationTime(**parts, teacher=teacher, generation=generated)
     if job.task not in ("dpo", "grpo"):
         return StepTime(**parts)
     reference = m * reference_s(job, framework, shared, network, rates)
@@ -508,7 +525,7 @@ def _average_s(job: Job, rates: Rates) -> float:
 def _optimizer_s(job: Job, rates: Rates) -> float:
     """Time of the optimizer update."""
     layout = job.layout
-    trained = trained_parameters(job) / (layout.tp * layout.pp)
+    trained = trained_parameters(job) / (layout.tp * layout.pp) + image_parameters(job).trained
     # Whole experts, which tensor parallelism does not split
     if job.spreads_experts and job.zero != 3:
         experts = job.shape.mean_expert_parameters * job.shape.layers / job.shape.total_parameters

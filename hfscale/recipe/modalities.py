@@ -1,5 +1,8 @@
 """Parts of a model that read images or sound: recipes that train on text keep them as they were loaded."""
 
+from typing import Any
+
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -73,6 +76,29 @@ def parts_that_read_images(
     of_tower = list(tower.parameters())
     known = of_text | {id(weight) for weight in of_tower}
     return of_tower, [weight for weight in model.parameters() if id(weight) not in known]
+
+
+def compute_without_gradients(module: nn.Module) -> None:
+    """Have a frozen module compute its outputs without a graph.
+
+    With activation checkpointing transformers (5.23, `enable_input_require_grads`) has the inputs of every part of a
+    model require gradients. A frozen tower would then be computed again in the backward pass, for gradients that
+    nobody reads, and keep its activations until then.
+
+    Args:
+        module (`nn.Module`): a module whose parameters are all frozen, and whose inputs need no gradients.
+    """
+    before: list[bool] = []
+
+    def switch_off(_: nn.Module, inputs: Any) -> None:
+        before.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+
+    def switch_on(_: nn.Module, inputs: Any, outputs: Any) -> None:
+        torch.set_grad_enabled(before.pop())
+
+    module.register_forward_pre_hook(switch_off)
+    module.register_forward_hook(switch_on, always_call=True)
 
 
 def weigh_tokens_equally(model: PreTrainedModel) -> None:

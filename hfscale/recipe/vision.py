@@ -13,7 +13,7 @@ from hfscale.core.versions import require
 from hfscale.core.vocabulary import knows_no_text
 from hfscale.errors import UsageError
 from hfscale.recipe.arguments import RecipeTrainingMixin, errors_name_flag
-from hfscale.recipe.modalities import parts_that_read_images
+from hfscale.recipe.modalities import compute_without_gradients, parts_that_read_images
 from hfscale.recipe.model_arguments import ModelArguments
 
 require("vision recipes")
@@ -137,6 +137,8 @@ class VisionArguments(RecipeTrainingMixin, SFTConfig):
             )
         for weight in tower:
             weight.requires_grad_(self.train_vision_tower)
+        if not self.train_vision_tower:
+            compute_without_gradients(model.get_encoder(modality="image"))
         for weight in projector:
             weight.requires_grad_(trains_projector)
         if self.ddp_find_unused_parameters is None and not (

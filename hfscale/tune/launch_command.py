@@ -329,6 +329,11 @@ def _parse_launch(words: Sequence[str]) -> Namespace:
 
 
 def _task(text: str) -> Task:
+    if re.search(r"""task=["']vision["']""", text):
+        raise UsageError(
+            "a recipe for images is not tuned: how long a step takes depends on the images; use hfscale plan --task "
+            "vision"
+        )
     found = re.search(r"\b(SFT|DPO|GRPO)Trainer\b", text)
     task: Task = found[1].lower() if found else "text"  # type: ignore[assignment]
     if task == "grpo":

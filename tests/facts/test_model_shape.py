@@ -703,9 +703,9 @@ def test_a_tower_that_is_left_out_is_counted_and_named(tmp_path, log) -> None:
         ({"model_type": "qwen3_mo"}, UnsupportedModelError, "qwen3_moe"),
         ({"model_type": "mamba2", **LLAMA}, UnsupportedModelError, "'mamba2' is unknown"),
         (
-            {"model_type": "llava", "text_config": {}},
+            {"model_type": "paligemma", "text_config": {}},
             UnsupportedModelError,
-            "'llava' has its language model in text_config",
+            "'paligemma' has its language model in text_config",
         ),
         (dict(LLAMA), ConfigFileError, "no model_type"),
         (

@@ -8,12 +8,13 @@ import yaml
 from conftest import REPOSITORY
 from recipe_runs import GEMMA_4_EXPERTS
 from tiny import EXPERT_SIZES, tiny_model
-from transformers import Gemma4Config, Gemma4ForConditionalGeneration, LlamaForCausalLM
+from transformers import AutoModelForImageTextToText, Gemma4Config, Gemma4ForConditionalGeneration, LlamaForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hfscale.facts.models import catalogue
-from hfscale.recipe.modalities import weigh_tokens_equally
+from hfscale.recipe import pictures
+from hfscale.recipe.modalities import compute_without_gradients, parts_that_read_images, weigh_tokens_equally
 
 
 def classes_of_yaml_files():
@@ -76,3 +77,51 @@ def test_a_class_that_does_not_divide_all_labels_by_the_number_stays_as_it_is(ki
     model = kind(tiny_model().config)
     weigh_tokens_equally(model)
     assert refuses_number(model)
+
+
+def image_model(*, is_checkpointed, computes_without=True):
+    """The embedded LLaVA with a frozen tower, and a list that a layer of the tower adds to when it is computed."""
+    torch.manual_seed(0)
+    config = pictures.default_config(pictures.default_processor().tokenizer)
+    model = AutoModelForImageTextToText.from_config(config).train()
+    tower, _ = parts_that_read_images(model)
+    for weight in tower:
+        weight.requires_grad_(False)
+    if computes_without:
+        compute_without_gradients(model.get_encoder(modality="image"))
+    if is_checkpointed:
+        model.activation_checkpointing_enable()
+    computed = []
+    layer = model.get_encoder(modality="image").encoder.layers[0].self_attn  # inside of what is checkpointed
+    layer.register_forward_pre_hook(lambda *_: computed.append(torch.is_grad_enabled()))
+    return model, computed
+
+
+def gradients_of_images(model):
+    """The gradients of a step with an image, by the names of the parameters."""
+    tokens = (pictures.SIDE // pictures.PATCH) ** 2
+    ids = torch.tensor([[model.config.image_token_id] * tokens + [5, 6, 7, 8]])
+    pixels = torch.linspace(0, 1, 3 * pictures.SIDE**2).reshape(1, 3, pictures.SIDE, pictures.SIDE)
+    model(input_ids=ids, labels=ids, pixel_values=pixels).loss.backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("computes_without", [False, True])
+def test_a_frozen_tower_is_computed_once(computes_without):
+    """transformers itself computes it again under activation checkpointing."""
+    model, computed = image_model(is_checkpointed=True, computes_without=computes_without)
+    found = gradients_of_images(model)
+    assert torch.is_grad_enabled()
+    assert computed == ([False] if computes_without else [True, True])
+    expected = gradients_of_images(image_model(is_checkpointed=False, computes_without=False)[0])
+    assert found.keys() == expected.keys()
+    assert any("projector" in name for name in found)
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_gradients_are_computed_again_after_a_frozen_module_that_fails():
+    module = torch.nn.Linear(2, 2).requires_grad_(False)
+    compute_without_gradients(module)
+    with pytest.raises(RuntimeError):
+        module(torch.ones(3))
+    assert torch.is_grad_enabled()

@@ -89,7 +89,8 @@ def test_a_silent_change_of_strategy_is_one_error_line(start, tmp_path, case):
 def test_the_requested_strategy_runs_and_is_in_the_manifest(start, tmp_path, strategy, arguments):
     done = start(DDP, **arguments)
     assert done.code == 0, done.err[-3000:]
-    assert done.lines("hfscale: strategy") == [f"hfscale: strategy {strategy} on 2 processes (cpu)"]
+    (line,) = done.lines("hfscale: strategy")
+    assert line.startswith(f"hfscale: strategy {strategy} on 2 processes (cpu)")
     manifest = read_manifest(tmp_path / "out" / "checkpoint-2")
     assert (manifest.strategy, manifest.world_size, manifest.global_batch_size) == (strategy, 2, 8)
 

@@ -107,6 +107,8 @@ class TestCommand:
             (launch("stray"), "'stray'"),
             (launch("--block_size", "many"), "many"),
             (launch(script=REPOSITORY / "recipes" / "grpo" / "train.py"), "GRPO"),
+            (launch(script=REPOSITORY / "recipes" / "vision" / "train.py"), "images"),
+            (launch(script=REPOSITORY / "recipes" / "distillation" / "train.py"), "DistillationTrainer"),
             (launch(script=REPOSITORY / "recipes" / "sft" / "train.py"), "--model_name_or_path"),
         ],
     )
