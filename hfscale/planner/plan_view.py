@@ -127,6 +127,12 @@ def _answer(plan: Plan) -> str:
             f"\nGlobal batch: {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step, assumed: give "
             "--global-batch."
         )
+    if plan.start is not None:
+        start = plan.start
+        answer += (
+            f"\nStart: {start.bytes / 2**30:,.0f} GiB of weights, read in {start.read_s:,.0f} s at least, with "
+            f"--load-once in {start.read_once_s:,.0f} s."
+        )
     return answer
 
 
