@@ -26,12 +26,12 @@ class Start:
 
     bytes: float
     """Bytes of the weights."""
-    read_s: float
-    """Seconds without `load_once`."""
+    read_s: float | None
+    """Seconds without `load_once`; None where a node reads a part that was not computed."""
     read_once_s: float
     """Seconds with it."""
 
-    def to_dict(self) -> dict[str, float]:
+    def to_dict(self) -> dict[str, float | None]:
         """Return `start` in the JSON of `hfscale plan --json`, as a dictionary."""
         return {
             "weights_bytes": self.bytes,
@@ -87,7 +87,9 @@ class Extras:
     def start(self, job: Job) -> Start | None:
         """Return how long the nodes read the weights, at least; None where that is not known or nothing is read.
 
-        Every node reads all weights, and under FSDP2 rank 0 alone. No node reads or receives faster than its network.
+        Every node reads all weights, also those of which its ranks keep parts (huggingface/transformers#48239); under
+        FSDP2 rank 0 alone does, and with `ParallelTrainer` a rank reads its parts. No node reads or receives faster
+        than its network.
 
         Args:
             job (`Job`): the run.
@@ -96,13 +98,15 @@ class Extras:
             return None
         size = float(STORED_BYTES * job.shape.total_parameters)
         nodes = -(-job.layout.world_size // job.gpus_per_node)
-        readers = 1 if strategy_of(job) == "fsdp2" else nodes
+        strategy = strategy_of(job)
+        readers = 1 if strategy == "fsdp2" else nodes
         per_gpu = job.network_gb_s or datasheet_network_gb_s(job.gpu, job.gpus_per_node)
         of_node_s = size / (per_gpu * job.gpus_per_node * 1e9)
         storage_s = size / (self.storage_gb_s * 1e9)
+        read_s = None if strategy == "parallel" else max(readers * storage_s, of_node_s)
         return Start(
             bytes=size,
-            read_s=max(readers * storage_s, of_node_s),
+            read_s=read_s,
             read_once_s=max(storage_s, of_node_s),
         )
 

@@ -129,10 +129,10 @@ def _answer(plan: Plan) -> str:
         )
     if plan.start is not None:
         start = plan.start
-        answer += (
-            f"\nStart: {start.bytes / 2**30:,.0f} GiB of weights, read in {start.read_s:,.0f} s at least, with "
-            f"--load-once in {start.read_once_s:,.0f} s."
-        )
+        answer += f"\nStart: {start.bytes / 2**30:,.0f} GiB of weights, read "
+        if start.read_s is not None:
+            answer += f"in {start.read_s:,.0f} s, "
+        answer += f"with --load-once in {start.read_once_s:,.0f} s, at least."
     return answer
 
 
