@@ -133,7 +133,10 @@ class Plan:
     @property
     def start(self) -> Start | None:
         """How long the nodes of the first choice read the weights; None where that is not known."""
-        return self.extras.start(self.choices[0].estimate.job) if self.choices else None
+        if not self.choices:
+            return None
+        first = self.choices[0].estimate.job
+        return self.extras.start(first)
 
     @property
     def next_launchable(self) -> tuple[int, Choice] | None:
@@ -163,6 +166,9 @@ class Plan:
         """Return the content that `hfscale plan --json` prints, as a dictionary."""
         shape = self.request.shape
         gpu = self.request.gpu
+        start = {}
+        if self.start is not None:
+            start["start"] = self.start.to_dict()
         return {
             "model": {
                 "name": self.model,
@@ -179,7 +185,7 @@ class Plan:
             },
             **({} if self.request.task == "text" else {"task": task_options(self.request)}),
             "choices": [choice.to_dict() for choice in self.choices],
-            **({} if self.start is None else {"start": self.start.to_dict()}),
+            **start,
             "order": self.order,
             "rejected": [row.to_dict() for row in self.rejected],
             "min_gpus": self.min_gpus,
