@@ -11,8 +11,8 @@ import torch
 from forked_ranks import run_ranks
 from native_runs import make_model
 from replay_runs import NATIVE, environment, make_trainer, ranks_of
-from tiny import tiny_trainer
-from transformers import TrainerCallback, TrainerState
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
+from transformers import Trainer, TrainerCallback, TrainerState
 
 from benchmarks.jitter import drawn_maxima, expected_maximum
 from hfscale import CommHealthCallback
@@ -118,6 +118,31 @@ def test_all_ranks_collect_in_the_agreed_steps(tmp_path, layout):
     assert codes == [0] * ranks, [path.read_text()[-3000:] for path in (tmp_path / "log").iterdir()]
     for rank in range(ranks):
         assert json.loads((tmp_path / f"steps-{rank}.json").read_text()) == [3, 6]
+
+
+class CollectingRows(RandomTokens):
+    """Yields whether Python collects by itself in the process that reads a row."""
+
+    def __getitem__(self, index):
+        row = dict(super().__getitem__(index))
+        row["labels"] = torch.full_like(row["labels"], int(gc.isenabled()))
+        return row
+
+
+def test_data_loader_workers_collect_by_themselves(tmp_path):
+    """Else cycles that a data set makes would stay in their memory (facebookresearch/dinov3#150)."""
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        seen.append((gc.isenabled(), bool(labels.all())))
+        return outputs.logits.sum()
+
+    arguments = tiny_arguments(tmp_path, max_steps=3, dataloader_num_workers=1)
+    health = CommHealthCallback(gc_every_steps=2)
+    data = CollectingRows()
+    Trainer(tiny_model(), arguments, train_dataset=data, compute_loss_func=loss, callbacks=[health]).train()
+    assert seen == [(False, True)] * 3
+    assert gc.isenabled()
 
 
 def test_some_agreed_collections_are_complete(monkeypatch):
