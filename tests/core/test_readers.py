@@ -605,7 +605,6 @@ SITES = {
     "checkpoint/formats/safetensors_files.py:read_weights": PICKLES,
     "checkpoint/formats/unsharded.py:_memory_mapped": PICKLES,
     "checkpoint/node_copies.py:_boot": SYSTEM,
-    "checkpoint/node_copies.py:_alone": OTHER,
     "checkpoint/node_copies.py:_hold": OTHER,
     "checkpoint/node_copies.py:_is_complete": PROGRAM,
     "checkpoint/node_copies.py:_remove_abandoned": OTHER,
