@@ -14,7 +14,7 @@ from replay_runs import NATIVE, environment, make_trainer, ranks_of
 from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback, TrainerState
 
-from benchmarks.jitter import drawn_maxima, expected_maximum
+from benchmarks.jitter import complete_share, drawn_maxima, expected_maximum
 from hfscale import CommHealthCallback
 from hfscale.health import jitter
 from hfscale.health.jitter import FULL_COLLECTION_EVERY, AgreedCollection, JitterWatch
@@ -257,3 +257,10 @@ def test_ranks_that_pause_together_pause_in_these_steps_only():
     # In 2 of 5 steps, in which the longest of 64 is that of 3 ms
     assert drawn.mean() == pytest.approx(0.4 * 0.003, rel=0.02)
     assert set(drawn) == {0.0, 0.003}
+
+
+def test_how_often_python_collects_everything_follows_from_its_limits():
+    # 25,000 of 100,000 objects, of which each collection of the middle generation adds 500: 50 of them, 10 steps each
+    assert complete_share([400, 600], steps=20, objects=100_000) == pytest.approx(1 / 500)
+    assert complete_share([50_000], steps=10, objects=100_000) == pytest.approx(1 / 110)
+    assert complete_share([], steps=10, objects=100_000) == 0
