@@ -1,16 +1,16 @@
 """How much longer a step of many ranks takes because single ranks pause, before and after what hfscale advises.
 
-A small Llama trains on as many processes as this machine has cores, with as many layers as an 8B model, since garbage
-is made per module and not per weight. In each step a process measures, on its main thread,
+A small Llama trains, with as many layers as an 8B model, since garbage is made per module and not per weight. In each
+step a process measures, on its main thread,
 
 - the CPU time of Python's garbage collections, which other programs do not change;
-- how long it could run and had no core (`/proc/thread-self/schedstat` of Linux). Only on an idle machine this is due
-  to the threads of the training; where other programs run, it is left out.
+- on an idle machine, where a process trains on each core, how long it could run and had no core
+  (`/proc/thread-self/schedstat` of Linux). Where other programs run, that would be due to them.
 
 | variant | garbage | threads of each process |
 |---|---|---|
 | `before` | Python collects by itself | one per core, torch's default without torchrun |
-| `collection` | all ranks collect in the same steps (`gc_every_steps`) | one per core |
+| `collection`, on an idle machine | all ranks collect in the same steps (`gc_every_steps`) | one per core |
 | `after` | in the same steps | one |
 
 Complete collections are too rare to be seen in some hundred steps. Python makes one where more than a quarter of the
@@ -52,9 +52,9 @@ from hfscale.health.jitter import FULL_COLLECTION_EVERY
 RANKS = (8, 64, 512)
 DRAWN_STEPS = 20_000
 VARIANTS = ("before", "collection", "after")
-STEPS = 250
-UNTIMED_STEPS = 50  # the start makes and drops objects that no later step does
-COMPLETE_STEPS = 10
+STEPS = 200
+UNTIMED_STEPS = 40  # the start makes and drops objects that no later step does
+COMPLETE_STEPS = 5
 """In so many of the last steps, everything is collected to measure how long that takes."""
 EVERY_STEPS = 50
 LAYERS = 32
@@ -191,19 +191,20 @@ def complete_share(left: Sequence[int], steps: int, objects: int) -> float:
     return len(left) / steps / needed
 
 
-def train(variant: str, results: Connection) -> None:
+def train(variant: str, threads: int, results: Connection) -> None:
     """Train in one process, and send what each step has taken to `results`.
 
     Args:
         variant (`str`): one of `VARIANTS`.
+        threads (`int`): threads of torch.
         results (`Connection`): takes a `Measured`.
     """
-    torch.set_num_threads(1 if variant == "after" else _cores())
+    torch.set_num_threads(threads)
     every = None if variant == "before" else EVERY_STEPS
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
+        hidden_size=16,
+        intermediate_size=32,
         num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=2,
@@ -225,19 +226,21 @@ def train(variant: str, results: Connection) -> None:
     results.send(watch.measured())
 
 
-def measured(variant: str) -> Measured:
-    """Train on each core at the same time, and return what the processes have measured.
+def measured(variant: str, processes: int) -> Measured:
+    """Train in several processes at the same time, and return what they have measured.
 
     Args:
         variant (`str`): one of `VARIANTS`.
+        processes (`int`): number of processes.
     """
     spawn = multiprocessing.get_context("spawn")
-    pipes = [spawn.Pipe(duplex=False) for _ in range(_cores())]
-    processes = [spawn.Process(target=train, args=(variant, end)) for _, end in pipes]
-    for process in processes:
+    pipes = [spawn.Pipe(duplex=False) for _ in range(processes)]
+    threads = processes if variant != "after" else 1
+    started = [spawn.Process(target=train, args=(variant, threads, end)) for _, end in pipes]
+    for process in started:
         process.start()
     found = [receiver.recv() for receiver, _ in pipes]
-    for process in processes:
+    for process in started:
         process.join()
     return Measured.of_processes(found)
 
@@ -323,7 +326,9 @@ def measure() -> dict[str, Any]:
     """Measure the variants, and simulate the ranks."""
     load = os.getloadavg()[0]
     is_idle = load <= IDLE_LOAD * _cores()
-    found = {variant: measured(variant) for variant in VARIANTS}
+    variants = VARIANTS if is_idle else (VARIANTS[0], VARIANTS[-1])
+    processes = _cores() if is_idle else 1
+    found = {variant: measured(variant, processes) for variant in variants}
     base_s = float(np.median(found["after"].worked_s))
     simulated = {
         str(ranks): {name: simulate(one, name, ranks, base_s, is_idle=is_idle) for name, one in found.items()}
@@ -333,7 +338,7 @@ def measure() -> dict[str, Any]:
         "summary": simulated,
         "step_without_pauses_ms": round(base_s * 1e3, 2),
         "gc_every_steps": EVERY_STEPS,
-        "processes": _cores(),
+        "processes": processes,
         "measured": {variant: _distributions(one, is_idle=is_idle) for variant, one in found.items()},
     }
     if not is_idle:
@@ -354,7 +359,7 @@ def _distributions(found: Measured, *, is_idle: bool) -> dict[str, Any]:
             "p99": round(float(np.quantile(values, 0.99)) * 1e3, 3),
             "longest": round(float(values.max()) * 1e3, 3),
         }
-    if found.complete_share:
+    if found.complete_share and not found.collects.any():
         result["steps_per_complete_collection"] = round(1 / found.complete_share)
     return result
 
