@@ -35,6 +35,7 @@ NAMES = (
     "planner_experts",
     "planner_published",
     "gradient_accumulation",
+    "jitter",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"

@@ -24,6 +24,8 @@ NOT_SAMPLED = {
     "batch_schedule": "its recipes are started by tests/lr_scaling",
     "plot": "draws the choices and changes no file",
     "details": "prints more and changes no file",
+    "base_width": "its recipes are started by tests/lr_scaling",
+    "load_once": "its recipes are started by tests/checkpoint",
     "average_device": "an average in the CPU's memory is started by tests/averaging",
     "provider": "chooses prices and changes no file",
     "spot": "chooses prices and changes no file",
@@ -148,6 +150,9 @@ SAMPLERS: Mapping[str, Callable[[Draw], Any]] = {
     "island_fragments": lambda draw: draw.rarely(2, 0.5) if draw.has_islands else None,
     "island_bits": lambda draw: draw.rarely(draw.one_of(8, 4), 0.5) if draw.has_islands else None,
     "island_density": lambda draw: draw.rarely(0.0156, 0.2) if draw.has_islands else None,
+    "skip_bad_batches": lambda draw: draw.rarely(10),
+    "gc_every_steps": lambda draw: draw.rarely(50),
+    "storage_gb_s": lambda draw: draw.rarely(2.5),
 }
 """Option -> how its value is drawn; None leaves it out."""
 

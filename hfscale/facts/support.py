@@ -289,6 +289,22 @@ CONFIGS: Mapping[str, Combination] = {
 """What each config of accelerate_configs/ asks for."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """What a run can ask for under any config."""
+
+    title: str
+    """Its name for the documentation, with a link to its page."""
+    asks: Mapping[str, Any]
+    """Properties of a `Combination` that asks for it."""
+    tested: Collection[str]
+    """The configs of accelerate_configs/ under which it was compared with a reference, on CPUs."""
+
+
+CAPABILITIES = tuple(Capability(**row) for row in _TABLE["capability"])
+"""What docs/support.md says of each config."""
+
+
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 

@@ -10,10 +10,12 @@ Counted on each rank between two logs:
 - pages of memory that were read back from a disk, and those that the system had to provide (`getrusage`).
 
 With `gc_every_steps` all ranks collect garbage in the same steps, and Python not by itself (`AgreedCollection`).
+Processes that are forked meanwhile, such as data loader workers, make no steps: there Python collects by itself.
 Steps of torchtitan (FSDP, 512 GPUs) were about 1.5% shorter so (read: https://github.com/pytorch/torchtitan/pull/148).
 """
 
 import gc
+import os
 import resource
 import sys
 import time
@@ -45,6 +47,20 @@ _CORE_FIELD = 36
 """Position of the number of the core in `stat` of a thread, counted after its name (proc(5): field 39)."""
 
 
+_agreed: set["AgreedCollection"] = set()
+"""Those in force in this process."""
+
+
+def _collect_in_child() -> None:
+    """Let Python collect in a process that was forked, if it does so where no collection is agreed."""
+    if any(one.was_enabled for one in _agreed):
+        gc.enable()
+    _agreed.clear()
+
+
+os.register_at_fork(after_in_child=_collect_in_child)
+
+
 class AgreedCollection:
     """Collects Python's garbage in the same steps on all ranks, as long as a training lasts.
 
@@ -54,7 +70,8 @@ class AgreedCollection:
 
     def __init__(self, every_steps: int) -> None:
         self._every_steps = every_steps
-        self._was_enabled = gc.isenabled()
+        self.was_enabled = gc.isenabled()
+        """Whether Python has collected by itself before."""
         self._freezes = gc.get_freeze_count() == 0  # what others have frozen stays so
 
     def begin(self) -> None:
@@ -63,6 +80,7 @@ class AgreedCollection:
         if self._freezes:
             gc.freeze()  # modules and the model are not looked at again
         gc.disable()
+        _agreed.add(self)
 
     def step_ended(self, step: int) -> None:
         """Collect, if it is the turn of this step.
@@ -83,8 +101,9 @@ class AgreedCollection:
         """Leave the collection to Python again."""
         if self._freezes:
             gc.unfreeze()
-        if self._was_enabled:
+        if self.was_enabled:
             gc.enable()
+        _agreed.discard(self)
 
 
 class JitterWatch:

@@ -20,6 +20,7 @@ from hfscale.core.written_files import LAUNCH_FILE, write_files
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
 from hfscale.planner.adapters import target_modules
+from hfscale.planner.extras import trains_from_scratch
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.launchable import (
     TRAINER_OPTIMIZERS,
@@ -51,8 +52,6 @@ PRECISION_FLAGS: dict[str, dict[str, Any]] = {"fp16": {"fp16": True}, "fp32": {"
 SYNC_EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 """Without it accelerate reduces gradients only with the last micro-batch, and FSDP2 keeps them unsharded until
 then."""
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
-"""Files that a folder with a trained model contains in addition to its config.json."""
 
 
 def emit(plan: Plan, folder: Path, *, number: int = 1, force: bool = False) -> list[Path]:
@@ -328,6 +327,7 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         values |= {"ema_decay": job.ema_decay, "average_device": job.average_device}
     if job.activation_offload:
         values["activation_offloading"] = True
+    values |= plan.extras.flags
     values["learning_rate"] = learning_rate(job)
     values |= {"lr_scheduler_type": "cosine", "warmup_steps": WARM_UP}
     if choice.steps is not None:
@@ -525,8 +525,7 @@ def _model_flags(model: str, *, has_adapters: bool) -> dict[str, Any]:
         if built_in:
             return {"model_name_or_path": built_in["hub"][0]}
         return {"model_name_or_path": model}
-    has_weights = any(True for kind in WEIGHTS for _ in folder.glob(kind))
-    if has_weights or has_adapters:
+    if has_adapters or not trains_from_scratch(model):
         return {"model_name_or_path": str(folder)}
     return {"config_name": str(folder)}
 

@@ -19,6 +19,7 @@ from hfscale.errors import LayoutError, ParameterError
 from hfscale.facts.batch_schedule import parse_batch_schedule
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
+from hfscale.planner.extra_options import ExtraOptions
 from hfscale.planner.option_fields import (
     HARDWARE,
     INPUT,
@@ -510,7 +511,7 @@ class BatchScheduleOption:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(RunOptions, GpusOption, HardwareOptions, BatchScheduleOption):
+class PlanOptions(RunOptions, GpusOption, HardwareOptions, BatchScheduleOption, ExtraOptions):
     """Options of `hfscale.plan`."""
 
     tokens: float | None = option(

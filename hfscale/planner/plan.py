@@ -18,6 +18,7 @@ from hfscale.facts.support import Combination, check_support
 from hfscale.planner.advice import Advice, advice, assumptions, simplicity
 from hfscale.planner.cost import Cost, compare, cost, reliability
 from hfscale.planner.estimate import Estimate
+from hfscale.planner.extras import Extras, Start, extras_of
 from hfscale.planner.frameworks import find_framework
 from hfscale.planner.growing_batch import GrowingPlan, growing_plan
 from hfscale.planner.improvements import Improvement, improvements
@@ -125,8 +126,18 @@ class Plan:
     """What the numbers are based on."""
     warnings: tuple[str, ...]
     """What is doubtful about the prices."""
+    extras: Extras
+    """What the run does beside its steps."""
     growing: GrowingPlan | None = None
     """The schedule of a global batch that grows; the choices then have the batch that divides all of its batches."""
+
+    @property
+    def start(self) -> Start | None:
+        """How long the nodes of the first choice read the weights; None where that is not known."""
+        if not self.choices:
+            return None
+        first = self.choices[0].estimate.job
+        return self.extras.start(first)
 
     @property
     def next_launchable(self) -> tuple[int, Choice] | None:
@@ -156,6 +167,9 @@ class Plan:
         """Return the content that `hfscale plan --json` prints, as a dictionary."""
         shape = self.request.shape
         gpu = self.request.gpu
+        start = {}
+        if self.start is not None:
+            start["start"] = self.start.to_dict()
         return {
             "model": {
                 "name": self.model,
@@ -172,6 +186,7 @@ class Plan:
             },
             **({} if self.request.task == "text" else {"task": task_options(self.request)}),
             "choices": [choice.to_dict() for choice in self.choices],
+            **start,
             "order": self.order,
             "rejected": [row.to_dict() for row in self.rejected],
             "min_gpus": self.min_gpus,
@@ -233,9 +248,14 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
     if growing is not None:
         options = replace(options, global_batch=growing.schedule.unit)
     request = _request_of(model, options)
+    extras = extras_of(model, request.shape, options)
     offers, warnings = _offers(request, all_prices(options.prices), options)
     pricing = _Pricing(
-        options=options, offers=offers, egress=all_egress(options.prices), growing=growing
+        options=options,
+        offers=offers,
+        egress=all_egress(options.prices),
+        growing=growing,
+        extras=extras,
     )
     objective = options.objective
 
@@ -273,8 +293,12 @@ def plan_with(model: str | ModelShape, options: PlanOptions) -> Plan:
         min_gpus=fewest,
         improvements=tuple(changes),
         advice=tuple(advised),
-        assumptions=tuple(assumptions(request, best.job if best else None, options.tokens)),
+        assumptions=(
+            *assumptions(request, best.job if best else None, options.tokens),
+            *extras.assumptions,
+        ),
         warnings=tuple(warnings) if uses_prices else (),
+        extras=extras,
         growing=growing,
     )
 
@@ -366,14 +390,16 @@ class _Pricing:
     """Prices of data that leaves a provider, by provider."""
     growing: GrowingPlan | None
     """The schedule of a global batch that grows."""
+    extras: Extras
+    """What the run does beside its steps."""
 
     def able(self, estimates: Sequence[Estimate]) -> tuple[list[Estimate], list[Rejected]]:
-        """Split estimates into those that run with the schedule of the batch, and why the others do not."""
-        if self.growing is None:
-            return list(estimates), []
+        """Split estimates into those that run with all that is asked for, and why the others do not."""
         able, unable = [], []
         for item in estimates:
-            reason = self.growing.why_not(item.job)
+            reason = self.extras.why_not(item.job)
+            if reason is None and self.growing is not None:
+                reason = self.growing.why_not(item.job)
             if reason is None:
                 able.append(item)
                 continue

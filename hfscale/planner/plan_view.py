@@ -128,6 +128,12 @@ def _answer(plan: Plan) -> str:
             f"\nGlobal batch: {job.global_batch} {unit}, {job.tokens_per_step:,} tokens per step, assumed: give "
             "--global-batch."
         )
+    if plan.start is not None:
+        start = plan.start
+        answer += f"\nStart: {start.bytes / 2**30:,.0f} GiB of weights, read "
+        if start.read_s is not None:
+            answer += f"in {start.read_s:,.0f} s, "
+        answer += f"with --load-once in {start.read_once_s:,.0f} s, at least."
     return answer
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hfscale
-from hfscale.checkpoint import load_once, transfer
+from hfscale.checkpoint import load_once, node_copies, transfer
 from hfscale.checkpoint.store import commit
 from hfscale.core.collectives import START
 from hfscale.errors import HfScaleError, UsageError
@@ -155,7 +155,7 @@ class TestModel:
 
         def lose_sight(node, rank):
             if node == 1:
-                patch.object(load_once, "_sees", lambda *_: False).start()
+                patch.object(node_copies, "_sees", lambda *_: False).start()
 
         (result,) = on_nodes(("load_once", (str(model), DISK), [lose_sight]))
         assert len({str(sorted(content(copy).items())) for copy, _ in result}) == 1
@@ -184,7 +184,7 @@ class TestModel:
         def fill_disk(node, rank):
             if node == 1:
                 usage = SimpleNamespace(free=1000)
-                patch.object(load_once.shutil, "disk_usage", lambda _: usage).start()
+                patch.object(node_copies.shutil, "disk_usage", lambda _: usage).start()
 
         pickled = ("load_once", (str(tmp_path / "shared" / "pickled"), DISK), [])
         without, full = on_nodes(pickled, ("load_once", (str(model), DISK), [fill_disk]))

@@ -105,6 +105,10 @@ def possible(program: Program) -> Program:
         changes["move"] = "none"  # one row per process
     if not has_effect(program):
         changes["extra"] = "none"
+    if not can_learn(program):
+        changes["learning"] = "constant_batch"
+    elif program.learning == "growing_batch":
+        changes |= {"accumulation": 1, "skips": False}  # the schedule accumulates
     interruptions = program.interruptions
     if program.extra == "log_by_epoch":  # after the save of the last step nothing logs, as in plain Trainer
         interruptions = tuple(replace(each, where="step") for each in interruptions)
@@ -115,6 +119,17 @@ def possible(program: Program) -> Program:
     if program.processes == 1:
         interruptions = tuple(replace(each, rank=None) for each in interruptions)
     return replace(program, **changes, interruptions=interruptions)
+
+
+def can_learn(program: Program) -> bool:
+    """Whether a batch that grows, or a rate that follows the width, goes with the other choices of a program."""
+    if program.learning == "growing_batch":
+        is_free = program.extra not in ("find_batch_size", "split_batches", "max_steps", "unseeded_sampler")
+        generates = program.trainer in ("GRPOTrainer", "RLOOTrainer")
+        has_length = not program.data.endswith("stream") and program.sampler != "group_by_length"
+        return is_free and has_length and not generates
+    is_new = program.model in ("llama", "tied") and program.optimizer == "default"
+    return is_new and program.trainer in OWN_TRAINERS and program.trainer != "create_optimizer"
 
 
 def has_effect(program: Program) -> bool:

@@ -18,11 +18,15 @@ from program import Program
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler, get_worker_info
 from transformers import Trainer, TrainerCallback
 
+from hfscale import initialize_at_width
+
 LENGTH = 12
 FIRST_WORD = 70
 """Smaller tokens are the numbers of rows."""
 WORDS = 60
 RATE = 1e-2
+BASE_WIDTH = 16
+"""Half of the width of the Llama."""
 EVAL_ROWS = 8
 
 
@@ -279,6 +283,8 @@ def model_of(program: Program) -> torch.nn.Module:
         return model
     tied = {"tie_word_embeddings": program.model == "tied"}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | tied), attention_dropout=dropout))
+    if program.learning == "base_width":
+        initialize_at_width(model, base_width=BASE_WIDTH)
     if program.model != "lora":
         return model
     targets = ["q_proj", "v_proj", "embed_tokens"]

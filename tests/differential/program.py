@@ -88,6 +88,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "replay": (0, 1, 2),
     "average": ("none", "ema", "last"),
     "skips": (False, True),
+    "learning": ("constant_batch", "growing_batch", "base_width"),
+    "collects": (0, 2),
+    "load_once": (False, True),
     "move": ("none", "renamed", "relative", "link", "lost", "batch", "processes"),
     "processes": (1, 2),
     "resume": ("latest", "true", "again"),
@@ -176,6 +179,9 @@ class Program:
     replay: int = 0
     average: str = "none"
     skips: bool = False
+    learning: str = "constant_batch"
+    collects: int = 0
+    load_once: bool = False
     move: str = "none"
     processes: int = 1
     resume: str = "latest"

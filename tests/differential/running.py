@@ -39,6 +39,9 @@ PRELOADED = (
     "hfscale.metrics.profiler",
     "hfscale.averaging.callback",
     "hfscale.replays.bad_batches",
+    "hfscale.checkpoint.load_once",
+    "hfscale.lr_scaling.width",
+    "hfscale.lr_scaling.growing_batch",
     "fsspec.implementations.local",
 )
 """What the process that is forked has imported."""
@@ -141,6 +144,9 @@ def run_child(job: dict[str, Any]) -> None:
         callbacks: list[Any] = [Recorder()]
         if job["hfscale"]:
             callbacks = [*hfscale_callbacks(program, job), *callbacks]
+        else:
+            # Plain Trainer has neither; so only the interrupted run differs, and what else hfscale does
+            callbacks = [*learning_callbacks(program), *callbacks]
         if job["interruption"] is not None and job["interruption"]["rank"] in (None, rank):
             callbacks.append(interrupter(Interruption(**job["interruption"]), job))
         transformers.utils.logging.disable_progress_bar()
@@ -152,8 +158,8 @@ def run_child(job: dict[str, Any]) -> None:
         if program.resume != "latest" or processes > 1:  # without torchrun's store, arguments connect the processes
             trainer = trainer_of(program, arguments, callbacks)
         if job["resumes"]:
-            resume = find_checkpoint(job)
-            if program.resume == "true" and resume is not None and job["remote"] is None:
+            resume = find_checkpoint(job, program)
+            if program.resume == "true" and resume is not None and job["remote"] is None and not program.load_once:
                 resume = True
         write("resume", path=resume, cpu_s=time.process_time())
         trainer = trainer or trainer_of(program, arguments, callbacks)
@@ -204,6 +210,22 @@ def average_of(folder: Path) -> float | None:
     return sum(float(tensor.double().abs().sum()) for tensor in tensors) if tensors else None
 
 
+def learning_callbacks(program: Program) -> list[Any]:
+    """Return the callback for a batch that grows, or a rate that follows the width, that the program has."""
+    from hfscale import LRScalingCallback
+
+    if program.learning == "growing_batch":
+        first = program.batch * program.processes
+        grown_at = program.rows * program.epochs // 3
+        schedule = f"{first},{2 * first}@{grown_at}samples"
+        return [LRScalingCallback(batch_schedule=schedule)]
+    if program.learning == "base_width":
+        from parts import BASE_WIDTH
+
+        return [LRScalingCallback(base_width=BASE_WIDTH)]
+    return []
+
+
 def hfscale_callbacks(program: Program, job: dict[str, Any]) -> list[Any]:
     """Return the callbacks of hfscale that the program has."""
     from hfscale import ScalingCallback, SpotCheckpointCallback, WeightAveragingCallback
@@ -215,19 +237,26 @@ def hfscale_callbacks(program: Program, job: dict[str, Any]) -> list[Any]:
         health["replay_every_steps"] = program.replay
     if program.skips:
         health["skip_bad_batches"] = 3
+    if program.collects:
+        health["gc_every_steps"] = program.collects
     averages = {"none": {}, "ema": {"ema_decay": 0.9}, "last": {"average_last": 3}}[program.average]
     average = [WeightAveragingCallback(**averages)] if averages else []
+    learning = learning_callbacks(program)
     if program.callback == "scaling":
-        return [ScalingCallback(spot_checkpoint=spot, comm_health=CommHealthCallback(**health)), *average]
-    return [spot, *([CommHealthCallback(**health)] if health else []), *average]
+        parts: dict[str, Any] = {"spot_checkpoint": spot, "comm_health": CommHealthCallback(**health)}
+        if learning:
+            parts["lr_scaling"] = learning[0]
+        return [ScalingCallback(**parts), *average]
+    return [*learning, spot, *([CommHealthCallback(**health)] if health else []), *average]
 
 
-def find_checkpoint(job: dict[str, Any]) -> str | None:
+def find_checkpoint(job: dict[str, Any], program: Program) -> str | None:
     """Return the checkpoint to resume from, as users find it."""
     if job["hfscale"]:
         from hfscale import latest_checkpoint
 
-        return latest_checkpoint(job["folder"], remote=job["remote"])
+        copies = str(Path(os.environ["TMPDIR"]) / "copies") if program.load_once else None
+        return latest_checkpoint(job["folder"], remote=job["remote"], load_once=copies)
     from transformers.trainer_utils import get_last_checkpoint
 
     return get_last_checkpoint(job["folder"]) if Path(job["folder"]).is_dir() else None

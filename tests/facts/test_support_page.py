@@ -6,7 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from hfscale.core.spelling import speaking
-from hfscale.facts.support import CONFIGS, PROPERTIES, TESTED, Combination, Rule, rules, why_not
+from hfscale.facts.support import (
+    CAPABILITIES,
+    CONFIGS,
+    PROPERTIES,
+    TESTED,
+    Capability,
+    Combination,
+    Rule,
+    rules,
+    why_not,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "support.md"
@@ -28,6 +38,22 @@ def matrix() -> str:
     """Return the table of methods and configs."""
     rows = [f"| `{config}` | {' | '.join(cell(config, method) for method in METHODS)} |\n" for config in CONFIGS]
     return f"| config | {' | '.join(METHODS.values())} |\n|---|{'---|' * len(METHODS)}\n{''.join(rows)}"
+
+
+def capability_cell(config: str, capability: Capability) -> str:
+    """Return what is known about a capability under a config."""
+    if why_not(replace(CONFIGS[config], **capability.asks)) is not None:
+        return "refused"
+    return "tested" if config in capability.tested else "not tested"
+
+
+def capabilities() -> str:
+    """Return the table of configs and capabilities."""
+    head = f"| config | {' | '.join(one.title for one in CAPABILITIES)} |\n|---|{'---|' * len(CAPABILITIES)}\n"
+    rows = [
+        f"| `{config}` | {' | '.join(capability_cell(config, one) for one in CAPABILITIES)} |\n" for config in CONFIGS
+    ]
+    return f"{head}{''.join(rows)}"
 
 
 def example(rule: Rule) -> Combination:
@@ -79,6 +105,9 @@ def generated() -> str:
     """Return the part of the page that this file writes."""
     return (
         f"{BEGIN}\n{matrix()}\n"
+        "What a run asks for beside its method. *Tested* means that a run under the config was compared with one "
+        "process, plain Trainer, a loop by hand or the original files:\n\n"
+        f"{capabilities()}\n"
         "Refused with one line, in recipes before anything is loaded, in scripts before the first step by any "
         "callback of hfscale, where parameters are spelled as Python or the launcher's config has them (N is a "
         "number, capital letters are your value):\n\n"
@@ -104,6 +133,9 @@ def test_no_combination_is_both_tested_and_refused():
     for method, configs in TESTED.items():
         for config in configs:
             assert why_not(replace(CONFIGS[config], method=method)) is None
+    for capability in CAPABILITIES:
+        assert set(capability.tested) <= set(CONFIGS)
+        assert all(capability_cell(config, capability) == "tested" for config in capability.tested)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,20 @@
 """Pauses of single ranks are counted and named, and garbage is collected in agreed steps."""
 
 import gc
+import json
+import os
 import resource
 
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_trainer
-from transformers import TrainerCallback, TrainerState
+from forked_ranks import run_ranks
+from native_runs import make_model
+from replay_runs import NATIVE, environment, make_trainer, ranks_of
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
+from transformers import Trainer, TrainerCallback, TrainerState
 
+from benchmarks.jitter import complete_share, drawn_maxima, expected_maximum
 from hfscale import CommHealthCallback
 from hfscale.health import jitter
 from hfscale.health.jitter import FULL_COLLECTION_EVERY, AgreedCollection, JitterWatch
@@ -57,6 +63,85 @@ def test_garbage_is_collected_in_agreed_steps_only(tmp_path, every):
     if every is not None:
         assert seen.generations.count(1) == 3
         assert 0 not in seen.generations
+    assert gc.isenabled()
+
+
+class CollectingSteps(TrainerCallback):
+    """Notes the steps in which garbage is collected, of any generation."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.state = state
+        gc.callbacks.append(self._on_collection)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        kept = [[] for _ in range(1000 * (1 + int(os.environ["RANK"])))]  # ranks would collect in different steps
+        assert kept
+
+    def _on_collection(self, phase, info):
+        if phase == "stop":
+            self.steps.append(self.state.global_step)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        gc.callbacks.remove(self._on_collection)
+
+
+def collect_on_rank(layout, folder, every):
+    """Train on a rank, and write the steps in which it has collected garbage."""
+    torch.set_num_threads(1)
+    seen = CollectingSteps()
+    health = CommHealthCallback(gc_every_steps=every, preflight=False, hang_after_s=None)
+    make_trainer(layout, folder / "out", [health, seen], max_steps=8, save_strategy="no").train()
+    (folder / f"steps-{os.environ['RANK']}.json").write_text(json.dumps(seen.steps))
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "ddp",
+        *(
+            pytest.param(layout, marks=pytest.mark.long)
+            for layout in ("fsdp2", "hsdp", "zero1", "zero2", "zero3", "native-ep", "tp-pp")
+        ),
+    ],
+)
+def test_all_ranks_collect_in_the_agreed_steps(tmp_path, layout):
+    if layout in NATIVE:
+        make_model(tmp_path / "model")
+    ranks = ranks_of(layout)
+    codes = run_ranks(
+        ranks, collect_on_rank, layout, tmp_path, 3, log=tmp_path / "log", env=environment(layout), timeout_s=150
+    )
+    assert codes == [0] * ranks, [path.read_text()[-3000:] for path in (tmp_path / "log").iterdir()]
+    for rank in range(ranks):
+        assert json.loads((tmp_path / f"steps-{rank}.json").read_text()) == [3, 6]
+
+
+class CollectingRows(RandomTokens):
+    """Yields whether Python collects by itself in the process that reads a row."""
+
+    def __getitem__(self, index):
+        row = dict(super().__getitem__(index))
+        row["labels"] = torch.full_like(row["labels"], int(gc.isenabled()))
+        return row
+
+
+def test_data_loader_workers_collect_by_themselves(tmp_path):
+    """Else cycles that a data set makes would stay in their memory (facebookresearch/dinov3#150)."""
+    seen = []
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        seen.append((gc.isenabled(), bool(labels.all())))
+        return outputs.logits.sum()
+
+    arguments = tiny_arguments(tmp_path, max_steps=3, dataloader_num_workers=1)
+    health = CommHealthCallback(gc_every_steps=2)
+    data = CollectingRows()
+    Trainer(tiny_model(), arguments, train_dataset=data, compute_loss_func=loss, callbacks=[health]).train()
+    assert seen == [(False, True)] * 3
     assert gc.isenabled()
 
 
@@ -149,3 +234,33 @@ def test_collections_compilations_and_waiting_are_counted():
     assert numbers["cpu_wait_s"] >= 0  # a number on Linux
     assert numbers["switches"] >= 0
     assert watch._on_collection not in gc.callbacks
+
+
+def test_the_longest_pause_of_many_ranks_is_that_of_the_closed_form():
+    # 5 ms in each twentieth step: the longest of n ranks is 5 ms unless none of them pauses
+    pauses = np.repeat([0.0, 0.005], [95, 5])
+    ranks = 8
+    closed = 0.005 * (1 - 0.95**ranks)
+    assert expected_maximum(pauses, ranks) == pytest.approx(closed, rel=1e-12)
+    nothing_together = np.zeros(len(pauses), dtype=bool)
+    drawn = drawn_maxima(pauses, nothing_together, ranks, steps=40_000)
+    assert drawn.mean() == pytest.approx(closed, rel=0.02)
+    # uniform on (0, 1): n / (n + 1)
+    even = (np.arange(10_000) + 0.5) / 10_000
+    assert expected_maximum(even, 512) == pytest.approx(512 / 513, rel=1e-4)
+
+
+def test_ranks_that_pause_together_pause_in_these_steps_only():
+    pauses = np.array([0.0, 0.0, 0.0, 0.001, 0.003])
+    together = pauses > 0
+    drawn = drawn_maxima(pauses, together, 64, steps=50_000)
+    # In 2 of 5 steps, in which the longest of 64 is that of 3 ms
+    assert drawn.mean() == pytest.approx(0.4 * 0.003, rel=0.02)
+    assert set(drawn) == {0.0, 0.003}
+
+
+def test_how_often_python_collects_everything_follows_from_its_limits():
+    # 25,000 of 100,000 objects, of which each collection of the middle generation adds 500: 50 of them, 10 steps each
+    assert complete_share([400, 600], steps=20, objects=100_000) == pytest.approx(1 / 500)
+    assert complete_share([50_000], steps=10, objects=100_000) == pytest.approx(1 / 110)
+    assert complete_share([], steps=10, objects=100_000) == 0

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from growing_runs import FSDP, zero
+from recipe_runs import logged as logged_by_recipe
+from recipe_runs import make_workplace, run_recipe
 from tiny import RandomTokens, StopAt, logged, tiny_arguments, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, default_data_collator, set_seed
 
@@ -276,3 +278,16 @@ def rank(folder, strategy):
         (folder / "losses.json").write_text(json.dumps(losses_of(trainer)))
     dist.barrier()
     dist.destroy_process_group()
+
+
+@pytest.mark.world(2)
+@pytest.mark.recipes
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_recipe_trains_a_new_model_for_a_base_width(tmp_path, strategy):
+    """`deep` has width 32: its hidden matrices begin with half of the variance, and have half of the rate."""
+    width = ("--base_width", "16", "--max_steps", "2")
+    run_recipe(make_workplace(tmp_path / "with"), strategy, 2, "--config_name", "deep", *width)
+    run_recipe(make_workplace(tmp_path / "without"), strategy, 2, "--config_name", "deep", *width[2:])
+    config = json.loads((tmp_path / "with" / "out" / "config.json").read_text())
+    assert config["hfscale_base_width"] == 16
+    assert logged_by_recipe(tmp_path / "with", "loss") != logged_by_recipe(tmp_path / "without", "loss")

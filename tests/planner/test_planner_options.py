@@ -88,7 +88,7 @@ def test_an_option_is_a_field_of_one_class():
 def is_run(file, name):
     """Whether a class describes a run or a request; results, such as a memory's part `optimizer`, are not options."""
     of_job = file.endswith(("/job.py", "/request.py")) and name in ("Job", "PlanRequest")
-    return of_job or (file.endswith("/options.py") and name != "Option")
+    return of_job or (file.endswith("options.py") and name != "Option")
 
 
 @pytest.mark.parametrize(
