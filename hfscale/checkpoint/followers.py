@@ -148,7 +148,7 @@ def _of_models(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def _of_averages(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return what averages consist of: the averaged weights, and those of the step at which they began."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for number, callback in enumerate(_moving(trainer, _AVERAGE)):
         if callback.running_model is None:  # it has not begun
             continue
@@ -163,7 +163,8 @@ def _of_averages(trainer: Trainer) -> dict[str, torch.Tensor]:
 def _complete(weight: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the complete tensor of a weight of which ranks may have parts. Every rank must enter."""
     if is_distributed_tensor(weight):
-        yield weight.detach().full_tensor()
+        sharded: Any = weight.detach()
+        yield sharded.full_tensor()
     elif kept_of(weight) is not weight:
         import deepspeed
 

@@ -226,7 +226,7 @@ CASES = {
     "sharded weights of vision-language models whose modules were not counted": lambda c: [
         message_of(check_support, Combination(images=True, strategy="fsdp2", family="no_such_family"))
     ],
-    "DPO or GRPO with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
+    "DPO, GRPO, images or distillation with offload": lambda c: [planned(task="dpo", offload="full", zero=3)],
     "FSDP1": lambda c: [c.recipe(FSDP | {"FSDP_VERSION": "1"})],
     "a Trainer under Megatron-LM": lambda c: [c.launch()],
     "pipeline parallelism of transformers itself": lambda c: [c.native(pp_size=2)],
