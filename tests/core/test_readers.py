@@ -722,6 +722,7 @@ SITES = {
     "plugins/axolotl_plan.py:words_of": CALLER,
     "plugins/llamafactory.py:_read": CALLER,
     "plugins/swift.py:read_options": CALLER,
+    "recovery/children.py:catches": SYSTEM,
     "recovery/replicas.py:_link": MEMORY,
     "recovery/replicas.py:_send_file": MEMORY,
     "recovery/replicas.py:list_parts": MEMORY,

@@ -218,11 +218,14 @@ def test_thirty_drawn_runs_of_one_process(tmp_path, judges_early):
 
 @pytest.mark.faults
 @pytest.mark.timeout(600)
-def test_thirty_drawn_runs_under_ddp(tmp_path):
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_thirty_drawn_runs(tmp_path, layout):
     jobs = [drawn_job(seed) for seed in range(30, 60)]
-    for job, results in zip(jobs, run("ddp", tmp_path, jobs, timeout_s=500), strict=True):
+    if layout != "ddp":
+        jobs = [replace(job, model="llama") for job in jobs]
+    for job, results in zip(jobs, run(layout, tmp_path, jobs, timeout_s=500), strict=True):
         for result in results:
-            check("ddp", job, result)
+            check(layout, job, result)
 
 
 @pytest.mark.faults

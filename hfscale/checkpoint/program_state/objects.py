@@ -150,6 +150,7 @@ _CONTAINERS = (
     tuple,
     functools.partial,
     types.MethodType,
+    types.SimpleNamespace,
     Iterator,
 )
 

@@ -34,6 +34,7 @@ from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import micro_batches_of_pass, model_of, unwrap_compiled
+from hfscale.trainer.strategies.tensors import own_part
 
 logger = get_logger(__name__)
 
@@ -190,10 +191,9 @@ def _mark(stateful: Any) -> float:
     if not isinstance(stateful, torch.nn.Module):
         return float(stateful.last_epoch)
     tensors = [*stateful.parameters(), *stateful.buffers()]
-    heads = [
-        getattr(each, "_local_tensor", each).detach().reshape(-1)[:_MARKED] for each in tensors
-    ]
-    sums = [head.double().sum().cpu() for head in heads if head.device.type != "meta"]
+    parts = [own_part(each.detach()) for each in tensors if each.device.type != "meta"]
+    heads = [part.reshape(-1)[:_MARKED] for part in parts if part is not None]
+    sums = [head.double().sum().cpu() for head in heads]
     return float(torch.stack(sums).sum()) if sums else 0.0
 
 
