@@ -24,13 +24,18 @@ from hfscale.checkpoint.random_states import GENERATOR_KINDS
 
 LIBRARIES = frozenset(sys.stdlib_module_names) | {
     "accelerate",
+    "axolotl",
     "datasets",
     "deepspeed",
     "hfscale",
+    "llamafactory",
     "peft",
+    "sentence_transformers",
+    "swift",
     "torch",
     "transformers",
     "trl",
+    "unsloth",
 }
 """Packages of others, also where they are not installed but read from a folder with their source."""
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
