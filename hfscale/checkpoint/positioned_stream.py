@@ -56,6 +56,8 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         # What is called before a sample is read, by its number
         self._before: dict[int, Callable[[], None]] = {}
         self._first_epoch = 0
+        self.collator_state: Callable[[], Any] = lambda: None
+        """Returns the state of the collator as JSON values; None if it has none."""
         self._begin_pass()
 
     def set_epoch(self, epoch: int) -> None:
@@ -96,9 +98,15 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         """
         self._first_epoch = position["pass"]
         self._start = position
+        if "collated_with" in position:  # what was read ahead is collated with these again
+            first = position["samples"] + 1 - position.get("drop", 0)
+            states = position["collated_with"]
+            self._before[first] = functools.partial(set_global_states, states)
         for number, states in position.get("random", ()):
             self._before[number] = functools.partial(set_global_states, states)
-        self._before[position.get("read", -1) + 1] = finish
+        # Nothing is read after the end, and the last batch, which is not full, has not been collated when it is found
+        if not position.get("ended"):
+            self._before[position.get("read", -1) + 1] = finish
 
     def position_after(self, samples: int) -> dict[str, Any] | None:
         """Return the position in this pass after a number of samples.
@@ -110,14 +118,15 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
             samples (`int`): samples taken from this pass, those of earlier launches included.
 
         Returns:
-            `dict[str, Any]` or `None`: `state` (the dataset's state as JSON values; None at the end of the pass) and
+            `dict[str, Any]` or `None`: `state` (the dataset's state as JSON values; None at the end of the pass),
             `next` (a hash of the next sample; absent at the end of the pass), `drop` (samples to drop before it),
-            `read` (samples read from this pass) and `random` (numbers of samples, and the states to which the random
-            number generators are set before them; empty if reading draws no random numbers). None if the position is
-            not known.
+            `read` (samples read from this pass), `ended` (whether these are all), `collator` and `collated_with` (the
+            states of the collator, None if it has none, and of the global generators, with which the next batch was
+            collated), and `random` (numbers of samples, and the states to which the random number generators are set
+            before them; empty if reading draws no random numbers). None if the position is not known.
         """
         if self._has_ended and samples >= self._count:
-            return {"state": None}
+            return {"state": None, "collator": self.collator_state()}
         after = self._positions.get(samples + 1)
         if after is None or samples not in self._positions:
             return None
@@ -142,6 +151,9 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
             "drop": drop,
             "read": self._count,
             "random": states,
+            "collator": after[2],
+            "ended": self._has_ended,
+            "collated_with": after[3],
         }
 
     def __iter__(self) -> Iterator[Any]:
@@ -174,7 +186,9 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
                 yield sample
 
     def _begin_pass(self) -> None:
-        self._positions: dict[int, tuple[Any, str]] = {}
+        # State of the dataset, hash of the sample, and the states with which the next batch is collated: of the
+        # collator itself, and of the global generators
+        self._positions: dict[int, tuple[Any, str, Any, dict[str, Any]]] = {}
         self._draws: list[_Draw] = []
         self._has_ended = False
         self._count = 0
@@ -198,7 +212,9 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
                 continues = all(last.get(name) == states for name, states in drawn.items())
                 self._draws.append(_Draw(number=self._count, before=drawn, continues=continues))
                 last = after
-            self._positions[self._count] = (self.state_dict(), digest_of(sample))
+            state = self.state_dict()
+            collator = self.collator_state()
+            self._positions[self._count] = (state, digest_of(sample), collator, after)
             self._forget(self._count - self.remembered)
             yield sample
         self._has_ended = True

@@ -20,13 +20,14 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
+from hfscale.checkpoint.data_order.owners import DataState
 from hfscale.checkpoint.random_states import global_states, plain, set_global_states
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
-from hfscale.trainer.state import global_batch_size, saved_state
+from hfscale.trainer.state import global_batch_size, model_of, saved_state
 
 logger = get_logger(__name__)
 
@@ -85,6 +86,9 @@ class StreamPosition(TrainerCallback):
         self._begun_with = 0
         self._resumed: str | None = None  # the checkpoint, until the first step
         self._must_load_rng_state = False
+        self._collator: DataState | None = None
+        # The state of the collator when the checkpoint was saved, until it is set
+        self._collator_at_save: dict[str, Any] | None = None
         # The random states with which the pass that workers read began
         self._seed_state: dict[str, Any] = {}
 
@@ -95,6 +99,7 @@ class StreamPosition(TrainerCallback):
         self._pass = -1
         self._resumed = None
         self._seed_state = {}
+        self._keep_collator(kwargs["train_dataloader"])
         batch = global_batch_size(self._adapter.trainer)
         self.stream.remembered = 4 * batch  # a step's samples, and what loaders fetch before it
         workers = args.dataloader_num_workers
@@ -141,6 +146,7 @@ class StreamPosition(TrainerCallback):
 
     def _go_to(self, position: dict[str, Any], state: TrainerState, workers: int) -> None:
         """Begin at a position of an earlier launch, or at the beginning of its pass, which is read again."""
+        trainer_drops_last = self._adapter.trainer.args.dataloader_drop_last
         self._first_pass = position["pass"]
         self._samples = position["samples"]
         self._steps = position["steps"]
@@ -151,7 +157,17 @@ class StreamPosition(TrainerCallback):
             after = "the %d sequences already seen of pass %d are read again and dropped"
         else:
             self.stream.go_to(position, self._load_rng_state)
+            self._set_collator(position.get("collator"))
+            self._collator_at_save = position.get("collator_at_save")
             after = "the stream continues after %d sequences of pass %d"
+            if self._samples and distributed.world_size() > 1 and not trainer_drops_last:
+                # Accelerate fills it with the first batch that it has read
+                logger.warning(
+                    "if the sequences of pass %d do not divide by the %d of a batch, the last one is filled up with "
+                    "others than in an uninterrupted run; set dataloader_drop_last to leave it out",
+                    position["pass"] + 1,
+                    global_batch_size(self._adapter.trainer),
+                )
         logger.info(after, self._samples, self._first_pass + 1)
 
     def on_epoch_begin(
@@ -196,6 +212,7 @@ class StreamPosition(TrainerCallback):
         saved.clear()
         if position is None:
             return
+        position["collator_at_save"] = self._collator_state()
         if position["state"] is None:  # the next pass is to begin
             saved |= {
                 "pass": self._first_pass + self._pass + 1,
@@ -222,7 +239,31 @@ class StreamPosition(TrainerCallback):
         """Set this rank's random number generators to their states in the checkpoint, the first time it is called."""
         if self._must_load_rng_state and self._resumed is not None:
             self._adapter.checkpoints.load_rng_state(self._resumed)
+            self._set_collator(self._collator_at_save)
         self._must_load_rng_state = False
+        self._collator_at_save = None
+
+    def _keep_collator(self, train_dataloader: Any) -> None:
+        """Let the stream remember the states of the collator, which batches that were read ahead have changed."""
+        trainer = self._adapter.trainer
+        loader = getattr(train_dataloader, "base_dataloader", train_dataloader)
+        collate = getattr(loader, "collate_fn", None)
+        apart = (trainer, *model_of(trainer).modules())
+        self._collator = DataState(None, collate, None, apart=apart)
+        if self._collator.is_empty or trainer.args.dataloader_num_workers:
+            self._collator = None
+        self.stream.collator_state = self._collator_state
+
+    def _collator_state(self) -> dict[str, Any] | None:
+        if self._collator is None:
+            return None
+        generators = plain(self._collator.generators())
+        return {"generators": generators, "values": self._collator.values()}
+
+    def _set_collator(self, saved: dict[str, Any] | None) -> None:
+        if self._collator is not None and saved is not None:
+            self._collator.set_generators(saved["generators"])
+            self._collator.set_values(saved["values"])
 
 
 def track_stream(adapter: TrainerAdapter) -> None:

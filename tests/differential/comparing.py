@@ -119,6 +119,11 @@ EXPLANATIONS = (
     ),
     Explanation(lambda program: program.move == "processes", r"resumed on \d processes after \d", FROM_LOSS),
     Explanation(
+        lambda program: program.processes > 1 and program.data in ("shuffled_stream", "mixed_stream"),
+        r"the last one is filled up with others",
+        ("rows", *FROM_LOSS, "tokens"),
+    ),
+    Explanation(
         lambda program: program.workers > 0,
         r"random numbers that the \d+ processes of the data loader draw",
         FROM_LOSS,

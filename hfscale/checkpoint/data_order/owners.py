@@ -46,6 +46,11 @@ class DataState:
         """Where the collator and the dataset hold iterators, by the path of attributes."""
         self._first = self._numbers()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing whose state could be kept."""
+        return not (self._generators or self._values.places)
+
     def describe_sampler(self) -> str:
         """Return the name of the class that decides the order: that of the innermost sampler."""
         innermost = list(self._samplers.values())[-1:]

@@ -35,6 +35,11 @@ class KeptValues:
         self._marks = self._large()
         self._restored: set[tuple[str, str]] = set()
 
+    @property
+    def places(self) -> list[str]:
+        """The paths of the places."""
+        return list(self._holders)
+
     def _now(self) -> dict[tuple[str, str], Any]:
         return {
             (path, name): copy
