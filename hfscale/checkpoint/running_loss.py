@@ -14,7 +14,12 @@ from hfscale.core.text_files import read_json
 from hfscale.core.versions import has_epoch_methods
 from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.state import running_loss, set_running_loss
+from hfscale.trainer.state import (
+    micro_batches_of_pass,
+    running_loss,
+    set_running_loss,
+    steps_per_epoch,
+)
 
 NAME = "hfscale_running_loss"
 """The file of a rank is `hfscale_running_loss_RANK.json`."""
@@ -45,7 +50,11 @@ def keep_running_loss(adapter: TrainerAdapter) -> None:
     with TRAINING.agreed("start: running loss"):  # the file of one rank may be broken
         own = _read_share(Path(adapter.resumes_from))
     count, total, last_log = _of_all_ranks(own)
-    if count == 0:
+    # The log at the end of an epoch follows the save of its last step
+    ends_epoch = steps_per_epoch(trainer) > 0 and not micro_batches_of_pass(
+        trainer, trainer.state.global_step
+    )
+    if count == 0 or (ends_epoch and trainer.args.logging_strategy == "epoch"):
         return
     mean = total / count
     has_same_ranks = count == distributed.world_size()

@@ -12,6 +12,7 @@ from collections import deque
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset as HubDataset
 from tiny import RandomTokens, logged, tiny_arguments, tiny_model
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback, default_data_collator
@@ -301,10 +302,25 @@ def scheduled(folder, *more):
     )
 
 
-def program(output_dir, *callbacks, kind=Trainer, model=None, data=None, **options):
+class MasksGlobally:
+    """Draws masks from NumPy's global generator."""
+
+    def __call__(self, rows):
+        batch = default_data_collator(rows)
+        return masked(batch, np.random.rand(*batch["input_ids"].shape))
+
+
+def streamed(folder, *more, collator):
+    rows = [{name: value.tolist() for name, value in RandomTokens(ROWS)[index].items()} for index in range(ROWS - 3)]
+    stream = HubDataset.from_list(rows).to_iterable_dataset().with_format("torch")
+    np.random.seed(1)
+    return program(folder, *more, data=stream, data_collator=collator, max_steps=STEPS)
+
+
+def program(output_dir, *callbacks, kind=Trainer, model=None, data=None, max_steps=-1, **options):
     arguments = tiny_arguments(
         output_dir,
-        max_steps=-1,
+        max_steps=max_steps,
         num_train_epochs=3,
         save_strategy="steps",
         save_steps=1,
@@ -340,6 +356,8 @@ PROGRAMS = {
     "closure": lambda folder, *more: program(folder, *more, compute_loss_func=counting_closure()),
     "hard examples": lambda folder, *more: program(folder, *more, kind=Mines, data=Weighted()),
     "schedule": scheduled,
+    "stream": lambda folder, *more: streamed(folder, *more, collator=Counting()),
+    "stream with masks": lambda folder, *more: streamed(folder, *more, collator=MasksGlobally()),
     "hook": lambda folder, *more: program(folder, *more, model=hooked_model()),
     "rehearsal": lambda folder, *more: program(folder, *more, kind=Rehearses),
     "reordered by a callback": reordered,
@@ -450,7 +468,8 @@ def test_plain_trainers_keep_nothing_and_say_nothing(tmp_path, log):
     trainer = program(tmp_path)
     trainer.train()
     texts = [path.read_text() for path in tmp_path.glob("checkpoint-*/hfscale_program_state_0.json")]
-    assert set(texts) == {'{"values": {}, "generators": {}}'}
+    launch = '{"processes": 1, "rows per device": 4}'
+    assert set(texts) == {f'{{"values": {{}}, "generators": {{}}, "launch": {launch}}}'}
     assert not [line for line in log.messages if "iterator" in line or "restored from" in line]
 
 

@@ -54,6 +54,18 @@ def test_a_log_covers_the_steps_before_the_resume(tmp_path):
     assert mean == pytest.approx(sum(rest) / len(rest), rel=1e-6)
 
 
+def test_the_log_of_an_epoch_is_of_this_epoch(tmp_path):
+    """Trainer logs it after the save of the last step, so that the sum in this checkpoint has been logged."""
+    arguments = {"logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3}
+    arguments |= {"per_device_train_batch_size": 16, "save_strategy": "steps", "save_steps": 4}  # of 64 rows
+    whole, _ = train(tmp_path / "whole", **arguments | {"save_strategy": "no"})
+    train(tmp_path / "broken", StopAt(5), **arguments)
+    shutil.rmtree(tmp_path / "broken" / "checkpoint-5")
+    assert latest_checkpoint(tmp_path / "broken").endswith("checkpoint-4")
+    resumed, _ = train(tmp_path / "broken", resume=True, **arguments)
+    assert [log for log in resumed if log[0] > 4] == [log for log in whole if log[0] > 4]
+
+
 def test_each_rank_has_a_sum_and_another_number_of_ranks_their_mean(tmp_path):
     assert run_ranks(2, begin, tmp_path, log=tmp_path / "log") == [0, 0]
     files = sorted((tmp_path / "broken" / "checkpoint-4").glob(f"{NAME}_*.json"))

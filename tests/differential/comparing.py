@@ -117,7 +117,11 @@ EXPLANATIONS = (
     Explanation(
         lambda program: program.data == "shuffled_stream", r"shuffle buffer|buffer.*read again", ("rows", *FROM_LOSS)
     ),
-    Explanation(lambda program: program.move == "processes", r"resumed on \d processes after \d", FROM_LOSS),
+    Explanation(
+        lambda program: program.move in ("batch", "processes"),
+        r"resumed with \d+ (processes|rows per device)",
+        FROM_LOSS,
+    ),
     Explanation(
         lambda program: program.processes > 1 and program.data in ("shuffled_stream", "mixed_stream"),
         r"the last one is filled up with others",
@@ -135,7 +139,7 @@ EXPLANATIONS = (
     ),
     Explanation(lambda program: program.average != "none", r"the average starts anew", ("average",)),
     Explanation(
-        lambda program: any(each.where == "evaluation" or each.how == "notice" for each in program.interruptions),
+        lambda program: any(each.where == "evaluation" or each.how != "crash" for each in program.interruptions),
         r"the last evaluation of the training is cut short",
         ("metrics", "best", "checkpoints", "steps", "weights", "rates", "loss", "grad_norm"),
     ),

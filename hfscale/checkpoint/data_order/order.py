@@ -174,14 +174,6 @@ class DataOrder(BatchListener, TrainerCallback):
             checkpoint (`str`): the folder of the checkpoint.
         """
         self._unread = saved
-        before, now = saved["launch"].get("world_size"), self._launch["world_size"]
-        if before not in (None, now):
-            logger.warning(
-                "resumed on %d processes after %d: the random numbers that each of them draws, as for dropout and the "
-                "masks of a collator, are not those of an uninterrupted run",
-                now,
-                before,
-            )
         self._data.set_generators(saved["now"]["generators"])
         self._data.set_counters(saved["now"]["counters"])
         self._data.set_values(saved["now"].get("values", {}))

@@ -126,7 +126,8 @@ class ProgramState(TrainerCallback):
             self._tell()
         states = {path: generator_state(each) for path, each in self._found.generators.items()}
         generators = {path: plain(state) for path, state in states.items() if state is not None}
-        return {"values": self._values.changed(), "generators": generators}
+        values = self._values.changed()
+        return {"values": values, "generators": generators, "launch": _launch(self._adapter)}
 
     def _tell(self) -> None:
         """Say what is in no checkpoint, at the first save: by then the program has made what it makes in a step."""
@@ -238,10 +239,34 @@ def keep_program_state(adapter: TrainerAdapter) -> None:
     if adapter.resumes_from is not None:
         with TRAINING.agreed("start: program state"):  # the file of one rank may be broken
             saved = next(_files(Path(adapter.resumes_from)), None)
+        _warn_of_other_ranks(adapter, (saved or {}).get("launch"))
     program = ProgramState(adapter, saved)
     adapter.announced.json[NAME] = program.saved
     adapter.prepend_callback(_Before(program))
     adapter.append_callback(program)
+
+
+def _launch(adapter: TrainerAdapter) -> dict[str, int]:
+    """Return what decides which random numbers a rank draws."""
+    batch = adapter.trainer.args.per_device_train_batch_size
+    return {"processes": distributed.world_size(), "rows per device": batch}
+
+
+def _warn_of_other_ranks(adapter: TrainerAdapter, saved: Any) -> None:
+    now = _launch(adapter)
+    if not isinstance(saved, dict):
+        return
+    changed = [
+        f"{now[name]} {name} after {saved[name]}"
+        for name in now
+        if saved.get(name, now[name]) != now[name]
+    ]
+    if changed:
+        logger.warning(
+            "resumed with %s: the random numbers that each process draws, as for dropout and the masks of a collator, "
+            "are not those of an uninterrupted run",
+            " and ".join(changed),
+        )
 
 
 def _files(checkpoint: Path) -> Iterator[dict[str, Any]]:
