@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import random
 import time
 from collections import deque
@@ -559,6 +560,17 @@ def test_objects_of_others_are_left_alone():
     search.enter("collator", Logs())
     assert set(search.found.holders) == {"collator", "collator.__call__"}
     assert list(search.found.holders["collator"].read()) == ["logger", "calls"]
+
+
+def test_a_count_as_large_as_a_clock_of_the_machine_is_kept():
+    timer = CountsSteps()
+    search = Search()
+    search.enter("timer", timer)
+    began = math.floor(time.monotonic()) - 10.0
+    values = KeptValues(search.found.holders)
+    values._began = (*values._began[:3], began, began)
+    timer.steps = int(began) + 5
+    assert values.changed() == {"timer": {"steps": int(began) + 5}}
 
 
 def test_a_place_that_is_gone_is_named(caplog):

@@ -88,7 +88,9 @@ class KeptValues:
     def _is_time(self, value: Any, now: tuple[float, ...]) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        return any(first <= value <= last for first, last in zip(self._began, now, strict=True))
+        # A count may well be as large as the seconds since this machine has started
+        clocks = _OF_DATE if float(value).is_integer() else len(now)
+        return any(self._began[at] <= value <= now[at] for at in range(clocks))
 
     def restore(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Give each place the values that it had. What only an earlier call has named gets its first value.
@@ -130,6 +132,9 @@ def check_values(saved: Any) -> None:
     for values in saved.values():
         for value in values.values():
             from_json(value)
+
+
+_OF_DATE = 3
 
 
 def _clocks() -> tuple[float, ...]:

@@ -183,7 +183,9 @@ def _is_own_module(name: str | None) -> bool:
     """Return whether a module is of the user's program: it is not installed, as packages of others are."""
     if name is None or name.partition(".")[0] in LIBRARIES:
         return False
-    file = getattr(sys.modules.get(name), "__file__", None)
+    # A class of compiled code may name a module that is none
+    module = sys.modules.get(name, sys.modules.get(name.partition(".")[0]))
+    file = getattr(module, "__file__", None)
     return file is None or _INSTALLED.isdisjoint(Path(file).parts)
 
 
