@@ -168,6 +168,12 @@ class ProgramState(TrainerCallback):
         for path, state in saved["generators"].items():
             if path in self._found.generators:
                 set_generator_state(self._found.generators[path], state)
+            else:
+                logger.warning(
+                    "the checkpoint has the state of a random number generator of %s, and this launch has none there: "
+                    "what it draws may be other numbers",
+                    path,
+                )
         names = [f"{path}.{name}" for path, values in saved["values"].items() for name in values]
         names += [path for path in saved["generators"] if path in self._found.generators]
         if names:
@@ -180,9 +186,15 @@ class ProgramState(TrainerCallback):
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the functions that are called around the passes of a module, in their order."""
+    """Yield the user's functions that are called around the passes of a module, in their order.
+
+    Those of libraries do not count, as each strategy has others.
+    """
     for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        yield from getattr(module, kind).values()
+        for hook in getattr(module, kind).values():
+            function = getattr(hook, "func", hook)  # of a partial
+            if is_of_program(getattr(function, "__func__", function)):
+                yield hook
 
 
 def _mark(stateful: Any) -> float:
