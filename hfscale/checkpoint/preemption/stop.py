@@ -565,6 +565,8 @@ class PreemptionStop(ResetOnCopy):
             except _EvaluationCutError:
                 assert self._adapter is not None
                 note_missing(self._adapter.trainer.state, has_begun=True)
+                # TRL logs what it has gathered in an evaluation for as long as the model evaluates
+                self._adapter.trainer.model.train()
                 return self._missing_metrics()
             finally:
                 self._is_in_training = False

@@ -276,7 +276,8 @@ def _warn_of_other_ranks(adapter: TrainerAdapter, saved: Any) -> None:
     if changed:
         logger.warning(
             "resumed with %s: the random numbers that each process draws, as for dropout and the masks of a collator, "
-            "are not those of an uninterrupted run",
+            "are not those of an uninterrupted run, and a loss that compares the rows of a device's batch with each "
+            "other, as KTO's and contrastive ones do, is another",
             " and ".join(changed),
         )
 
