@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,3 +122,32 @@ def test_a_renamed_folder_keeps_its_contents(tmp_path):
     out, name, _ = moved("renamed", tmp_path, tmp_path / "out", 1)
     assert name == str(out)
     assert [path.name for path in out.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "limit", "verdict"),
+    [
+        (["checkpoint-3", "checkpoint-4"], None, "exact"),  # a stop has saved its step
+        (["checkpoint-4"], 1, "exact"),  # and takes the place of an older one
+        (["checkpoint-4"], None, "fault"),
+        (["checkpoint-2", "checkpoint-3"], None, "fault"),
+    ],
+)
+def test_the_checkpoint_of_a_stop_may_be_left_beside_the_others(saved, limit, verdict):
+    last = launch(first=3, checkpoints=saved)
+    last.events.insert(0, {"event": "resume", "path": "/out/checkpoint-4"})
+    program = replace(PROGRAM, limit=limit)
+    assert resumed(last, program=program).verdict == verdict
+
+
+def test_a_worker_ends_after_its_programs(tmp_path, monkeypatch):
+    import running
+
+    from tests.differential import __main__ as command
+
+    monkeypatch.setattr(running, "check", lambda program, runner: compare(program, Run([launch()]), None, None))
+    search = command.Search.__new__(command.Search)
+    search.results, search.number, search.seed, search.tried = tmp_path, 0, 5, set()
+    search.runner = SimpleNamespace(close=lambda: None)
+    search.run(command.ROUND + 1)
+    assert len((tmp_path / "outcomes-0.jsonl").read_text().splitlines()) == command.ROUND + 1

@@ -90,6 +90,23 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_next_launch(tmp_path, m
     check_equal(again, whole)
 
 
+def test_an_evaluation_that_was_cut_short_leaves_nothing_in_the_last_log(tmp_path, monkeypatch):
+    """As TRL's Trainers do, this one logs what it has gathered in an evaluation for as long as the model evaluates."""
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
+    trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(on_preemption="return"), **ARGUMENTS)
+    trainer.add_callback(SignalAt("on_prediction_step", 4))
+    log, names = trainer.log, []
+
+    def log_gathered(logs, *args):
+        names.extend(logs if trainer.model.training else (*logs, "eval_gathered"))
+        log(logs, *args)
+
+    trainer.log = log_gathered
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert names.count("eval_gathered") == names.count("eval_loss") == 1
+
+
 @pytest.mark.parametrize(("number", "notice_s"), [(signal.SIGINT, None), (signal.SIGTERM, 600.0)])
 def test_an_evaluation_that_fits_into_the_notice_is_finished(tmp_path, number, notice_s):
     whole, _ = run(tmp_path / "whole")

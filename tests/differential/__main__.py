@@ -57,23 +57,26 @@ class Search:
         rounds = 0
         while len(self.tried) < programs:
             settings = hypothesis.settings(
-                max_examples=min(ROUND, programs - len(self.tried)),
+                max_examples=ROUND,
                 database=None,
                 deadline=None,
                 suppress_health_check=list(hypothesis.HealthCheck),
                 phases=[hypothesis.Phase.generate],
             )
-            test = settings(hypothesis.given(strategy())(self._try))
+            test = settings(hypothesis.given(strategy())(lambda program: self._try(program, programs)))
             hypothesis.seed(self.seed * 10_000 + self.number * 1_000 + rounds)(test)()
             rounds += 1
         self.runner.close()
 
-    def _try(self, program: Program) -> None:
-        """Run one program; shrink it if it shows a fault of a kind that is not known yet."""
+    def _try(self, program: Program, programs: int) -> None:
+        """Run one program, if fewer than `programs` were; shrink it if it shows a fault of a kind that is not known.
+
+        A call of hypothesis for the few that are left would not do: its first example is always the simplest program.
+        """
         from running import check
         from shrinking import shrunk
 
-        if program in self.tried:
+        if program in self.tried or len(self.tried) >= programs:
             return
         self.tried.add(program)
         outcome = check(program, self.runner)

@@ -309,9 +309,7 @@ def has_right_checkpoints(program: Program, expected: list[str], run: Run) -> bo
     A stop saves its step, whatever the cadence is; with a limit it takes the place of an older one.
     """
     assert run.end is not None
-    stops = {
-        Path(event["path"]).name for launch in run.launches[1:] for event in launch.of("resume") if event["path"]
-    }
+    stops = {Path(event["path"]).name for launch in run.launches[1:] for event in launch.of("resume") if event["path"]}
     stops -= set(expected)
     planned = set(run.end["checkpoints"]) - stops
     return planned == set(expected) or (program.limit is not None and bool(stops) and planned < set(expected))
