@@ -229,8 +229,10 @@ def learning_callbacks(program: Program) -> list[Any]:
 def hfscale_callbacks(program: Program, job: dict[str, Any]) -> list[Any]:
     """Return the callbacks of hfscale that the program has."""
     from hfscale import ScalingCallback, SpotCheckpointCallback, WeightAveragingCallback
+    from hfscale.checkpoint.preemption.stop import PreemptionStop
     from hfscale.health.callback import CommHealthCallback
 
+    PreemptionStop.exchange_every_s = 0.0  # else the step at which a run stops depends on how fast it is
     spot = SpotCheckpointCallback(remote=job["remote"])
     health: dict[str, Any] = {}
     if program.replay:
