@@ -124,22 +124,6 @@ def test_a_renamed_folder_keeps_its_contents(tmp_path):
     assert [path.name for path in out.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(
-    ("saved", "limit", "verdict"),
-    [
-        (["checkpoint-3", "checkpoint-4"], None, "exact"),  # a stop has saved its step
-        (["checkpoint-4"], 1, "exact"),  # and takes the place of an older one
-        (["checkpoint-4"], None, "fault"),
-        (["checkpoint-2", "checkpoint-3"], None, "fault"),
-    ],
-)
-def test_the_checkpoint_of_a_stop_may_be_left_beside_the_others(saved, limit, verdict):
-    last = launch(first=3, checkpoints=saved)
-    last.events.insert(0, {"event": "resume", "path": "/out/checkpoint-4"})
-    program = replace(PROGRAM, limit=limit)
-    assert resumed(last, program=program).verdict == verdict
-
-
 def test_a_worker_ends_after_its_programs(tmp_path, monkeypatch):
     import running
 

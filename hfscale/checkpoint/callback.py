@@ -4,8 +4,8 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,13 @@ from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
 from hfscale.checkpoint.data_order.order import keep_data_order
 from hfscale.checkpoint.data_order.skipping import check_can_skip
-from hfscale.checkpoint.evaluations import note_made, note_unfinished_epoch, resume_evaluations
+from hfscale.checkpoint.evaluations import (
+    ends_epoch,
+    note_made,
+    note_unfinished_epoch,
+    put_back_if_cut,
+    resume_evaluations,
+)
 from hfscale.checkpoint.followers import Followers
 from hfscale.checkpoint.generated_batches import keep_generated_batches
 from hfscale.checkpoint.identity import check_identity, identity_of, words_of
@@ -298,11 +304,14 @@ class SpotCheckpointCallback(AdapterCallback):
         )
         check_can_skip(adapter, kwargs.get("train_dataloader"))
         keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
+        evaluations = resume_evaluations(adapter)
+        put_back_if_cut(adapter)
         keep_data_order(adapter, kwargs.get("train_dataloader"))
         keep_program_state(adapter)
         keep_generated_batches(adapter)
         keep_running_loss(adapter)
-        resume_evaluations(adapter)
+        if evaluations is not None:
+            evaluations.begin()
 
     def _refuse_to_discard(self, adapter: TrainerAdapter, state: TrainerState) -> None:
         """Refuse a start that would archive checkpoints which the script cannot have known of, or cannot have read.
@@ -459,7 +468,8 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._idle_since = time.monotonic()
-        self.preemption.at_prediction_step(state, control)
+        with self._noting_own_save(state, control):
+            self.preemption.at_prediction_step(state, control)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -467,7 +477,8 @@ class SpotCheckpointCallback(AdapterCallback):
         self._idle_since = time.monotonic()
         self._evaluated_step = state.global_step
         note_made(state)
-        self.preemption.at_evaluation_end(state, control)
+        with self._noting_own_save(state, control):
+            self.preemption.at_evaluation_end(state, control)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -484,7 +495,18 @@ class SpotCheckpointCallback(AdapterCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.preemption.at_epoch_end(state, control)
+        with self._noting_own_save(state, control):
+            self.preemption.at_epoch_end(state, control)
+
+    @contextmanager
+    def _noting_own_save(self, state: TrainerState, control: TrainerControl) -> Iterator[None]:
+        """Note whether what runs inside is the only reason to save this step."""
+        requested_by_others = control.should_save
+        try:
+            yield
+        finally:
+            if control.should_save and not requested_by_others:
+                self._own_step = state.global_step
 
     @activity("saving")
     def on_train_end(
@@ -604,11 +626,14 @@ class SpotCheckpointCallback(AdapterCallback):
         if args.should_save:
             # Something may have removed the folder, and the lock with it
             make_and_lock(self._output_dir)
-        note_unfinished_epoch(args, state, self._evaluated_step)
+        trainer = TrainerAdapter.current().trainer
+        note_unfinished_epoch(trainer, self._evaluated_step)
         is_temporary = self._own_step == state.global_step
         self._own_step = None  # a second save of this step is one that others have asked for
-        if args.save_strategy == "best" and self._evaluated_step == state.global_step:
-            is_temporary = False  # after an evaluation, Trainer saves the best ones only
+        if args.save_strategy == "best" and state.best_global_step == state.global_step:
+            is_temporary = False  # Trainer would save it too
+        if args.save_strategy == "epoch" and ends_epoch(trainer):
+            is_temporary = False
         steps = {
             step
             for step in _temporary_steps(state)

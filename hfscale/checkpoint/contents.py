@@ -179,6 +179,23 @@ def rng_state(trainer: Trainer) -> dict[str, Any]:
     return states
 
 
+def set_rng_state(trainer: Trainer, states: dict[str, Any]) -> None:
+    """Set this rank's random number generators to earlier states of this process.
+
+    Args:
+        trainer (`Trainer`): see `rng_state`.
+        states (`dict[str, Any]`): what `rng_state` returned.
+    """
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.random.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        cuda = torch.cuda.random
+        distributed_run = trainer.args.parallel_mode.value == "distributed"
+        put = cuda.set_rng_state_all if distributed_run else cuda.set_rng_state
+        put(states["cuda"])
+
+
 def rng_name(trainer: Trainer) -> str:
     """Return the name of the file in which `Trainer._save_rng_state` writes this rank's `rng_state`.
 

@@ -1,16 +1,21 @@
 """Gives a resumed run the evaluations and the early stop of an uninterrupted one.
 
 An evaluation that a notice cuts short has no metrics, so it may move nothing: not the best model, not the count of
-early stopping, not a schedule that follows a metric. The checkpoint of its step says that it is missing, and the
-resumed launch makes it up before its first step. The same holds for the evaluation at the end of an epoch whose last
-step was saved before it. Early stopping counts on from the number in the checkpoint; where that has reached the
-patience, the run has ended, and takes no further step.
+early stopping, not a schedule that follows a metric, not a random number generator, a counter of the program or a
+buffer of the model. The checkpoint of its step says that it is missing, and the resumed launch makes it up before its
+first step, with the random numbers of the uninterrupted run; the training goes on with those after it. The same holds
+for the evaluation at the end of an epoch whose last step was saved before it. Early stopping counts on from the number
+in the checkpoint; where that has reached the patience, the run has ended, and takes no further step.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from transformers import (
     EarlyStoppingCallback,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -19,42 +24,58 @@ from transformers import (
 from transformers.trainer_utils import IntervalStrategy
 
 from hfscale.checkpoint.best import note_best
+from hfscale.checkpoint.contents import rng_state, set_rng_state
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.state import drop_saved_state, saved_state
+from hfscale.trainer.state import (
+    drop_saved_state,
+    micro_batches_of_pass,
+    model_of,
+    saved_state,
+    steps_per_epoch,
+)
 
 logger = get_logger(__name__)
 
 _STATE_NAME = "evaluations"  # in `trainer_state.json`
 _MISSING = "missing"
 _HAS_BEGUN = "has_begun"
+_LARGEST_BUFFER = 2**20
+"""Numbers of a buffer that is put back: larger ones are tables, such as masks, which no pass changes."""
 
 
-def note_missing(state: TrainerState, *, has_begun: bool) -> None:
-    """Note in the state that the evaluation of this step has no metrics.
+def note_missing(state: TrainerState) -> None:
+    """Note in the state that the evaluation of this step has no metrics, and has moved nothing.
 
     Args:
         state (`TrainerState`): the state of the Trainer.
-        has_begun (`bool`): whether it has begun, so that the random number generators have moved by what it draws.
     """
     saved = saved_state(state, _STATE_NAME)
-    saved |= {_MISSING: state.global_step, _HAS_BEGUN: has_begun}
+    saved |= {_MISSING: state.global_step, _HAS_BEGUN: False}
 
 
-def note_unfinished_epoch(
-    args: TrainingArguments, state: TrainerState, evaluated_step: int | None
-) -> None:
+def note_unfinished_epoch(trainer: Trainer, evaluated_step: int | None) -> None:
     """Note it where the step that is about to be saved ends an epoch, and the epoch's evaluation is still to come.
 
     Args:
-        args (`TrainingArguments`): the training arguments.
-        state (`TrainerState`): the state of the Trainer.
+        trainer (`Trainer`): the Trainer that trains.
         evaluated_step (`int`, *optional*): the step of the last evaluation.
     """
-    ends_epoch = state.epoch is not None and float(state.epoch).is_integer()
-    is_due = args.eval_strategy == IntervalStrategy.EPOCH and ends_epoch
-    if is_due and evaluated_step != state.global_step:
-        note_missing(state, has_begun=False)
+    is_due = trainer.args.eval_strategy == IntervalStrategy.EPOCH and ends_epoch(trainer)
+    if is_due and evaluated_step != trainer.state.global_step:
+        note_missing(trainer.state)
+
+
+def ends_epoch(trainer: Trainer) -> bool:
+    """Return whether the last step is the last one of its epoch.
+
+    Args:
+        trainer (`Trainer`): the Trainer that trains.
+    """
+    if not steps_per_epoch(trainer):  # of a stream, Trainer counts no epochs
+        return bool(trainer.accelerator.gradient_state.end_of_dataloader)
+    epoch = trainer.state.epoch
+    return epoch is not None and float(epoch).is_integer()
 
 
 def note_made(state: TrainerState) -> None:
@@ -69,7 +90,8 @@ def note_made(state: TrainerState) -> None:
 class ResumedEvaluations(TrainerCallback):
     """Makes up a missing evaluation at the beginning of a resumed training; ends one that has stopped or is complete.
 
-    `resume_evaluations` adds it to the Trainer.
+    It is made before it is known what loads the random states (`keep_data_order` and others), so that they load those
+    after the evaluation. `begin` adds it to the Trainer.
 
     Args:
         adapter (`TrainerAdapter`): the adapter of the Trainer that resumes.
@@ -80,9 +102,26 @@ class ResumedEvaluations(TrainerCallback):
         self._adapter = adapter
         self._checkpoint = checkpoint
         self._is_first_epoch = True
+        self._states_after: dict[str, Any] | None = None
+        """The random states after the evaluation, which the checkpoint would have, had it been saved then."""
+        self._load = adapter.checkpoints.replace_rng_loading(self._load_states)
+
+    def begin(self) -> None:
+        """Make the evaluation when the first pass begins, or after the last step where there is none."""
+        adapter = self._adapter
         state = adapter.trainer.state
         if state.global_step >= state.max_steps:  # there may be no further epoch
             adapter.evaluations.before_finalizing(self._make_up)
+        adapter.append_callback(self)
+        if not _is_inside_pass(adapter):
+            # That of the pass before: what callbacks do at the beginning of the next one comes after it
+            adapter.prepend_callback(_Earlier(self))
+
+    def _load_states(self, checkpoint: str | None) -> None:
+        if self._states_after is None:
+            self._load(checkpoint)
+        else:
+            set_rng_state(self._adapter.trainer, self._states_after)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -91,6 +130,11 @@ class ResumedEvaluations(TrainerCallback):
             return
         self._is_first_epoch = False
         self._make_up()
+        if saved_state(state, _STATE_NAME).get(_MISSING) == state.global_step:
+            # Cut short as well: a step before it would move what it finds
+            control.should_training_stop = True
+            self._adapter.evaluations.skip_epoch()
+            return
         is_complete = state.global_step >= state.max_steps
         if is_complete or any(map(_has_stopped, self._adapter.trainer.callback_handler.callbacks)):
             how = "is complete" if is_complete else "has stopped early"
@@ -107,21 +151,48 @@ class ResumedEvaluations(TrainerCallback):
         drop_saved_state(state, _STATE_NAME)
         has_evaluations = adapter.trainer.args.eval_strategy != IntervalStrategy.NO
         if saved.get(_MISSING) == state.global_step and has_evaluations:
-            self._evaluate(has_begun=bool(saved[_HAS_BEGUN]))
+            self._evaluate(has_moved=bool(saved[_HAS_BEGUN]))
 
-    def _evaluate(self, *, has_begun: bool) -> None:
+    def _evaluate(self, *, has_moved: bool) -> None:
+        """Evaluate with the states of the checkpoint.
+
+        Args:
+            has_moved (`bool`): an earlier version of hfscale has saved the states after a part of the evaluation.
+        """
         adapter = self._adapter
+        trainer = adapter.trainer
         logger.info(
             "the evaluation of step %d, which the launch before has not completed, is made now",
-            adapter.trainer.state.global_step,
+            trainer.state.global_step,
         )
+        before = rng_state(trainer)  # with which the loader of the pass begins
         # It may save the best model, in this checkpoint again, with the states that it finds
         adapter.checkpoints.load_rng_state(self._checkpoint)
-        if not has_begun:
-            # What it draws comes after the state of the checkpoint, which Trainer would set after it
-            adapter.checkpoints.replace_rng_loading(lambda checkpoint: None)
         adapter.evaluations.evaluate_as_in_training()
-        note_best(adapter.trainer, adapter.checkpoints.run_dir())
+        if not has_moved:
+            self._states_after = rng_state(trainer)
+        set_rng_state(trainer, before)
+        note_best(trainer, adapter.checkpoints.run_dir())
+
+
+class _Earlier(TrainerCallback):
+    """Calls a callback at the beginning of a pass before all others."""
+
+    def __init__(self, evaluations: ResumedEvaluations) -> None:
+        self._evaluations = evaluations
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._evaluations.on_epoch_begin(args, state, control)
+
+
+def _is_inside_pass(adapter: TrainerAdapter) -> bool:
+    """Whether the training resumes inside a pass over its data."""
+    trainer = adapter.trainer
+    if steps_per_epoch(trainer):
+        return micro_batches_of_pass(trainer, trainer.state.global_step) > 0
+    return bool(saved_state(trainer.state, "stream").get("samples", 1))
 
 
 def _has_stopped(callback: TrainerCallback) -> bool:
@@ -130,19 +201,55 @@ def _has_stopped(callback: TrainerCallback) -> bool:
     return callback.early_stopping_patience_counter >= callback.early_stopping_patience
 
 
-def resume_evaluations(adapter: TrainerAdapter) -> None:
-    """Continue with the evaluations and the early stop of the checkpoint. Call it when a training begins.
+def resume_evaluations(adapter: TrainerAdapter) -> ResumedEvaluations | None:
+    """Continue with the early stop of the checkpoint, and prepare for the evaluation that it misses.
+
+    Call it when a training begins, before `keep_data_order`; what it returns has to `begin` after that.
 
     Args:
-        adapter (`TrainerAdapter`): the adapter of the Trainer that trains; nothing is done if it does not resume.
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+
+    Returns:
+        `ResumedEvaluations` or `None`: None if the Trainer does not resume.
     """
     if adapter.resumes_from is None:
-        return
+        return None
     state = adapter.trainer.state
     for callback in adapter.trainer.callback_handler.callbacks:
         if isinstance(callback, EarlyStoppingCallback):
             _restore_count(callback, state.stateful_callbacks)
-    adapter.append_callback(ResumedEvaluations(adapter, adapter.resumes_from))
+    return ResumedEvaluations(adapter, adapter.resumes_from)
+
+
+def put_back_if_cut(adapter: TrainerAdapter) -> None:
+    """Let an evaluation that is cut short move neither the global generators nor a buffer of the model.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+    """
+    trainer = adapter.trainer
+
+    def take_states() -> Callable[[], None]:
+        return partial(set_rng_state, trainer, rng_state(trainer))
+
+    def take_buffers() -> Callable[[], None]:
+        model = model_of(trainer)
+        copies = {
+            name: buffer.detach().clone()
+            for name, buffer in model.named_buffers()
+            if buffer.numel() <= _LARGEST_BUFFER and buffer.device.type != "meta"
+        }
+
+        def put_back() -> None:
+            now = dict(model.named_buffers())
+            for name, copy in copies.items():
+                if name in now and now[name].shape == copy.shape:
+                    now[name].copy_(copy)
+
+        return torch.no_grad()(put_back)
+
+    adapter.evaluations.put_back_if_cut("random states", take_states)
+    adapter.evaluations.put_back_if_cut("buffers", take_buffers)
 
 
 def _restore_count(callback: EarlyStoppingCallback, saved: Any) -> None:

@@ -14,6 +14,8 @@ A stream of a user's own class has no position that is known, so its pass is rea
 random numbers with which it is read.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -253,6 +255,26 @@ class StreamPosition(TrainerCallback):
         if self._collator.is_empty or trainer.args.dataloader_num_workers:
             self._collator = None
         self.stream.collator_state = self._collator_state
+        if self._collator is not None:
+            evaluations = self._adapter.evaluations
+            evaluations.put_back_if_cut("collator of the stream", self._collator.take)
+            evaluations.around_made_up("collator of the stream", self._around_made_up)
+
+    @contextmanager
+    def _around_made_up(self) -> Iterator[None]:
+        """Let an evaluation that is made up begin with the collator of the save, and keep what it counts."""
+        with_next_batch = self._collator_state()
+        self._set_collator(self._collator_at_save)
+        yield
+        if self._collator_at_save is None:
+            return
+        self._collator_at_save = self._collator_state()
+        saved = saved_state(self._adapter.trainer.state, "stream")
+        saved["collator_at_save"] = self._collator_at_save
+        if self._begun_with == 0:  # the next batch is of a new pass, and comes after the evaluation
+            saved["collator"] = self._collator_at_save
+        else:
+            self._set_collator(with_next_batch)
 
     def _collator_state(self) -> dict[str, Any] | None:
         if self._collator is None:

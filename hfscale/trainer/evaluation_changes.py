@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from transformers import Trainer
@@ -31,6 +32,8 @@ class EvaluationChanges:
         self._checkpoints = checkpoints
         self._listeners: dict[str, Callable[[Any], object]] = {}
         self._wraps: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
+        self._takes: dict[str, Callable[[], Callable[[], None]]] = {}
+        self._around_made_up: dict[str, Callable[[], AbstractContextManager[None]]] = {}
 
     def wrap_evaluate(
         self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -50,12 +53,46 @@ class EvaluationChanges:
             evaluate = each(evaluate)
         self.changes.replace(self.trainer, "evaluate", evaluate)
 
+    def put_back_if_cut(self, name: str, take: Callable[[], Callable[[], None]]) -> None:
+        """Let something that an evaluation moves be put back where the evaluation is cut short, in this training.
+
+        Args:
+            name (`str`): what it is; a later call with the same name replaces this one.
+            take (`Callable`): called before each evaluation; returns the function that puts it back.
+        """
+        self._takes[name] = take
+        self.changes.at_end("moved by evaluations", self._takes.clear)
+
+    def take(self) -> Callable[[], None]:
+        """Take what an evaluation moves, and return the function that puts all of it back."""
+        puts = [take() for take in self._takes.values()]
+
+        def put_back() -> None:
+            for put in puts:
+                put()
+
+        return put_back
+
+    def around_made_up(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
+        """Let something that an evaluation moves be as it was at the save, in an evaluation that is made up.
+
+        Args:
+            name (`str`): what it is; a later call with the same name replaces this one.
+            around (`Callable`): returns the context in which the evaluation is made. Where the context ends, what the
+                evaluation has moved is what the checkpoint holds from now on.
+        """
+        self._around_made_up[name] = around
+        self.changes.at_end("around evaluations", self._around_made_up.clear)
+
     def evaluate_as_in_training(self) -> None:
         """Evaluate between two steps as the training loop does: its schedule, the best model and a save follow."""
         trainer = self.trainer
         frame = training_frame()
         known = frame.f_locals if frame is not None else {}
-        metrics = trainer._evaluate(None, known.get("ignore_keys_for_eval"))
+        with ExitStack() as stack:
+            for around in self._around_made_up.values():
+                stack.enter_context(around())
+            metrics = trainer._evaluate(None, known.get("ignore_keys_for_eval"))
         is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
         if trainer.args.save_strategy == SaveStrategy.BEST and is_best:
             self._checkpoints.save_as_in_training()

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 from tiny import StopAt, tiny_trainer
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint.preemption.stop import PreemptionStop
@@ -90,6 +90,59 @@ def test_an_evaluation_that_was_cut_short_is_made_by_the_next_launch(tmp_path, m
     check_equal(again, whole)
 
 
+class DrawingCollator:
+    """Masks some of the labels at random, more with each batch that it has made."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def __call__(self, rows):
+        self.batches += 1
+        batch = {name: torch.stack([torch.as_tensor(row[name]) for row in rows]) for name in rows[0]}
+        is_masked = torch.rand(batch["labels"].shape) < min(0.1 + 0.01 * self.batches, 0.5)
+        batch["labels"] = batch["labels"].masked_fill(is_masked, -100)
+        return batch
+
+
+class CountingTrainer(Trainer):
+    """Scales the loss by the number of losses that it has computed."""
+
+    losses = 0
+
+    def compute_loss(self, *args, **kwargs):
+        self.losses += 1
+        found = super().compute_loss(*args, **kwargs)
+        scale = 1 + 0.01 * self.losses
+        return (found[0] * scale, *found[1:]) if isinstance(found, tuple) else found * scale
+
+
+@pytest.mark.parametrize(
+    ("cadence", "event", "step"),
+    [
+        (ARGUMENTS, "on_prediction_step", 4),
+        (ARGUMENTS, "on_step_begin", 5),
+        (EPOCHS, "on_prediction_step", 5),
+        (EPOCHS, "on_step_begin", 4),
+    ],
+)
+def test_an_evaluation_that_was_cut_short_moves_nothing(tmp_path, monkeypatch, cadence, event, step):
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
+
+    def train(folder, *callbacks):
+        spot = SpotCheckpointCallback(on_preemption="return")
+        trainer = tiny_trainer(folder, spot, *callbacks, **cadence)
+        trainer.__class__ = CountingTrainer
+        trainer.data_collator = DrawingCollator()
+        trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(20))
+        trainer.train(resume_from_checkpoint=latest_checkpoint(folder))
+        return trainer
+
+    whole = train(tmp_path / "whole")
+    first = train(tmp_path / "run", SignalAt(event, step))
+    assert first.state.global_step < whole.state.global_step
+    check_equal(train(tmp_path / "run"), whole)
+
+
 def test_an_evaluation_that_was_cut_short_leaves_nothing_in_the_last_log(tmp_path, monkeypatch):
     """As TRL's Trainers do, this one logs what it has gathered in an evaluation for as long as the model evaluates."""
     monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
@@ -105,6 +158,32 @@ def test_an_evaluation_that_was_cut_short_leaves_nothing_in_the_last_log(tmp_pat
     trainer.train()
     assert trainer.state.global_step == 4
     assert names.count("eval_gathered") == names.count("eval_loss") == 1
+
+
+def test_an_evaluation_that_is_cut_short_twice_is_made_before_the_next_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
+    whole, _ = run(tmp_path / "whole")
+    run(tmp_path / "run", SignalAt("on_prediction_step", 4))
+    second, spot = run(tmp_path / "run", SignalAt("on_prediction_step", 4))
+    assert spot.preempted is not None
+    assert second.state.global_step == 4
+    again, _ = run(tmp_path / "run")
+    check_equal(again, whole)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "event", "step", "left"),
+    [
+        (EPOCHS, "on_step_begin", 3, {4}),  # the epoch's own checkpoint
+        (ARGUMENTS | {"save_steps": 6}, "on_prediction_step", 4, set()),  # not of Trainer's cadence
+    ],
+)
+def test_only_the_checkpoint_of_a_stop_is_temporary(tmp_path, monkeypatch, arguments, event, step, left):
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
+    arguments = arguments | {"load_best_model_at_end": False, "rows": 16}
+    run(tmp_path, SignalAt(event, step), **arguments)
+    run(tmp_path, **arguments)
+    assert {4} & {int(path.name[11:]) for path in tmp_path.glob("checkpoint-*")} == left
 
 
 @pytest.mark.parametrize(("number", "notice_s"), [(signal.SIGINT, None), (signal.SIGTERM, 600.0)])

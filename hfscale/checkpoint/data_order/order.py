@@ -20,6 +20,8 @@ A stream of a user's own class (`torch.utils.data.IterableDataset`) is kept in t
 it. If it has no length, its passes are counted here, since Trainer cannot.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,22 @@ class DataOrder(BatchListener, TrainerCallback):
             },
             "digest": self._digests.get(trained),
         }
+
+    def keep_in_evaluations(self) -> None:
+        """Let an evaluation that is cut short move no generator and no value of the collator and the dataset."""
+        evaluations = self._adapter.evaluations
+        evaluations.put_back_if_cut("data order", self._data.take)
+        evaluations.around_made_up("data order", self._around_made_up)
+
+    @contextmanager
+    def _around_made_up(self) -> Iterator[None]:
+        """Let the checkpoint hold what the collator has counted in the evaluation that is made up."""
+        yield
+        if self._unread is not None:
+            self._unread["now"] |= {
+                "generators": plain(self._data.generators()),
+                "values": self._data.values(),
+            }
 
     def _batches_trained(self) -> int:
         """Return how many batches of this pass have been trained on; 0 between two passes."""
@@ -318,6 +336,7 @@ def keep_data_order(adapter: TrainerAdapter, train_dataloader: Any) -> None:
         return
     adapter.announced.json[NAME] = order.saved
     adapter.append_callback(order)
+    order.keep_in_evaluations()
     if adapter.trainer.args.save_strategy != "no":
         order.warn_of_iterators()
     checkpoint = adapter.resumes_from

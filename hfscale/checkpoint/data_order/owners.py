@@ -5,7 +5,7 @@ A sampler or a collator may draw from a generator of its own, which is in no che
 also count its passes, or keep an order that each pass changes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,16 @@ class DataState:
             saved (`dict[str, Any]`): what `values` returned in another launch.
         """
         self._values.restore(saved)
+
+    def take(self) -> Callable[[], None]:
+        """Return the function that gives generators, collator and dataset the states and values that they have now."""
+        generators, put_values_back = self.generators(), self._values.take()
+
+        def put_back() -> None:
+            self.set_generators(generators)
+            put_values_back()
+
+        return put_back
 
     def counters(self) -> dict[str, Any]:
         """Return the attributes of the samplers that have changed since the training began, by path."""

@@ -540,12 +540,15 @@ class PreemptionStop(ResetOnCopy):
                 return evaluate(*args, **kwargs)
             self._evaluation_agreement = self._new_agreement()
             self._evaluation_begun = time.monotonic()
+            assert self._adapter is not None
+            put_back = self._adapter.evaluations.take()
             try:
                 metrics = evaluate(*args, **kwargs)
                 self._last_evaluation_s = time.monotonic() - self._evaluation_begun
                 return metrics
             except _EvaluationCutError:
                 logger.info("the evaluation was cut short; it gives no metrics")
+                put_back()
                 if self._is_in_training:
                     raise
                 return self._missing_metrics()
@@ -564,7 +567,7 @@ class PreemptionStop(ResetOnCopy):
                 return evaluate(*args, **kwargs)
             except _EvaluationCutError:
                 assert self._adapter is not None
-                note_missing(self._adapter.trainer.state, has_begun=True)
+                note_missing(self._adapter.trainer.state)
                 # TRL logs what it has gathered in an evaluation for as long as the model evaluates
                 self._adapter.trainer.model.train()
                 return self._missing_metrics()

@@ -1,7 +1,7 @@
 """The values of objects that change while a training goes on: which they are, and how they get earlier ones."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hfscale.checkpoint.program_state.objects import Holder
@@ -114,6 +114,17 @@ class KeptValues:
             if not are_equal(kept(before), value):
                 holder.write(name, put_back(before, value))
         self._restored |= wanted.keys()
+
+    def take(self) -> Callable[[], None]:
+        """Return the function that gives each place the value that it has now."""
+        saved = self.changed()
+
+        def put_back() -> None:
+            changed = self.changed()
+            self._restored |= {(path, name) for path, values in changed.items() for name in values}
+            self.restore(saved)
+
+        return put_back
 
 
 def check_values(saved: Any) -> None:

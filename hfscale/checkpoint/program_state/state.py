@@ -10,7 +10,8 @@ Where one changes a number among its attributes and has no part in Trainer's own
 whose position cannot be kept.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,35 @@ class ProgramState(TrainerCallback):
                 search.enter(type(callback).__name__, callback)
         return search.found
 
+    # --- evaluations ------------------------------------------------------------------------------------------------
+
+    def take(self) -> Callable[[], None]:
+        """Return the function that puts back what an evaluation has moved."""
+        if self._values is None:
+            return lambda: None
+        put_values_back = self._values.take()
+        states = {path: generator_state(each) for path, each in self._found.generators.items()}
+
+        def put_back() -> None:
+            put_values_back()
+            for path, state in states.items():
+                if state is not None:
+                    set_generator_state(self._found.generators[path], state)
+
+        return put_back
+
+    @contextmanager
+    def around_made_up(self) -> Iterator[None]:
+        """Let an evaluation that is made up find what the checkpoint keeps, which then has what it has moved."""
+        self.begin()
+        assert self._values is not None
+        if self._resumed is None:
+            yield
+            return
+        self._set(self._resumed)
+        yield
+        self._resumed = self.saved()
+
     # --- the checkpoint ---------------------------------------------------------------------------------------------
 
     def saved(self) -> dict[str, Any]:
@@ -163,6 +193,19 @@ class ProgramState(TrainerCallback):
         saved, self._resumed = self._resumed, None
         if saved is None:
             return
+        self._set(saved)
+        names = [f"{path}.{name}" for path, values in saved["values"].items() for name in values]
+        names += [path for path in saved["generators"] if path in self._found.generators]
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            logger.info(
+                "restored from the checkpoint, beside what Trainer restores: %s%s",
+                ", ".join(names[:_MOST_NAMED]),
+                more,
+            )
+
+    def _set(self, saved: dict[str, Any]) -> None:
+        """Give the program the values and the states of its generators that a checkpoint keeps."""
         assert self._values is not None
         self._values.restore(saved["values"])
         for path, state in saved["generators"].items():
@@ -174,15 +217,6 @@ class ProgramState(TrainerCallback):
                     "what it draws may be other numbers",
                     path,
                 )
-        names = [f"{path}.{name}" for path, values in saved["values"].items() for name in values]
-        names += [path for path in saved["generators"] if path in self._found.generators]
-        if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            logger.info(
-                "restored from the checkpoint, beside what Trainer restores: %s%s",
-                ", ".join(names[:_MOST_NAMED]),
-                more,
-            )
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
@@ -256,6 +290,8 @@ def keep_program_state(adapter: TrainerAdapter) -> None:
     adapter.announced.json[NAME] = program.saved
     adapter.prepend_callback(_Before(program))
     adapter.append_callback(program)
+    adapter.evaluations.put_back_if_cut("program state", program.take)
+    adapter.evaluations.around_made_up("program state", program.around_made_up)
 
 
 def _launch(adapter: TrainerAdapter) -> dict[str, int]:
