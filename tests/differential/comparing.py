@@ -165,6 +165,8 @@ def compare(program: Program, plain: Run, whole: Run | None, broken: Run | None)
                 return Comparison(program, "said", crash, crash.detail)
             return judged(program, crash, lines)
         fault = difference(program, phase, plain, run)
+        if fault is not None and fault.quantity in FROM_LOSS and begins_anew(program, run):
+            return Comparison(program, "said", fault, "no checkpoint was left, and another launch draws other numbers")
         if fault is not None:
             return judged(program, fault, lines)
     if whole is not None and broken is not None:
@@ -184,6 +186,12 @@ def difference_of_averages(program: Program, whole: Run, broken: Run) -> Fault |
     if all((average is not None) == is_there for average in averages) and not differs(program, *averages):
         return None
     return Fault("resumed", "average", got["step"], f"{averages[0]} became {averages[1]}")
+
+
+def begins_anew(program: Program, run: Run) -> bool:
+    """Whether a launch with other processes, or other rows per device, begins the run again."""
+    paths = [event["path"] for launch in run.launches[1:] for event in launch.of("resume")]
+    return program.move in ("batch", "processes") and None in paths
 
 
 def judged(program: Program, fault: Fault, lines: list[tuple[int, str]]) -> Comparison:

@@ -53,7 +53,7 @@ from hfscale.core.processes import describe_process
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import is_training_in
-from hfscale.trainer.state import output_folder
+from hfscale.trainer.state import model_of, output_folder
 
 logger = get_logger(__name__)
 
@@ -569,7 +569,7 @@ class PreemptionStop(ResetOnCopy):
                 assert self._adapter is not None
                 note_missing(self._adapter.trainer.state)
                 # TRL logs what it has gathered in an evaluation for as long as the model evaluates
-                self._adapter.trainer.model.train()
+                model_of(self._adapter.trainer).train()
                 return self._missing_metrics()
             finally:
                 self._is_in_training = False
