@@ -1,8 +1,6 @@
 """Checkpoints on a cadence of steps and minutes, committed by a manifest, with a status file for schedulers."""
 
 import atexit
-import os
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,25 +12,18 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
-from hfscale.checkpoint.data_order.order import keep_data_order
-from hfscale.checkpoint.data_order.skipping import check_can_skip
 from hfscale.checkpoint.evaluations import (
     ends_epoch,
     note_made,
     note_unfinished_epoch,
-    put_back_if_cut,
-    resume_evaluations,
 )
 from hfscale.checkpoint.followers import Followers
-from hfscale.checkpoint.generated_batches import keep_generated_batches
 from hfscale.checkpoint.identity import check_identity, identity_of, words_of
-from hfscale.checkpoint.loader_seeds import keep_loader_seeds
+from hfscale.checkpoint.kept import KeptCheckpoints, committed_checkpoints
 from hfscale.checkpoint.loading import (
     check_own_adapters,
-    check_resumed,
     discard_conversions,
     finish_merged_load,
-    finish_universal_load,
 )
 from hfscale.checkpoint.lock import lock_for_all_ranks, make_and_lock, unlock_output_dir
 from hfscale.checkpoint.manifest import Identity, Manifest
@@ -42,40 +33,35 @@ from hfscale.checkpoint.options import CheckpointOptions
 from hfscale.checkpoint.pickles import check_pickles, safe_globals
 from hfscale.checkpoint.preemption import Preempted
 from hfscale.checkpoint.preemption.stop import PreemptionStop
-from hfscale.checkpoint.program_state.state import keep_program_state
 from hfscale.checkpoint.remote_copies import RemoteCopies
-from hfscale.checkpoint.resume import refuse_to_replace_unread
 from hfscale.checkpoint.resumed_files import ResumedFiles
-from hfscale.checkpoint.retention import drop_states, keeps_weights_apart
-from hfscale.checkpoint.running_loss import keep_running_loss
+from hfscale.checkpoint.retention import keeps_weights_apart
+from hfscale.checkpoint.run_status import RunStatus
 from hfscale.checkpoint.saving import TrainerSaving
+from hfscale.checkpoint.starting import (
+    finish_load,
+    is_from_scratch,
+    keep_what_trainer_does_not,
+    refuse_to_discard,
+)
 from hfscale.checkpoint.store import (
-    DELETING,
     archive,
     checkpoint_step,
-    delete_newest,
-    keep_only,
-    list_checkpoints,
-    read_status,
-    rotate,
     update_manifest,
-    write_status,
 )
 from hfscale.checkpoint.writer import clear_unfinished, finish_renames
 from hfscale.core import distributed
 from hfscale.core.activity import activity
 from hfscale.core.alarms import raise_end
-from hfscale.core.best_effort import best_effort
 from hfscale.core.clocks import StepPace
-from hfscale.core.collectives import START, TRAINING, StepAgreement
+from hfscale.core.collectives import TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
 from hfscale.core.options import takes_options
-from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.errors import CheckpointError, ParameterError, StorageError
+from hfscale.errors import CheckpointError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
 from hfscale.trainer.hooks import switch_off_jit_checkpoint
-from hfscale.trainer.state import output_folder, saved_state
+from hfscale.trainer.state import output_folder
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.native import Native
 
@@ -84,7 +70,6 @@ logger = get_logger(__name__)
 # What the ranks vote about at a step boundary, besides snapshots in host memory
 _STOP, _OVERDUE, _WRITER = "stop", "save by minutes", "writer"
 _WRITES, _HAS_FAILED = 1.0, 2.0
-_STATE_NAME, _TEMPORARY = "checkpoints", "temporary"  # in `trainer_state.json`
 _EXIT_WAIT_S = 600.0  # for a save in flight when the process ends early
 
 
@@ -168,15 +153,13 @@ class SpotCheckpointCallback(AdapterCallback):
         self._followers: Followers | None = None
         # In a hyperparameter search, the folder of the trial in the output directory
         self._run_dir = Path()
-        self._limit: int | None = None
-        self._running_step: int | None = None
+        self._kept = KeptCheckpoints(self._run_dir, limit=None, state_limit=None)
+        self._status = RunStatus(self._output_dir, self._committed_path)
         self._has_read_back = False
         self._has_checked_weights = False
-        self._failure: str | None = None  # why the training raised
         self._saves = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
         self._evaluated_step: int | None = None
-        self._temporary: list[int] = []
         self._pending_keys: dict[str, float] = {}
         self._stalls_s: dict[int, float] = {}
         self._saving: TrainerSaving | None = None
@@ -198,7 +181,7 @@ class SpotCheckpointCallback(AdapterCallback):
         switch_off_jit_checkpoint(TrainerAdapter.current().trainer)
         # So that plain `resume_from_checkpoint=True` finds them too
         finish_renames(output_folder(args))
-        if self.remote is not None and not _is_from_scratch(args):
+        if self.remote is not None and not is_from_scratch(args):
             self.remote.fetch(output_folder(args))
 
     def before_train(self, adapter: TrainerAdapter) -> None:
@@ -254,7 +237,7 @@ class SpotCheckpointCallback(AdapterCallback):
         switch_off_jit_checkpoint(adapter.trainer)
         lock_for_all_ranks(output_folder(args), is_holder=args.should_save)
         self.check_identity(adapter.trainer, adapter.resumes_from)
-        self._refuse_to_discard(adapter, state)
+        refuse_to_discard(adapter, self.remote)
         self._wait()  # for a save that a training left in flight when it broke off
         identity = self._identity
         resumed_files = self._resumed_files
@@ -262,7 +245,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._resumed_files = resumed_files
         self.last_committed = None
         with TRAINING.agreed("start: load"):
-            _finish_load(adapter)
+            finish_load(adapter)
         self._take_over_saving(adapter, identity)
         note_best(adapter.trainer, self._run_dir)
         if (
@@ -302,47 +285,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.memory.begin(
             adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader")
         )
-        check_can_skip(adapter, kwargs.get("train_dataloader"))
-        keep_loader_seeds(adapter, kwargs.get("train_dataloader"))
-        evaluations = resume_evaluations(adapter)
-        put_back_if_cut(adapter)
-        keep_data_order(adapter, kwargs.get("train_dataloader"))
-        keep_program_state(adapter)
-        keep_generated_batches(adapter)
-        keep_running_loss(adapter)
-        if evaluations is not None:
-            evaluations.begin()
-
-    def _refuse_to_discard(self, adapter: TrainerAdapter, state: TrainerState) -> None:
-        """Refuse a start that would archive checkpoints which the script cannot have known of, or cannot have read.
-
-        A script that passes the result of `latest_checkpoint` starts at step 0 if it is None: also where checkpoints
-        are there and none can be resumed from. Where one can, the script has decided not to resume from it, and a
-        warning says that it is archived. `resume_from_checkpoint="false"` in the training arguments always starts
-        from scratch. Every rank must call it.
-
-        Raises:
-            UsageError: the training arguments name a checkpoint, which Trainer does not read there.
-            CheckpointError: on every rank: there are checkpoints, and none of them can be resumed from; or the remote
-                store has a later one.
-        """
-        args, run_dir = adapter.trainer.args, adapter.checkpoints.run_dir()
-        if _is_from_scratch(args):
-            return
-        named = args.resume_from_checkpoint
-        if adapter.resumes_from is None and str(named).lower() not in ("none", "true"):
-            raise ParameterError(
-                "resume_from_checkpoint",
-                named,
-                "Trainer does not read it from its arguments: pass it to train(resume_from_checkpoint=...)",
-            )
-        if adapter.resumes_from is None:
-            START.on_rank_0(
-                "start: checkpoints that cannot be read", lambda: refuse_to_replace_unread(run_dir)
-            )
-        is_trial = run_dir != output_folder(args)  # of a search, which always starts from scratch
-        if self.remote is not None and not is_trial:
-            self.remote.refuse_to_discard(run_dir, state.global_step)
+        keep_what_trainer_does_not(adapter, kwargs.get("train_dataloader"))
 
     def _take_over_saving(self, adapter: TrainerAdapter, identity: Identity | None) -> None:
         """Write checkpoints instead of Trainer, and delete old ones instead of Trainer.
@@ -354,7 +297,10 @@ class SpotCheckpointCallback(AdapterCallback):
         args = adapter.trainer.args
         self._run_dir = adapter.checkpoints.run_dir()
         self._output_dir = output_folder(args)
-        self._limit = args.save_total_limit
+        self._kept = KeptCheckpoints(
+            self._run_dir, limit=args.save_total_limit, state_limit=self.options.state_limit
+        )
+        self._status = RunStatus(self._output_dir, self._committed_path)
         self._saving = TrainerSaving(
             adapter,
             asynchronous=self.options.asynchronous,
@@ -373,7 +319,7 @@ class SpotCheckpointCallback(AdapterCallback):
         """
         self._run_dir.mkdir(parents=True, exist_ok=True)
         clear_unfinished(self._run_dir)
-        archived = archive(self._run_dir, after_step=state.global_step, limit=self._positive_limit)
+        archived = archive(self._run_dir, after_step=state.global_step, limit=self._kept.limit)
         if archived and state.global_step == 0:
             logger.warning(
                 "training starts at step 0, and the checkpoints in %s are archived (the last as %s): to resume from "
@@ -388,20 +334,16 @@ class SpotCheckpointCallback(AdapterCallback):
                 archived[-1],
             )
         else:
-            self._warn_if_completed(state)
-        self._temporary = _temporary_steps(state)
-        # A launch that was killed may not have reached it
-        self._rotate(state.best_model_checkpoint)
-        committed = [
-            path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()
-        ]
+            self._status.warn_if_completed(state.global_step)
+        self._kept.begin(state)
+        committed = committed_checkpoints(self._run_dir)
         # Older than a snapshot in host memory
         self.last_committed = committed[-1].name if committed else None
-        self._set_status("running", state.global_step)
+        self._status.set("running", state.global_step)
         if self.remote is not None:
             # "." outside of a search
             trial = self._run_dir.relative_to(self._output_dir).as_posix()
-            limit = self._positive_limit
+            limit = self._kept.limit
             self.remote.begin(
                 self._run_dir,
                 state,
@@ -409,21 +351,6 @@ class SpotCheckpointCallback(AdapterCallback):
                 state_limit=self.options.state_limit,
                 committed=self.last_committed,
                 below=trial,
-            )
-
-    def _warn_if_completed(self, state: TrainerState) -> None:
-        """Say that a run which has completed is trained again, as where its last checkpoints were not kept."""
-        before = read_status(self._output_dir) or {}
-        step = before.get("step")
-        if before.get("status") != "completed" or not isinstance(step, int):
-            return
-        if state.global_step < step:
-            logger.warning(
-                "this run has completed at step %d, and is trained again from step %d: the checkpoint of step %d is "
-                "gone, or was not given",
-                step,
-                state.global_step,
-                step,
             )
 
     def _begin_counting(self, adapter: TrainerAdapter, state: TrainerState) -> None:
@@ -456,8 +383,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._idle_since = time.monotonic()
         self.memory.step_ended(state, self._output_dir)
         self._pace.end(self._saving is not None and self._saving.writer.in_flight)
-        if self._running_step is not None:
-            self._running_step = state.global_step
+        self._status.step_ended(state.global_step)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -521,7 +447,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.preemption.end(exits=self.options.on_preemption == "exit")
         if args.should_save:
             status = "completed" if self.preempted is None else "preempted"
-            self._set_status(status, state.global_step, reason=self.preempted)
+            self._status.set(status, state.global_step, reason=self.preempted)
             raise_end(status, state.global_step, self.preempted)
         if self.remote is not None:
             self.remote.wait(self.last_committed)
@@ -634,13 +560,7 @@ class SpotCheckpointCallback(AdapterCallback):
             is_temporary = False  # Trainer would save it too
         if args.save_strategy == "epoch" and ends_epoch(trainer):
             is_temporary = False
-        steps = {
-            step
-            for step in _temporary_steps(state)
-            if (self._run_dir / f"checkpoint-{step}").exists()
-        }
-        steps = steps | {state.global_step} if is_temporary else steps - {state.global_step}
-        self._temporary = saved_state(state, _STATE_NAME)[_TEMPORARY] = sorted(steps)
+        self._kept.note(state, is_temporary=is_temporary)
 
     def finish_save(self, state: TrainerState) -> None:
         """Complete a checkpoint to which other callbacks may have added files in `on_save`.
@@ -661,36 +581,16 @@ class SpotCheckpointCallback(AdapterCallback):
 
     def _offer_and_rotate(self, checkpoint: Path, best: Path | None) -> None:
         if self.remote is not None:
-            self.remote.offer(checkpoint, best, self._temporary)
-        self._rotate(best)
-
-    @property
-    def _positive_limit(self) -> int | None:
-        return self._limit if self._limit is not None and self._limit > 0 else None
-
-    def _rotate(self, best: str | os.PathLike[str] | None) -> None:
-        keep = Path(best) if best is not None else None
-        with best_effort(DELETING, self._run_dir):
-            rotate(self._run_dir, limit=self._positive_limit, keep=keep, temporary=self._temporary)
-        if self.options.state_limit is None:
-            return
-        with best_effort(DELETING, self._run_dir, (OSError, CheckpointError)):
-            for checkpoint in drop_states(self._run_dir, limit=self.options.state_limit, best=keep):
-                logger.info("%s keeps its weights only (state_limit)", checkpoint.name)
+            self.remote.offer(checkpoint, best, self._kept.temporary)
+        self._kept.rotate(best)
 
     def _rotate_at_end(self, state: TrainerState) -> None:
         """Leave the checkpoints that Trainer would leave at the end of a training, on the ranks that save."""
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
-        with best_effort(DELETING, self._run_dir):
-            delete_newest(self._run_dir, temporary=self._temporary, best=best)
-            if self._limit == 1 and best is not None:
-                keep_only(self._run_dir, best)
-        left = [
-            path for path in list_checkpoints(self._run_dir) if (path / MANIFEST_NAME).is_file()
-        ]
-        if self.last_committed is not None and left and left[-1].name != self.last_committed:
-            self.last_committed = left[-1].name
-            self._set_status("completed", state.global_step)
+        newest = self._kept.rotate_at_end(best)
+        if self.last_committed is not None and newest not in (None, self.last_committed):
+            self.last_committed = newest
+            self._status.set("completed", state.global_step)
 
     def _committed(
         self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float
@@ -703,10 +603,7 @@ class SpotCheckpointCallback(AdapterCallback):
         discard_conversions(self._run_dir)
         if self._saving is not None and not self._saving.has_readers:
             self._offer_and_rotate(checkpoint, best)
-        if self._failure is None:
-            self._write_status("running", manifest.step)
-        else:
-            self._write_status("failed", self._running_step or manifest.step, self._failure)
+        self._status.committed(manifest.step)
         self._pending_keys = {
             "checkpoint/write_s": seconds,
             "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
@@ -745,20 +642,6 @@ class SpotCheckpointCallback(AdapterCallback):
                 keys["checkpoint/slowdown"] = slowdown
         return keys | self.memory.keys()
 
-    def _set_status(self, status: str, step: int, reason: str | None = None) -> None:
-        self._running_step = step if status == "running" else None
-        self._write_status(status, step, reason)
-
-    def _write_status(self, status: str, step: int, reason: str | None = None) -> None:
-        with best_effort("writing the status file", self._output_dir):
-            write_status(
-                self._output_dir,
-                status,
-                step=step,
-                checkpoint=self._committed_path(),
-                reason=reason,
-            )
-
     def _committed_path(self) -> str | None:
         """Return the path of the last committed checkpoint in the output directory."""
         if self.last_committed is None:
@@ -775,32 +658,9 @@ class SpotCheckpointCallback(AdapterCallback):
             self._report_failure()
 
     def _report_failure(self) -> None:
-        """Set the status `failed` if the run neither completed nor was preempted.
-
-        It is called when `train` raises, and at interpreter exit. A status that a later run has reported for its own
-        end is left alone.
-        """
-        if self._running_step is None or self._saving is None or not self._saving.commits:
-            return
-        if self._failure is None:
-            error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-            reason = (
-                f"{type(error).__name__}: {error}"
-                if error is not None
-                else "the process ended before the run"
-            )
-            self._failure = " ".join(reason.split())
-        reported = read_status(self._output_dir)
-        if reported is None or reported.get("status") == "running":
-            raise_end("failed", self._running_step, self._failure)
-            with suppress(OSError):  # a full disk may be why it failed, and that has been logged
-                write_status(
-                    self._output_dir,
-                    "failed",
-                    step=self._running_step,
-                    checkpoint=self._committed_path(),
-                    reason=self._failure,
-                )
+        """Set the status `failed` if the run neither completed nor was preempted."""
+        if self._saving is not None and self._saving.commits:
+            self._status.report_failure()
 
 
 class _AfterOthers(TrainerCallback):
@@ -818,23 +678,3 @@ class _AfterOthers(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._spot.finish_save(state)
-
-
-def _temporary_steps(state: TrainerState) -> list[int]:
-    """Return the steps of the temporary checkpoints that the state of the Trainer names."""
-    steps: list[int] = saved_state(state, _STATE_NAME).get(_TEMPORARY, [])
-    return steps
-
-
-def _is_from_scratch(args: TrainingArguments) -> bool:
-    """Return whether the training arguments ask for a start from scratch."""
-    return str(args.resume_from_checkpoint).lower() == "false"
-
-
-def _finish_load(adapter: TrainerAdapter) -> None:
-    """Complete and check what Trainer has loaded, if this training resumes."""
-    trainer = adapter.trainer
-    checkpoint = adapter.resumes_from
-    finish_universal_load(trainer)
-    finish_merged_load(trainer, checkpoint)
-    check_resumed(trainer, checkpoint)

@@ -129,6 +129,7 @@ def can_learn(program: Program) -> bool:
         has_length = not program.data.endswith("stream") and program.sampler != "group_by_length"
         return is_free and has_length and not generates
     is_new = program.model in ("llama", "tied") and program.optimizer == "default"
+    is_new = is_new and not program.schedule.endswith("LR")  # a scheduler that the user makes
     return is_new and program.trainer in OWN_TRAINERS and program.trainer != "create_optimizer"
 
 
