@@ -168,6 +168,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._has_checked_weights = False
         self._failure: str | None = None  # why the training raised
         self._saves = False
+        self._has_reserved = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
         self._evaluated_step: int | None = None
         self._temporary: list[int] = []
@@ -446,6 +447,9 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         self._idle_since = time.monotonic()
         self.memory.step_ended(state, self._output_dir)
+        if self._saving is not None and self._saves and not self._has_reserved:
+            self._has_reserved = True
+            self._saving.reserve_memory()  # the optimizer has its states now
         self._pace.end(self._saving is not None and self._saving.writer.in_flight)
         if self._running_step is not None:
             self._running_step = state.global_step
@@ -491,6 +495,8 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._wait()
+        if self._saving is not None:
+            self._saving.stop_reserving()
         adapter = TrainerAdapter.current()
         adapter.restore_argument("save_total_limit")
         if args.load_best_model_at_end:
