@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hfscale.core.bit_hash import bit_hash
+from hfscale.core.bit_hash import bit_hashes, numbers_of
 from hfscale.core.collectives import TRAINING
 from hfscale.core.distributed import is_distributed
 from hfscale.core.findings import Finding
@@ -88,9 +88,7 @@ class ReplicaHashes:
         found = dict(self._tensors())
         if not found:
             return {}
-        values: list[int] = torch.stack(
-            [bit_hash(tensor).to("cpu") for tensor in found.values()]
-        ).tolist()
+        values = numbers_of(bit_hashes(list(found.values())))
         return dict(zip(found, values, strict=True))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
