@@ -2,7 +2,7 @@
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
@@ -55,6 +55,24 @@ def bit_hashes(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for tensor in tensors:
         queue.add(tensor)
     return queue.take()
+
+
+def named_hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return `bit_hashes` by the names of the tensors.
+
+    Args:
+        tensors (`Mapping[str, torch.Tensor]`): as in `bit_hashes`, by name.
+    """
+    return dict(zip(tensors, bit_hashes(tensors.values()), strict=True))
+
+
+def named_numbers(hashes: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return `numbers_of` by the names of the hashes.
+
+    Args:
+        hashes (`Mapping[str, torch.Tensor]`): hashes by name.
+    """
+    return dict(zip(hashes, numbers_of(list(hashes.values())), strict=True))
 
 
 class HashQueue:

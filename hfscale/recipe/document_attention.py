@@ -119,11 +119,17 @@ def makes_uncut_masks(model: PreTrainedModel) -> bool:
         model (`PreTrainedModel`): a causal language model, also one on the meta device or partitioned by ZeRO-3.
     """
     text = model.config.get_text_config()
-    special = [getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos")]
-    numbers = [number for number in special if isinstance(number, int) and number >= 0]
+    numbers = []
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        number = getattr(text, name, None)  # of a family's own config, which may lack it
+        if isinstance(number, int):
+            numbers.append(number)
     row = [1, *numbers, *numbers, 0, 0, 1]
-    neighbours = [(number, token, token - 1) for number in (0, 1) for token in range(1, len(row))]
-    seen = _first_mask(model, {"input_ids": torch.tensor([row, row[::-1]])}, neighbours)
+    rows = torch.tensor([row, row[::-1]])
+    neighbours = []
+    for token in range(1, len(row)):
+        neighbours += [(0, token, token - 1), (1, token, token - 1)]
+    seen = _first_mask(model, {"input_ids": rows}, neighbours)
     return isinstance(seen, _Seen) and not seen.is_cut
 
 
@@ -143,11 +149,12 @@ def _first_mask(
     """
 
     def look(*, mask_function: Any, **_: Any) -> None:
-        seen = []
-        for row, query, key in looked_at:
-            row_index, query_index, key_index = torch.tensor([row, query, key])
-            seen.append(bool(mask_function(row_index, torch.tensor(0), query_index, key_index)))
-        raise _Seen(is_cut=not all(seen))
+        head = torch.tensor(0)
+        is_cut = False
+        for place in looked_at:
+            row, query, key = torch.tensor(place)
+            is_cut |= not bool(mask_function(row, head, query, key))
+        raise _Seen(is_cut=is_cut)
 
     def stop(*_: Any) -> None:
         raise _OwnMask

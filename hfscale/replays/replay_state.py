@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hfscale.core.bit_hash import bit_hashes, numbers_of
+from hfscale.core.bit_hash import named_hashes, named_numbers
 from hfscale.errors import UsageError
 from hfscale.replays.kept_state import KeptState
 from hfscale.trainer.state import model_of
@@ -138,10 +138,9 @@ def check_weights(
     Raises:
         UsageError: it has: a forward pass, or the loss, writes parameters.
     """
-    numbers_now = dict(zip(now, numbers_of(list(now.values())), strict=True))
-    numbers_before = numbers_of(list(before.values()))
-    for name, value in zip(before, numbers_before, strict=True):
-        if numbers_now.get(name) != value:
+    numbers = named_numbers(now)
+    for name, value in named_numbers(before).items():
+        if numbers.get(name) != value:
             raise UsageError(
                 f"{asked}: computing the loss changes the parameter {name}, so that a step cannot be {verb}; leave it "
                 "out, or change it in a callback after the step"
@@ -172,4 +171,4 @@ def _hashes(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         has_bytes = own.numel() > 0 and own.layout == torch.strided
         if has_bytes:
             found[name] = own
-    return dict(zip(found, bit_hashes(list(found.values())), strict=True))
+    return named_hashes(found)

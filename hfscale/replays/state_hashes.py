@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hfscale.core.bit_hash import bit_hashes, numbers_of
+from hfscale.core.bit_hash import named_hashes, named_numbers
 from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
@@ -79,16 +79,17 @@ class StateHashes:
             step (`int`): the steps that have been taken.
         """
         known = {}
-        to_hash: dict[str, tuple[torch.Tensor, Identity]] = {}
+        identities = {}
+        to_hash = {}
         for name, tensor, identity, is_frozen in self._tensors():
             before = self._known.get(name)
             if is_frozen and before is not None and before.identity == identity:
                 known[name] = before
-            else:
-                to_hash[name] = tensor, identity
-        hashes = bit_hashes([tensor for tensor, _ in to_hash.values()])
-        for (name, (_, identity)), value in zip(to_hash.items(), hashes, strict=True):
-            known[name] = _Known(identity=identity, hash=value, step=step)
+                continue
+            identities[name] = identity
+            to_hash[name] = tensor
+        for name, value in named_hashes(to_hash).items():
+            known[name] = _Known(identity=identities[name], hash=value, step=step)
         self._known = known
 
     def compare(self, step: int, until: str, *, learns: bool) -> list[Finding]:
@@ -146,20 +147,19 @@ class StateHashes:
                 tensors[name] = tensor
             else:
                 written.append(name)
-        hashes = dict(zip(tensors, bit_hashes(list(tensors.values())), strict=True))
-        self.compared = len(hashes)
+        self.compared = len(tensors)
         if written and not self._has_reported_written:
             self._has_reported_written = True
             logger.info(
                 "%d of %d weights and states of the optimizer are written between two updates and not compared: %s%s",
                 len(written),
-                len(written) + len(hashes),
+                len(written) + len(tensors),
                 ", ".join(written[:_MAX_NAMED]),
                 " …" if len(written) > _MAX_NAMED else "",
             )
-        now = numbers_of(list(hashes.values()))
-        before = numbers_of([self._known[name].hash for name in hashes])
-        return [name for name, one, other in zip(hashes, now, before, strict=True) if one != other]
+        now = named_numbers(named_hashes(tensors))
+        before = named_numbers({name: self._known[name].hash for name in tensors})
+        return [name for name, number in now.items() if number != before[name]]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Identity, bool]]:
         """Yield what this rank holds: its name, its bits, its identity, and whether it is a frozen weight."""
