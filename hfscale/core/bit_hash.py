@@ -125,8 +125,10 @@ class HashQueue:
 
     def take(self) -> list[torch.Tensor]:
         """Return the hashes of all that was added, in its order: () in int64, each on the device of its tensor."""
-        for waiting in (*self._small.values(), *self._middle.values()):
-            self._note(waiting.take())
+        for small in self._small.values():
+            self._note(small.take())
+        for middle in self._middle.values():
+            self._note(middle.take())
         hashes, self._hashes = self._hashes, []
         return [one for one in hashes if one is not None]
 

@@ -78,10 +78,10 @@ class CastOnceLinear(nn.Linear):
         kind = input.device.type
         if not (torch.is_grad_enabled() and self.training and torch.is_autocast_enabled(kind)):
             return self.weight, self.bias
-        bias = self.bias
-        if bias is not None:
-            bias = _read(bias, self.bias_copy)
-        return _read(self.weight, self.weight_copy), bias
+        weight = _read(self.weight, self.weight_copy)
+        if self.bias is None:
+            return weight, None
+        return weight, _read(self.bias, self.bias_copy)
 
 
 def _read(parameter: torch.Tensor, copy: WeightCopy | None) -> torch.Tensor:
@@ -101,7 +101,7 @@ class CastWeightsOnce(TrainerCallback):
     """
 
     def __init__(self, modules: list[CastOnceLinear]) -> None:
-        copies: dict[nn.Parameter, WeightCopy] = {}  # a weight that layers share is cast once
+        copies: dict[torch.Tensor, WeightCopy] = {}  # a weight that layers share is cast once
         for module in modules:
             module.weight_copy = copies.setdefault(module.weight, WeightCopy())
             if module.bias is not None:

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.other import compile_regions
+from forked_ranks import run_ranks
+from recipe_runs import environment_of, warm_up
 from test_fast_defaults import recipe_arguments
 from tiny import RandomTokens, tiny_model
 from torch import nn
@@ -19,6 +23,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator, set_se
 from hfscale import ScalingCallback
 from hfscale.recipe.fused_loss import compute_loss_in_chunks
 from hfscale.recipe.weight_casts import CastOnceLinear, CastWeightsOnce, cast_weights_once
+from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 MICRO_BATCHES = 4
 STEPS = 3
@@ -208,3 +213,64 @@ def test_frozen_and_16_bit_weights_are_left_alone(tmp_path: Path) -> None:
     assert type(model.lm_head) is nn.Linear
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
     assert type(model.model.layers[1].mlp.up_proj) is CastOnceLinear
+
+
+def make_recipe_trainer(folder: Path) -> Trainer:
+    set_seed(0)
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": MICRO_BATCHES}
+    arguments = recipe_arguments(folder, bf16=True, max_steps=STEPS, **sizes)
+    if "ACCELERATE_USE_FSDP" in os.environ:
+        let_fsdp_run_on_cpu()
+    return Trainer(
+        model=tiny_model(use_cache=False),
+        args=arguments,
+        train_dataset=RandomTokens(),
+        data_collator=default_data_collator,
+        callbacks=[ScalingCallback()],
+    )
+
+
+def train_twice(folder: Path, result: Path) -> None:
+    """Train without and with one cast per step on this rank, and write on rank 0 what was logged."""
+    found = []
+    for once in (False, True):
+        trainer = make_recipe_trainer(folder / str(once))
+        if once:
+            casts = cast_weights_once(trainer)
+        trainer.train()
+        found.append([[row["loss"], row["grad_norm"]] for row in trainer.state.log_history if "loss" in row])
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        result.write_text(json.dumps([casts and casts.casts, *found]))
+
+
+def look_at_strategy(folder: Path, result: Path) -> None:
+    """Write on rank 0 whether the layers of a model are changed."""
+    trainer = make_recipe_trainer(folder)
+    cast_weights_once(trainer)
+    if torch.distributed.get_rank() == 0:
+        is_changed = any(type(module) is CastOnceLinear for module in trainer.model.modules())
+        result.write_text(json.dumps(is_changed))
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+def test_under_ddp_losses_and_norms_stay(tmp_path: Path) -> None:
+    warm_up()
+    result = tmp_path / "result"
+    codes = run_ranks(2, train_twice, tmp_path, result, log=tmp_path, env=environment_of("ddp"))
+    assert codes == [0, 0], (tmp_path / "rank-0.log").read_text()[-4000:]
+    casts, before, after = json.loads(result.read_text())
+    assert casts == STEPS
+    assert len(before) == STEPS
+    assert after == before
+
+
+@pytest.mark.recipes
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("strategy", "is_changed"), [("ddp", True), ("fsdp2", False), ("zero1", False)])
+def test_sharded_weights_are_left_alone(strategy: str, is_changed: bool, tmp_path: Path) -> None:
+    warm_up()
+    result = tmp_path / "result"
+    run_ranks(2, look_at_strategy, tmp_path, result, log=tmp_path, env=environment_of(strategy))
+    assert json.loads(result.read_text()) is is_changed
