@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel, TrainerCallback
 
 from hfscale.core.logging import get_logger
@@ -108,6 +109,8 @@ class CastWeightsOnce(TrainerCallback):
                 module.bias_copy = copies.setdefault(module.bias, WeightCopy())
         self.casts = 0
         """How often all of them were cast."""
+        self.hooks: list[RemovableHandle] = []
+        """Those that call `cast`, until the end of the training."""
         self._copies = copies
         self._cast_state: list[
             tuple[int, int]
@@ -146,7 +149,7 @@ class CastWeightsOnce(TrainerCallback):
             torch._foreach_copy_(copies, list(self._copies))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Free the copies.
+        """Free the copies, and make no others.
 
         Args:
             args (`TrainingArguments`): those of the Trainer.
@@ -154,7 +157,8 @@ class CastWeightsOnce(TrainerCallback):
             control (`TrainerControl`): its control.
             kwargs (`Any`): what else Trainer passes.
         """
-        self._cast_state = []
+        while self.hooks:
+            self.hooks.pop().remove()
         for copy in self._copies.values():
             copy.tensor = None
 
@@ -186,7 +190,7 @@ def cast_weights_once(trainer: "Trainer") -> CastWeightsOnce | None:
             module.__class__ = CastOnceLinear
     callback = CastWeightsOnce(modules)
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    base.base_model.register_forward_pre_hook(callback.cast)
+    callback.hooks.append(base.base_model.register_forward_pre_hook(callback.cast))
     trainer.add_callback(callback)
     logger.info("weights: cast to bf16 once per optimizer step, not in each micro-batch")
     return callback

@@ -197,6 +197,21 @@ def test_a_copy_of_the_model_has_copies_of_its_own(tmp_path: Path) -> None:
     assert model.lm_head.weight_copy.tensor is None
 
 
+def test_after_the_training_the_model_is_as_any_other(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    model: Any = trainer.model
+    hooks = len(model.model._forward_pre_hooks)
+    train(trainer, once=True)
+    assert len(model.model._forward_pre_hooks) == hooks
+    layers = [module for module in model.modules() if isinstance(module, CastOnceLinear)]
+    assert layers
+    assert all(layer.weight_copy.tensor is None for layer in layers)
+    rows = torch.randint(3, 60, (1, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.train()(input_ids=rows, labels=rows).loss.backward()
+    assert model.lm_head.weight.grad is not None
+
+
 @pytest.mark.parametrize("flags", [{"bf16": False}, {"gradient_accumulation_steps": 1}, {"torch_compile": True}])
 def test_nothing_is_changed_where_there_is_nothing_to_save(flags: dict[str, Any], tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, **flags)
