@@ -17,6 +17,7 @@ from hfscale.parallel.descriptions import compiles_full_model
 from hfscale.recipe.arguments import RecipeTrainingMixin
 from hfscale.recipe.document_attention import makes_uncut_masks
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import is_distributed_tensor
 
 logger = get_logger(__name__)
 
@@ -29,8 +30,8 @@ def answer_packed_check(trainer: Trainer) -> None:
     """Let the decoder of a recipe's Trainer know without the device that rows without positions are not packed.
 
     Nothing that is computed changes: batches with positions, with a mask or with a cache are examined as before. So
-    are decoders whose masks were seen to depend on the tokens, models that are compiled as a whole, and pipeline
-    stages.
+    are decoders whose masks were seen to depend on the tokens, models that are compiled as a whole or that transformers
+    has sharded while it loaded them, and pipeline stages.
 
     Args:
         trainer (`Trainer`): call it before `train()`.
@@ -42,7 +43,9 @@ def answer_packed_check(trainer: Trainer) -> None:
     if compiles_full_model(args) or Strategy.of(trainer).runs_stages:
         return
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
-    if not makes_uncut_masks(base):
+    # The hooks of a model that is sharded already would gather its weights for the look at its masks
+    is_sharded = any(is_distributed_tensor(parameter) for parameter in base.parameters())
+    if is_sharded or not makes_uncut_masks(base):
         logger.debug("each micro-batch asks the device whether its rows are packed documents")
         return
     masking_utils.find_packed_sequence_indices = _find_packed_unless_counted
