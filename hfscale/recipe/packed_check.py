@@ -30,8 +30,8 @@ def answer_packed_check(trainer: Trainer) -> None:
     """Let the decoder of a recipe's Trainer know without the device that rows without positions are not packed.
 
     Nothing that is computed changes: batches with positions, with a mask or with a cache are examined as before. So
-    are decoders whose masks were seen to depend on the tokens, models that are compiled as a whole or that transformers
-    has sharded while it loaded them, and pipeline stages.
+    are decoders whose masks were seen to depend on the tokens, models that are compiled as a whole, models that
+    transformers has sharded while it loaded them, and pipeline stages.
 
     Args:
         trainer (`Trainer`): call it before `train()`.
