@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, masking_utils
 
 from hfscale.core.logging import get_logger
-from hfscale.parallel.descriptions import compiles_full_model
 from hfscale.recipe.arguments import RecipeTrainingMixin
 from hfscale.recipe.document_attention import makes_uncut_masks
 from hfscale.trainer.strategies import Strategy
@@ -40,7 +39,8 @@ def answer_packed_check(trainer: Trainer) -> None:
     model: Any = trainer.model
     if not isinstance(args, RecipeTrainingMixin) or args.reads_images:
         return
-    if compiles_full_model(args) or Strategy.of(trainer).runs_stages:
+    strategy = Strategy.of(trainer)
+    if strategy.runs_stages or strategy.combination().compile_full:
         return
     base = model if isinstance(model, PreTrainedModel) else model.get_base_model()
     # The hooks of a model that is sharded already would gather its weights for the look at its masks

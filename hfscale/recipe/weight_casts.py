@@ -17,7 +17,6 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
-from hfscale.parallel.descriptions import compiles_full_model
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.replicated import Replicated
 
@@ -178,7 +177,8 @@ def cast_weights_once(trainer: "Trainer") -> CastWeightsOnce | None:
     args = trainer.args
     if args.gradient_accumulation_steps == 1 or trainer.accelerator.mixed_precision != "bf16":
         return None
-    if not isinstance(Strategy.of(trainer), Replicated) or compiles_full_model(args):
+    strategy = Strategy.of(trainer)
+    if not isinstance(strategy, Replicated) or strategy.combination().compile_full:
         return None
     model: Any = trainer.model
     modules = [module for module in model.modules() if _is_cast_by_autocast(module)]
