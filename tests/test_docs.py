@@ -614,6 +614,18 @@ def test_the_glossary_is_in_order():
     assert len(terms) > 30
 
 
+def test_the_figure_of_a_step_is_made_from_what_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "docs"))
+    import step_figure
+
+    document = json.loads(text_of(step_figure.RECORDED))
+    assert text_of(step_figure.PICTURE) == step_figure.picture(document), "run python docs/step_figure.py"
+    parts = document["step_ms"]
+    assert sum(parts[name] for name in step_figure.NAMES) == parts["busy"]
+    saved_ms = parts["whole"] - step_figure.predicted(document)["whole"]
+    assert saved_ms == pytest.approx(7.67, abs=0.01)  # 18 bytes for each of 1,236M weights at 2.899 TB/s
+
+
 @pytest.mark.parametrize("name", re.findall(r"gallery/(\w+\.html)", text_of(REPOSITORY / "docs" / "gallery.md")))
 def test_reports_of_the_gallery_have_the_form_of_todays_reports(name):
     page = text_of(REPOSITORY / "docs" / "gallery" / name)

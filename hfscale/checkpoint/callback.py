@@ -158,6 +158,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._has_read_back = False
         self._has_checked_weights = False
         self._saves = False
+        self._has_reserved = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
         self._evaluated_step: int | None = None
         self._pending_keys: dict[str, float] = {}
@@ -382,6 +383,9 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         self._idle_since = time.monotonic()
         self.memory.step_ended(state, self._output_dir)
+        if self._saving is not None and self._saves and not self._has_reserved:
+            self._has_reserved = True
+            self._saving.reserve_memory()  # the optimizer has its states now
         self._pace.end(self._saving is not None and self._saving.writer.in_flight)
         self._status.step_ended(state.global_step)
 
@@ -439,6 +443,8 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._wait()
+        if self._saving is not None:
+            self._saving.stop_reserving()
         adapter = TrainerAdapter.current()
         adapter.restore_argument("save_total_limit")
         if args.load_best_model_at_end:

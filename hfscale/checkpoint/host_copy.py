@@ -2,9 +2,11 @@
 
 import copy
 import os
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from hfscale.core.torch_internals import is_traceable_wrapper_subclass
 
 _MIN_BLOCK_BYTES = 2**20
 _MAX_BLOCK_BYTES = 2**32
+_PAGE_BYTES = 4096
 _ALIGNMENT = 512  # bytes, as CUDA's allocator of device memory aligns tensors
 _SLICE_BYTES = 16 * 2**20
 _MAX_THREADS = 4  # two to four cores saturate the memory channels of a socket
@@ -45,6 +48,23 @@ class HostCopy:
         return others + sum(
             self._memory[kind].bytes_to_allocate(_sizes(keys)) for kind, keys in by_kind.items()
         )
+
+    def reserve(self, tree: Any) -> None:
+        """Start to allocate on another thread what `take(tree)` would allocate; `take` waits for it.
+
+        Pinned memory is allocated at 1 to 2 GB/s and copied to at 20 GB/s or more, so that a first copy would make the
+        training wait for its memory most of all.
+
+        Args:
+            tree (`Any`): what will be copied.
+        """
+        for kind, keys in _sort(_storages(tree)).items():
+            self._memory[kind].reserve(_sizes(keys))
+
+    def stop_reserving(self) -> None:
+        """End what `reserve` has started, after the block that it allocates."""
+        for memory in self._memory.values():
+            memory.stop_reserving()
 
     @torch.no_grad()
     def take(self, tree: Any) -> Any:
@@ -93,6 +113,7 @@ class _Memory:
     def __init__(self, is_pinned: bool) -> None:
         self._is_pinned = is_pinned
         self._memory: list[torch.Tensor] = []
+        self._reservation: _Reservation | None = None
 
     def bytes_to_allocate(self, sizes: Sequence[int]) -> int:
         """Return the bytes that `divide(sizes)` would allocate.
@@ -100,8 +121,32 @@ class _Memory:
         Args:
             sizes (`Sequence[int]`): bytes of each storage, the largest first.
         """
+        self._finish_reservation()
         blocks, _ = self._place(sizes)
         return sum(block.size for block in blocks if block.memory is None)
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Start to allocate what `divide(sizes)` would allocate; the next call of a method waits for it.
+
+        Args:
+            sizes (`Sequence[int]`): bytes of each storage, the largest first.
+        """
+        self._finish_reservation()
+        blocks, _ = self._place(sizes)
+        missing = [block.size for block in blocks if block.memory is None]
+        if missing:
+            self._reservation = _Reservation(missing, self._is_pinned)
+
+    def stop_reserving(self) -> None:
+        """Allocate no more; what `reserve` has allocated stays."""
+        if self._reservation is not None:
+            self._reservation.stop()
+            self._finish_reservation()
+
+    def _finish_reservation(self) -> None:
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            self._memory += reservation.wait()
 
     def divide(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return flat tensors of bytes, each with a storage of its own, valid until the next call.
@@ -109,6 +154,7 @@ class _Memory:
         Args:
             sizes (`Sequence[int]`): bytes of each storage, the largest first.
         """
+        self._finish_reservation()
         blocks, places = self._place(sizes)
         self._memory = []  # blocks that are no longer needed are freed before others are allocated
         for block in blocks:
@@ -155,6 +201,44 @@ class _Memory:
             to_place -= size
         in_use = {block for block, _ in places}
         return [block for block in blocks if block in in_use], places
+
+
+class _Reservation:
+    """Allocates memory on a thread of its own, one block after another.
+
+    What cannot be allocated is left out: the copy then tries it again, and its error is that of the save.
+
+    Args:
+        sizes (`Sequence[int]`): bytes of each block.
+        is_pinned (`bool`): whether the memory is pinned.
+    """
+
+    def __init__(self, sizes: Sequence[int], is_pinned: bool) -> None:
+        self._sizes = sizes
+        self._is_pinned = is_pinned
+        self._blocks: list[torch.Tensor] = []
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._allocate, name="hfscale-host-memory")
+        self._thread.start()
+
+    def _allocate(self) -> None:
+        with suppress(RuntimeError, MemoryError):
+            for size in self._sizes:
+                if self._is_stopped.is_set():
+                    return
+                block = _allocate(size, self._is_pinned)
+                if not self._is_pinned:
+                    block[::_PAGE_BYTES].zero_()  # the system gives a page when it is first written
+                self._blocks.append(block)
+
+    def stop(self) -> None:
+        """Allocate no further block."""
+        self._is_stopped.set()
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait until all is allocated, and return it."""
+        self._thread.join()
+        return self._blocks
 
 
 def _allocate(size: int, is_pinned: bool) -> torch.Tensor:

@@ -235,6 +235,23 @@ class TrainerSaving:
         finally:
             args.save_on_each_node = before
 
+    def reserve_memory(self) -> None:
+        """Start to allocate the memory of the first copy, if there will be one. All ranks must call it after a step.
+
+        The copy would otherwise wait for it. It is the memory that the copy would allocate, and no more; whether it
+        fits is decided now instead of at the first save.
+        """
+        if self.synchronous_because is not None or self._capture.trainer_writes:
+            return
+        self._capture.exchange()
+        self._check_memory()
+        if self.synchronous_because is None:
+            self._capture.reserve()
+
+    def stop_reserving(self) -> None:
+        """Allocate no more of what `reserve_memory` has started to allocate."""
+        self._capture.stop_reserving()
+
     def _check_memory(self) -> None:
         """Change to saves for which training waits if a copy does not fit into host memory. All ranks must call it."""
         if self.synchronous_because is None and not self._fits_in_memory():

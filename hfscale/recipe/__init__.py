@@ -30,6 +30,7 @@ Each is loaded when it is first used. Behind them:
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels`, `compilation`, `fused_loss` | attention, loss and compiled layers by default; the loss in chunks |
+| `packed_check`, `weight_casts` | no question to the GPU whether rows are packed; one cast of weights per step |
 | `router_loss`, `router_bias` | how the experts of a mixture are balanced: by a loss, or by the bias of their router |
 | `trl`, `rewards`, `teacher` | TRL's arguments, records and reference models; reward functions; teachers |
 | `vision`, `images`, `pictures` | arguments, batches with images and the embedded default of `recipes/vision` |
@@ -42,6 +43,15 @@ Replaced for the life of the object
 - the class of the head (`__class__` of an `nn.Linear`) and `PreTrainedModel.loss_function` (public). By:
   `compute_loss_in_chunks`. Reason: the loss must be computed in the forward pass of the head, where FSDP2 and ZeRO-3
   have gathered its weight. Test: test_fused_loss.py, test_loss_and_gradients_equal_those_from_all_logits.
+- the class of linear layers (`__class__` of an `nn.Linear`). By: `cast_weights_once`. Reason: autocast casts the
+  weights of a layer where it runs, and forgets them with each forward pass. Test: test_weight_casts.py,
+  test_weights_are_cast_once_per_step_and_nothing_else_changes.
+
+Replaced for the life of the process
+
+- `transformers.masking_utils.find_packed_sequence_indices`. By: `answer_packed_check`. Reason: without positions it
+  reads from the GPU, in each micro-batch, that rows are not packed. Test: test_fast_defaults.py,
+  test_no_step_of_a_recipe_waits_for_the_gpu_between_two_logs.
 
 Read, called, or set once
 

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from hfscale.core.versions import is_peft_model
+from hfscale.recipe.weight_casts import CastOnceLinear
 from hfscale.trainer.hooks import wrap_prediction_steps
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ class _Targets:
         return cls(labels=following, num_items=inputs.get("num_items_in_batch"))
 
 
-class ChunkedLossHead(nn.Linear):
+class ChunkedLossHead(CastOnceLinear):
     """A head that returns the loss, a scalar, instead of the logits, if its model was called for a loss.
 
     `compute_loss_in_chunks` makes it from the head of a model.
@@ -235,10 +236,11 @@ class ChunkedLossHead(nn.Linear):
         targets = self.targets
         if targets is None:
             return super().forward(input)
+        weight, bias = self.parameters_for(input)
         return chunked_cross_entropy(
             input,
-            self.weight,
-            self.bias,
+            weight,
+            bias,
             targets.labels,
             targets.num_items,
             is_compiled=self.is_compiled,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hfscale.core.bit_hash import bit_hash
+from hfscale.core.bit_hash import HashQueue, numbers_of
 from hfscale.core.nested import tensors_in
 from hfscale.core.torch_internals import TorchDispatchMode
 from hfscale.trainer.strategies.tensors import own_part
@@ -58,7 +58,7 @@ class Record:
 
     def __init__(self, layers: Mapping[str, int]) -> None:
         self._layers = layers
-        self._hashes: dict[str, torch.Tensor] = {}
+        self._hashes = HashQueue()  # in the order of the places
         self._places: dict[str, Place] = {}
         self._last = ("the inputs", _FORWARD, -1)
         self._numbers: dict[str, int] = {}
@@ -101,14 +101,14 @@ class Record:
         self._numbers[name] = number
         full_name = name if number == 1 else f"{name} #{number}"
         self._places[full_name] = (phase, depth, len(self._places))
-        self._hashes[full_name] = bit_hash(tensor)
+        self._hashes.add(tensor)
 
     @property
     def values(self) -> dict[str, int]:
         """The hashes as numbers, by name; the first call waits for the device once."""
         if self._values is None:
-            numbers = torch.stack(list(self._hashes.values())).tolist()
-            self._values = dict(zip(self._hashes, numbers, strict=True))
+            numbers = numbers_of(self._hashes.take())
+            self._values = dict(zip(self._places, numbers, strict=True))
         return self._values
 
     def place(self, name: str) -> Place:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hfscale.core.bit_hash import bit_hash
+from hfscale.core.bit_hash import named_hashes, named_numbers
 from hfscale.errors import UsageError
 from hfscale.replays.kept_state import KeptState
 from hfscale.trainer.state import model_of
@@ -119,7 +119,7 @@ def hash_weights(trainer: Trainer, kept: KeptState) -> dict[str, torch.Tensor]:
     model = model_of(trainer)
     parameters = dict(_named_parameters(model))
     parameters.update(kept.parameters)
-    return dict(_hashes(parameters))
+    return _hashes(parameters)
 
 
 def check_weights(
@@ -138,10 +138,9 @@ def check_weights(
     Raises:
         UsageError: it has: a forward pass, or the loss, writes parameters.
     """
-    for name, value in before.items():
-        found = now.get(name)
-        is_same = found is not None and torch.equal(found, value)
-        if not is_same:
+    numbers = named_numbers(now)
+    for name, value in named_numbers(before).items():
+        if numbers.get(name) != value:
             raise UsageError(
                 f"{asked}: computing the loss changes the parameter {name}, so that a step cannot be {verb}; leave it "
                 "out, or change it in a callback after the step"
@@ -163,11 +162,13 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield f"model.{name}", parameter
 
 
-def _hashes(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, torch.Tensor]]:
+def _hashes(parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    found = {}
     for name, parameter in parameters.items():
         own = own_part(parameter)
         if own is None or own.is_meta:
             continue
         has_bytes = own.numel() > 0 and own.layout == torch.strided
         if has_bytes:
-            yield name, bit_hash(own)
+            found[name] = own
+    return named_hashes(found)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
-from hfscale.core.bit_hash import bit_hash
+from hfscale.core.bit_hash import named_hashes, named_numbers
 from hfscale.core.collectives import TRAINING
 from hfscale.core.distributed import is_distributed
 from hfscale.core.findings import Finding
@@ -85,13 +85,7 @@ class ReplicaHashes:
 
     def _hashes(self) -> dict[str, int]:
         """Return the hashes by parameter, what of it, and whom this rank has to agree with."""
-        found = dict(self._tensors())
-        if not found:
-            return {}
-        values: list[int] = torch.stack(
-            [bit_hash(tensor).to("cpu") for tensor in found.values()]
-        ).tolist()
-        return dict(zip(found, values, strict=True))
+        return named_numbers(named_hashes(dict(self._tensors())))
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         # The partitions of ZeRO-1 and 2 are those of no parameter, so that none is found here

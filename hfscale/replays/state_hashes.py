@@ -22,7 +22,6 @@ in the first replay of a launch. Such tensors are named in one line of the log, 
 """
 
 import socket
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from transformers import Trainer
 
-from hfscale.core.bit_hash import bit_hash
+from hfscale.core.bit_hash import named_hashes, named_numbers
 from hfscale.core.collectives import TRAINING
 from hfscale.core.findings import Finding, corruption_errors
 from hfscale.core.logging import get_logger
@@ -80,11 +79,17 @@ class StateHashes:
             step (`int`): the steps that have been taken.
         """
         known = {}
+        identities = {}
+        to_hash = {}
         for name, tensor, identity, is_frozen in self._tensors():
             before = self._known.get(name)
-            if not is_frozen or before is None or before.identity != identity:
-                before = _Known(identity=identity, hash=bit_hash(tensor), step=step)
-            known[name] = before
+            if is_frozen and before is not None and before.identity == identity:
+                known[name] = before
+                continue
+            identities[name] = identity
+            to_hash[name] = tensor
+        for name, value in named_hashes(to_hash).items():
+            known[name] = _Known(identity=identities[name], hash=value, step=step)
         self._known = known
 
     def compare(self, step: int, until: str, *, learns: bool) -> list[Finding]:
@@ -132,29 +137,29 @@ class StateHashes:
 
     def _differing(self) -> list[str]:
         """Return the names of what has another hash and was not written."""
-        hashes = {}
+        tensors = {}
         written = []
         for name, tensor, identity, _ in self._tensors():
             known = self._known.get(name)
             if known is None:
                 continue
             if known.identity == identity:
-                hashes[name] = bit_hash(tensor)
+                tensors[name] = tensor
             else:
                 written.append(name)
-        self.compared = len(hashes)
+        self.compared = len(tensors)
         if written and not self._has_reported_written:
             self._has_reported_written = True
             logger.info(
                 "%d of %d weights and states of the optimizer are written between two updates and not compared: %s%s",
                 len(written),
-                len(written) + len(hashes),
+                len(written) + len(tensors),
                 ", ".join(written[:_MAX_NAMED]),
                 " …" if len(written) > _MAX_NAMED else "",
             )
-        now = _numbers(list(hashes.values()))
-        before = _numbers([self._known[name].hash for name in hashes])
-        return [name for name, one, other in zip(hashes, now, before, strict=True) if one != other]
+        now = named_numbers(named_hashes(tensors))
+        before = named_numbers({name: self._known[name].hash for name in tensors})
+        return [name for name, number in now.items() if number != before[name]]
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor, Identity, bool]]:
         """Yield what this rank holds: its name, its bits, its identity, and whether it is a frozen weight."""
@@ -186,16 +191,3 @@ class StateHashes:
             for key, state in states.items():
                 if isinstance(state, torch.Tensor):
                     yield f"the optimizer's {key} of {name}", state, False
-
-
-def _numbers(hashes: Sequence[torch.Tensor]) -> list[int]:
-    """Return hashes as numbers, and wait once for each device."""
-    of_device: dict[torch.device, list[int]] = defaultdict(list)
-    for index, one in enumerate(hashes):
-        of_device[one.device].append(index)
-    numbers = [0] * len(hashes)
-    for indices in of_device.values():
-        values = torch.stack([hashes[index] for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            numbers[index] = value
-    return numbers

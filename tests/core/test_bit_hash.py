@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfscale.core import bit_hash as module
-from hfscale.core.bit_hash import bit_hash, weighted_sum
+from hfscale.core.bit_hash import bit_hash, bit_hashes, numbers_of, weighted_sum, weighted_sums
 from hfscale.why.digests import DigestQueue
 
 HASHES = [bit_hash, weighted_sum]  # on a CPU, and elsewhere
@@ -108,3 +108,45 @@ def test_a_small_tensor_is_hashed_by_three_kernels(elements, dtype, hashed, monk
     module._weights.cache_clear()
     assert int(found) == hashed
     assert elements > 1000 or kernels.count == 3
+
+
+@pytest.mark.parametrize(("row", "rows"), [(8, 2), (16, 4), (2**20, 16)])
+def test_many_tensors_have_the_hashes_that_each_has_alone(row, rows, monkeypatch):
+    monkeypatch.setattr(module, "_ROW", row)
+    monkeypatch.setattr(module, "_ROWS", rows)
+    monkeypatch.setattr(module, "_JOINED", 2 * row)
+    module._weights.cache_clear()
+    sizes = [1, 0, 7, 8, 9, 15, 16, 17, 23, 24, 31, 63, 64, 65, 66, 67, 68, 79, 80, 100]
+    tensors = [torch.randn(size) * 100 for size in sizes]
+    tensors += [tensor.to(torch.bfloat16) for tensor in tensors] + [torch.randn(3, 5).T, torch.randn(40)[3:20]]
+    tensors += [torch.randn(30).to(torch.bfloat16)[1:21], torch.arange(33), torch.tensor([True, False, True])]
+    assert numbers_of(weighted_sums(tensors)) == [int(weighted_sum(tensor)) for tensor in tensors]
+    assert numbers_of(bit_hashes(tensors)) == [int(bit_hash(tensor)) for tensor in tensors]
+    assert bit_hashes([]) == []
+    module._weights.cache_clear()
+
+
+def test_many_small_tensors_take_few_kernels():
+    tensors = [torch.randn(300, 7) for _ in range(417)]  # 139 weights with two moments each
+    weighted_sums(tensors)  # what is kept is made
+    together, alone = Kernels(), Kernels()
+    with together:
+        weighted_sums(tensors)
+    with alone:
+        for tensor in tensors:
+            weighted_sum(tensor)
+    assert together.count <= 12
+    assert alone.count >= 3 * len(tensors)
+
+
+def test_a_few_large_tensors_take_few_kernels_each():
+    tensors = [torch.zeros(2**20 + 5 * number) for number in range(6)]
+    weighted_sums(tensors)
+    together, alone = Kernels(), Kernels()
+    with together:
+        weighted_sums(tensors)
+    with alone:
+        for tensor in tensors:
+            weighted_sum(tensor)
+    assert together.count <= 5 * len(tensors) + 20
+    assert alone.count >= 15 * len(tensors)

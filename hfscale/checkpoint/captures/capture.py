@@ -120,6 +120,14 @@ class Capture:
         """Return the host memory in bytes that the next copy would allocate on this rank."""
         return self._host_copy.bytes_to_allocate(vars(self.live()))
 
+    def reserve(self) -> None:
+        """Start to allocate in the background the host memory that the next copy needs on this rank."""
+        self._host_copy.reserve(vars(self.live()))
+
+    def stop_reserving(self) -> None:
+        """End what `reserve` has started."""
+        self._host_copy.stop_reserving()
+
     def expected_bytes(self) -> int:
         """Return about how many bytes this rank writes, which is too much where there is no master copy.
 
