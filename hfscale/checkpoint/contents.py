@@ -179,21 +179,22 @@ def rng_state(trainer: Trainer) -> dict[str, Any]:
     return states
 
 
-def set_rng_state(trainer: Trainer, states: dict[str, Any]) -> None:
+def set_rng_state(states: dict[str, Any]) -> None:
     """Set this rank's random number generators to earlier states of this process.
 
     Args:
-        trainer (`Trainer`): see `rng_state`.
         states (`dict[str, Any]`): what `rng_state` returned.
     """
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
-    torch.random.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        cuda = torch.cuda.random
-        distributed_run = trainer.args.parallel_mode.value == "distributed"
-        put = cuda.set_rng_state_all if distributed_run else cuda.set_rng_state
-        put(states["cuda"])
+    torch.set_rng_state(states["cpu"])
+    of_gpu = states.get("cuda")
+    if of_gpu is None:
+        return
+    if isinstance(of_gpu, list):
+        torch.cuda.set_rng_state_all(of_gpu)
+    else:
+        torch.cuda.set_rng_state(of_gpu)
 
 
 def rng_name(trainer: Trainer) -> str:

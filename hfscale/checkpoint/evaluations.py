@@ -121,7 +121,7 @@ class ResumedEvaluations(TrainerCallback):
         if self._states_after is None:
             self._load(checkpoint)
         else:
-            set_rng_state(self._adapter.trainer, self._states_after)
+            set_rng_state(self._states_after)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -130,7 +130,8 @@ class ResumedEvaluations(TrainerCallback):
             return
         self._is_first_epoch = False
         self._make_up()
-        if saved_state(state, _STATE_NAME).get(_MISSING) == state.global_step:
+        missing = saved_state(state, _STATE_NAME).get(_MISSING)
+        if missing == state.global_step:
             # Cut short as well: a step before it would move what it finds
             control.should_training_stop = True
             self._adapter.evaluations.skip_epoch()
@@ -171,7 +172,7 @@ class ResumedEvaluations(TrainerCallback):
         adapter.evaluations.evaluate_as_in_training()
         if not has_moved:
             self._states_after = rng_state(trainer)
-        set_rng_state(trainer, before)
+        set_rng_state(before)
         note_best(trainer, adapter.checkpoints.run_dir())
 
 
@@ -230,26 +231,31 @@ def put_back_if_cut(adapter: TrainerAdapter) -> None:
     trainer = adapter.trainer
 
     def take_states() -> Callable[[], None]:
-        return partial(set_rng_state, trainer, rng_state(trainer))
+        return partial(set_rng_state, rng_state(trainer))
 
     def take_buffers() -> Callable[[], None]:
         model = model_of(trainer)
-        copies = {
-            name: buffer.detach().clone()
-            for name, buffer in model.named_buffers()
-            if buffer.numel() <= _LARGEST_BUFFER and buffer.device.type != "meta"
-        }
+        copies = {}
+        for name, buffer in model.named_buffers():
+            if _can_change(buffer):
+                copies[name] = buffer.detach().clone()
 
+        @torch.no_grad()
         def put_back() -> None:
-            now = dict(model.named_buffers())
-            for name, copy in copies.items():
-                if name in now and now[name].shape == copy.shape:
-                    now[name].copy_(copy)
+            for name, buffer in model.named_buffers():
+                copy = copies.get(name)
+                if copy is not None and copy.shape == buffer.shape:
+                    buffer.copy_(copy)
 
-        return torch.no_grad()(put_back)
+        return put_back
 
     adapter.evaluations.put_back_if_cut("random states", take_states)
     adapter.evaluations.put_back_if_cut("buffers", take_buffers)
+
+
+def _can_change(buffer: torch.Tensor) -> bool:
+    is_small = buffer.numel() <= _LARGEST_BUFFER
+    return is_small and buffer.device.type != "meta"
 
 
 def _restore_count(callback: EarlyStoppingCallback, saved: Any) -> None:

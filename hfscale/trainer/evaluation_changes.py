@@ -16,6 +16,11 @@ from hfscale.trainer.frames import training_frame
 
 logger = get_logger(__name__)
 
+Method = Callable[..., Any]
+Wrap = Callable[[Method], Method]
+PutBack = Callable[[], None]
+Around = Callable[[], AbstractContextManager[None]]
+
 
 class EvaluationChanges:
     """Replaces the methods by which one Trainer evaluates and ends.
@@ -31,13 +36,11 @@ class EvaluationChanges:
         self.changes = changes
         self._checkpoints = checkpoints
         self._listeners: dict[str, Callable[[Any], object]] = {}
-        self._wraps: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
-        self._takes: dict[str, Callable[[], Callable[[], None]]] = {}
-        self._around_made_up: dict[str, Callable[[], AbstractContextManager[None]]] = {}
+        self._wraps: dict[str, Wrap] = {}
+        self._takes: dict[str, Callable[[], PutBack]] = {}
+        self._around_made_up: dict[str, Around] = {}
 
-    def wrap_evaluate(
-        self, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-    ) -> None:
+    def wrap_evaluate(self, name: str, wrap: Wrap) -> None:
         """Replace `evaluate` of the Trainer: no event comes before an evaluation, and no flag ends one early.
 
         Args:
@@ -48,12 +51,12 @@ class EvaluationChanges:
         self.changes.put_back(self.trainer, "evaluate")
         self._wraps[name] = wrap
         self.changes.at_end("evaluations", self._wraps.clear)
-        evaluate: Callable[..., Any] = self.trainer.evaluate
+        evaluate: Method = self.trainer.evaluate
         for each in self._wraps.values():
             evaluate = each(evaluate)
         self.changes.replace(self.trainer, "evaluate", evaluate)
 
-    def put_back_if_cut(self, name: str, take: Callable[[], Callable[[], None]]) -> None:
+    def put_back_if_cut(self, name: str, take: Callable[[], PutBack]) -> None:
         """Let something that an evaluation moves be put back where the evaluation is cut short, in this training.
 
         Args:
@@ -63,17 +66,15 @@ class EvaluationChanges:
         self._takes[name] = take
         self.changes.at_end("moved by evaluations", self._takes.clear)
 
-    def take(self) -> Callable[[], None]:
+    def take(self) -> PutBack:
         """Take what an evaluation moves, and return the function that puts all of it back."""
-        puts = [take() for take in self._takes.values()]
+        taken = ExitStack()
+        for take in self._takes.values():
+            put_back = take()
+            taken.callback(put_back)
+        return taken.close
 
-        def put_back() -> None:
-            for put in puts:
-                put()
-
-        return put_back
-
-    def around_made_up(self, name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
+    def around_made_up(self, name: str, around: Around) -> None:
         """Let something that an evaluation moves be as it was at the save, in an evaluation that is made up.
 
         Args:
@@ -113,7 +114,7 @@ class EvaluationChanges:
         if not has_epoch_methods():
             call()
             return
-        finalize: Callable[..., Any] = self.trainer._finalize_training
+        finalize: Method = self.trainer._finalize_training
 
         @functools.wraps(finalize)
         def call_and_finalize(*args: Any, **kwargs: Any) -> Any:
