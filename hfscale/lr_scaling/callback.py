@@ -50,6 +50,8 @@ class _Created:
 
     rates: list[float]
     """Its scaled learning rates, by parameter group; empty: unknown."""
+    factor: float
+    """By which they are scaled: that of the first batch, so that a schedule is made from the same rate at a resume."""
     restore_config: Callable[[], None]
     """Restores DeepSpeed's config."""
 
@@ -171,12 +173,15 @@ class LRScalingCallback(AdapterCallback):
         optimizer = create(*args, **kwargs)
         self._split_by_width(adapter)
         self._optimizer = optimizer_name(trainer)
-        self.scaling = scaling = self._decide(self._optimizer, global_batch_size(trainer))
+        size = self._schedule.first if self._schedule else global_batch_size(trainer)
+        self.scaling = scaling = self._decide(self._optimizer, size)
         scale_to(trainer, scaling.factor)
         restore_config = scale_deepspeed_config(
             trainer, factor=scaling.factor, warmup_factor=scaling.warmup_factor
         )
-        self._created = _Created(rates=given_rates(trainer), restore_config=restore_config)
+        self._created = _Created(
+            rates=given_rates(trainer), factor=scaling.factor, restore_config=restore_config
+        )
         if scaling.factor == scaling.warmup_factor == 1:
             return optimizer
         # A scheduler that an overridden `create_scheduler` makes from the arguments must have the scaled rate too.
@@ -228,12 +233,13 @@ class LRScalingCallback(AdapterCallback):
             self.scaling = self._decide(self._optimizer, global_batch_size(trainer))
             if state.global_step == 0:
                 scale_to(trainer, self.scaling.factor)
+        elif self._schedule is not None:  # it may have grown before the resume
+            self.scaling = self._decide(self._optimizer, global_batch_size(trainer))
         assert self.scaling is not None
         factor = self.scaling.factor
         saved = saved_state(state, "lr_scaling")
-        if state.global_step > 0 and (
-            created is None or rates_in_use(trainer.optimizer) != created.rates
-        ):
+        is_as_made = created is not None and rates_in_use(trainer.optimizer) == created.rates
+        if state.global_step > 0 and not is_as_made:
             restored_factor = saved.get("factor", 1.0)  # of a checkpoint with its optimizer
             if restored_factor != factor:
                 scale_to(trainer, factor, contained=restored_factor)
@@ -242,7 +248,12 @@ class LRScalingCallback(AdapterCallback):
                     restored_factor,
                     factor,
                 )
-        rates = created.rates if created is not None else rates_in_use(trainer.optimizer)
+        if created is None:
+            rates = rates_in_use(trainer.optimizer)
+        else:
+            if is_as_made and factor != created.factor:
+                scale_to(trainer, factor, contained=created.factor)
+            rates = [rate / created.factor * factor for rate in created.rates]
         self._check_scheduler(trainer, rates)
         self._announce(trainer, state, rates)
         adapter.when_unused("learning rate", lambda: scale_to(trainer, 1.0))
