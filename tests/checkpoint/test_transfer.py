@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from benchmarks.load_once import MESSAGE_S, ring_time, rounds_of_ring
 from hfscale.checkpoint import transfer
 from hfscale.checkpoint.transfer import CopiedFile, Nodes, Transfer
 
@@ -103,3 +104,21 @@ def test_nodes_read_equal_parts(tmp_path, monkeypatch):
     )
     copy_in_threads(tmp_path, files, nodes=8, ranks=[2] * 8, readers=list(range(8)))
     assert set(Counter(readers).values()) == {30}
+
+
+def test_each_round_of_a_ring_has_each_reader_once():
+    rounds = rounds_of_ring(5, 12)
+    assert [int(reads.sum()) for reads in rounds] == [5, 5, 2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "chunks", "read_s", "send_s", "expected"),
+    [
+        (1, 10, 2.0, 0.0, 20.0),  # the file system alone
+        (8, 8, 0.0, 3.0, 7 * (3.0 + MESSAGE_S)),  # each node gets seven chunks, one after the other
+        (8, 80, 0.0, 3.0, 70 * (3.0 + MESSAGE_S)),  # ten rounds without a gap
+        (4, 400, 1.0, 0.01, 400.0 + 3 * (0.01 + MESSAGE_S)),  # the last chunk that is read passes three links
+    ],
+)
+def test_the_simulated_ring_takes_what_its_bottleneck_takes(nodes, chunks, read_s, send_s, expected):
+    assert ring_time(nodes, chunks, read_s=read_s, send_s=send_s) == pytest.approx(expected, rel=0.01)
