@@ -329,14 +329,17 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
     """
     args = trainer.args
     data = trainer.train_dataset
-    fills = trainer.accelerator.even_batches and not args.dataloader_drop_last
-    if not fills or not has_length(data) or args.accelerator_config.split_batches:
+    accelerator = trainer.accelerator
+    fills = accelerator.even_batches and not args.dataloader_drop_last
+    if not fills or accelerator.split_batches or not has_length(data):
         return
     try:
-        per_device = int(read_json(checkpoint / STATE_NAME)["train_batch_size"])
+        state = read_json(checkpoint / STATE_NAME)
+        per_device = int(state["train_batch_size"])
     except (OSError, ValueError, KeyError, TypeError):
         return  # Trainer names what is wrong with the file
-    ranks = global_batch_size(trainer) // (args.train_batch_size * args.gradient_accumulation_steps)
+    of_rank = args.train_batch_size * args.gradient_accumulation_steps
+    ranks = global_batch_size(trainer) // of_rank
     earlier_ranks = manifest.world_size * ranks // args.world_size
     rows = len(data)
     now = _rows_of_pass(rows, args.train_batch_size, ranks)
@@ -359,8 +362,11 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
 
 def _rows_of_pass(rows: int, per_device: int, ranks: int) -> int:
     """Return how many sequences of a pass the ranks train on, with those that are repeated."""
+    if ranks == 1:
+        return rows
     batch = per_device * ranks
-    return rows if ranks == 1 else -(-rows // batch) * batch
+    batches = -(-rows // batch)
+    return batches * batch
 
 
 def _check_groups(trainer: Trainer, checkpoint: Path) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,8 @@ class Nodes:
         for rank, (host, number) in enumerate(places):
             # Nodes can have one name; then they follow each other
             named_so = by_host.setdefault(host, [])
-            node = next((members for members in named_so if number not in members), None)
+            free = (members for members in named_so if number not in members)
+            node = next(free, None)
             if node is None:
                 node = {}
                 nodes.append(node)
@@ -213,30 +215,39 @@ class Transfer:
 
     def _copy_shared(self, rail: Sequence[tuple[Chunk, int]]) -> None:
         """Copy chunks, each of which one node of this rank's rail reads."""
-        following = (self._nodes.number + 1) % len(self._nodes.ranks)
-        ring = _Ring(self._nodes, self._name) if len(self._nodes.ranks) > 1 else nullcontext()
+        count = len(self._nodes.ranks)
+        following = (self._nodes.number + 1) % count
+        ring = _Ring(self._nodes, self._name) if count > 1 else nullcontext()
         with ring as links, ThreadPoolExecutor(1, "hfscale-read-ahead") as pool:
             for chunk, reader, buffer, received in self._arrivals(rail, links, pool):
                 if received is not None:
                     received.wait()
-                if links is not None and reader != following:
-                    self._sent.append((buffer, links.send(buffer[: chunk.length])))
-                else:
+                if links is None or reader == following:
                     self._buffers.append(buffer)
+                else:
+                    work = links.send(buffer[: chunk.length])
+                    self._sent.append((buffer, work))
                 self._write(chunk, buffer)
             self._wait_for_sends()
 
     def _of_rail(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
         """Iterate over the chunks of this rank's rail with the nodes that read them, in the order in which this rank
         gets them: in each round what it reads, then what the node before has read, and so on."""
-        rails, rail = self._nodes.rails, self._nodes.local_rank
-        nodes, readers = len(self._nodes.ranks), len(self._readers)
-        mine = chunks[rail::rails]
+        rail = self._nodes.local_rank
+        nodes = len(self._nodes.ranks)
+        readers = len(self._readers)
+        mine = chunks[rail :: self._nodes.rails]
         for start in range(0, len(mine), readers):
-            # Where the last round has too few for all, the rails have different readers
-            turns = enumerate(mine[start : start + readers], start + rail)
-            of_round = [(chunk, self._readers[turn % readers]) for turn, chunk in turns]
-            yield from sorted(of_round, key=lambda one: (self._nodes.number - one[1]) % nodes)
+            of_round = mine[start : start + readers]
+            by_distance = []
+            for turn, chunk in enumerate(of_round, start):
+                # Where the last round has too few for all, the rails have different readers
+                reader = self._readers[(turn + rail) % readers]
+                distance = (self._nodes.number - reader) % nodes
+                by_distance.append((distance, chunk, reader))
+            by_distance.sort(key=itemgetter(0))
+            for _, chunk, reader in by_distance:
+                yield chunk, reader
 
     def _arrivals(
         self, rail: Sequence[tuple[Chunk, int]], links: "_Ring | None", pool: ThreadPoolExecutor
@@ -256,7 +267,8 @@ class Transfer:
                 continue
             assert links is not None
             buffer = self._free_buffer()
-            begun.append((chunk, reader, buffer, links.receive(buffer[: chunk.length])))
+            work = links.receive(buffer[: chunk.length])
+            begun.append((chunk, reader, buffer, work))
             if len(begun) > _RECEIVED_AHEAD:
                 yield begun.popleft()
         yield from begun
@@ -265,15 +277,18 @@ class Transfer:
         self, pool: ThreadPoolExecutor, own: Iterator[Chunk]
     ) -> "Future[torch.Tensor] | None":
         chunk = next(own, None)
-        return None if chunk is None else pool.submit(self._read, chunk, self._free_buffer())
+        if chunk is None:
+            return None
+        buffer = self._free_buffer()
+        return pool.submit(self._read, chunk, buffer)
 
     def _free_buffer(self) -> torch.Tensor:
         """Return a buffer, after what was sent from it has been."""
-        if not self._buffers:
-            buffer, work = self._sent.popleft()
-            work.wait()
-            return buffer
-        return self._buffers.pop()
+        if self._buffers:
+            return self._buffers.pop()
+        buffer, work = self._sent.popleft()
+        work.wait()
+        return buffer
 
     def _wait_for_sends(self) -> None:
         for _, work in self._sent:
@@ -314,12 +329,12 @@ class _Ring:
         self._links: dict[int, Any] = {}
 
     def __enter__(self) -> "_Ring":
-        number, count = self._nodes.number, len(self._nodes.ranks)
-        rail = dist.PrefixStore(
-            f"hfscale/load_once/{self._name}/{self._nodes.local_rank}", _store_of_all()
-        )
+        number = self._nodes.number
+        prefix = f"hfscale/load_once/{self._name}/{self._nodes.local_rank}"
+        rail = dist.PrefixStore(prefix, _store_of_all())
+        links = {number, self._before()}
         # Link n leads from node n to the next. In this order no circle of nodes waits for each other.
-        for link in sorted({number, (number - 1) % count}, key=lambda link: (link % 2, link)):
+        for link in sorted(links, key=lambda link: (link % 2, link)):
             place = int(link != number)  # 0 sends to 1
             store = dist.PrefixStore(str(link), rail)
             self._links[link] = dist.ProcessGroupGloo(store, place, 2, SEND_TIMEOUT)
@@ -332,9 +347,12 @@ class _Ring:
 
     def receive(self, buffer: torch.Tensor) -> dist.Work:
         """Begin to receive what the node before sends."""
-        before = (self._nodes.number - 1) % len(self._nodes.ranks)
-        work: dist.Work = self._links[before].recv([buffer], 0, 0)
+        work: dist.Work = self._links[self._before()].recv([buffer], 0, 0)
         return work
+
+    def _before(self) -> int:
+        """Return the number of the node before this one."""
+        return (self._nodes.number - 1) % len(self._nodes.ranks)
 
     def __exit__(self, *_: object) -> None:
         self._links.clear()
