@@ -36,6 +36,7 @@ NAMES = (
     "planner_published",
     "gradient_accumulation",
     "jitter",
+    "load_once",
 )
 NEED_A_GPU = ("memory_options",)
 RESULTS = Path(__file__).parent / "results"

@@ -226,6 +226,8 @@ class WeightAveragingCallback(AdapterCallback):
             replaced(trainer.args, "push_to_hub", False),  # it is no save of the model of the run
         ):
             trainer.save_model(str(unfinished))
+        # Some Trainer classes, such as SentenceTransformerTrainer, write on every rank
+        TRAINING.barrier("end: files of the average")
         with TRAINING.agreed("end: average"):
             if trainer.args.should_save:
                 shutil.rmtree(target, ignore_errors=True)

@@ -60,7 +60,7 @@ def load_once(name_or_path: str, folder: str, *, revision: str | None = None) ->
 
     Raises:
         UsageError: there is no process group, the folder is one that nodes share, it contains a variable that is not
-            set, there are more than 256 nodes, or the model has no safetensors files or is an adapter.
+            set, or the model has no safetensors files or is an adapter.
         CheckpointError: the model's folder has a manifest, and a file is not as it says.
         StorageError: a node has not enough room, or a file cannot be read or written.
     """

@@ -14,7 +14,9 @@ import torch
 import xxhash
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import has_length
 
+from hfscale.checkpoint.best import STATE_NAME
 from hfscale.checkpoint.contents import parameter_names
 from hfscale.checkpoint.conversion import can_read, convert, read_origin
 from hfscale.checkpoint.formats import dcp, format_written, unsharded
@@ -31,6 +33,7 @@ from hfscale.core.collectives import START
 from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME, PARAMETERS_NAME
+from hfscale.core.text_files import read_json
 from hfscale.core.versions import is_peft_model, what_is_missing
 from hfscale.errors import (
     CheckpointError,
@@ -301,6 +304,7 @@ def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
         )
     if running.file_format == unsharded.FORMAT.name and model_only is None:
         _check_groups(trainer, Path(checkpoint))
+    _warn_of_other_passes(trainer, Path(checkpoint), manifest)
     if growing_batch_state(trainer.state):
         return  # the state says how much has been seen
     size = global_batch_size(trainer)
@@ -315,6 +319,54 @@ def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
             manifest.step * size,
             manifest.step * manifest.global_batch_size,
         )
+
+
+def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest) -> None:
+    """Log where a pass over the data has another length than before, since its last batch is filled up to another one.
+
+    Accelerate gives several processes batches of one size, for which it repeats the first sequences of the pass. One
+    process trains on what is left.
+    """
+    args = trainer.args
+    data = trainer.train_dataset
+    accelerator = trainer.accelerator
+    fills = accelerator.even_batches and not args.dataloader_drop_last
+    if not fills or accelerator.split_batches or not has_length(data):
+        return
+    try:
+        state = read_json(checkpoint / STATE_NAME)
+        per_device = int(state["train_batch_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # Trainer names what is wrong with the file
+    of_rank = args.train_batch_size * args.gradient_accumulation_steps
+    ranks = global_batch_size(trainer) // of_rank
+    earlier_ranks = manifest.world_size * ranks // args.world_size
+    rows = len(data)
+    now = _rows_of_pass(rows, args.train_batch_size, ranks)
+    earlier = _rows_of_pass(rows, per_device, earlier_ranks)
+    if now != earlier:
+        logger.warning(
+            "with %d processes of %d sequences a pass over the %d trained on %d, and with %d of %d it trains on %d: "
+            "Accelerate fills the last batch of several processes up with the first sequences of the pass, so the "
+            "last step of a pass is not that of an uninterrupted run; take a number of sequences that divides, or "
+            "begin with dataloader_drop_last",
+            earlier_ranks,
+            per_device,
+            rows,
+            earlier,
+            ranks,
+            args.train_batch_size,
+            now,
+        )
+
+
+def _rows_of_pass(rows: int, per_device: int, ranks: int) -> int:
+    """Return how many sequences of a pass the ranks train on, with those that are repeated."""
+    if ranks == 1:
+        return rows
+    batch = per_device * ranks
+    batches = -(-rows // batch)
+    return batches * batch
 
 
 def _check_groups(trainer: Trainer, checkpoint: Path) -> None:

@@ -38,8 +38,6 @@ from hfscale.errors import CheckpointError, StorageError, UsageError
 
 logger = get_logger(__name__)
 
-MOST_NODES = 256
-"""Each rank has a connection to its rank of every other node, as gloo makes them."""
 _COPY_NAME = "copy.json"
 _PARTIAL, _LOCK = ".partial", ".lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -95,12 +93,6 @@ class NodeCopies:
         with exchanges.agreed("folder of this node"):
             self.folder = Path(_expanded(folder))
         self._nodes = Nodes.of_launch(exchanges)
-        count = len(self._nodes.ranks)
-        if count > MOST_NODES:
-            given = spelled("load_once", folder)
-            raise UsageError(
-                f"{given} on {count} nodes: at most {MOST_NODES} send each other what they read; leave it out"
-            )
 
     def copy(
         self,
@@ -231,7 +223,7 @@ class NodeCopies:
         source = copied / place.source.name if mine.has_copy else place.source
         total_gib = sum(file.bytes for file in files) / 2**30
         logger.info("%.3g GiB of %s are copied to %s", total_gib, place.source, self.folder)
-        transfer = Transfer(source, target, nodes=self._nodes, readers=readers)
+        transfer = Transfer(source, target, nodes=self._nodes, readers=readers, name=partial.stem)
         with self._exchanges.agreed("copy"):
             try:
                 transfer.run(files)

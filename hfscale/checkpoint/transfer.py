@@ -1,18 +1,25 @@
 """Copies files to each node of a job: all nodes together read each byte once, and send it to each other.
 
-A file is cut into chunks. Rank r of every node belongs to rail r, which has a gloo group of its own; each chunk is
-read by one rank of one rail, and broadcast to the ranks of that rail on the other nodes. The ranks of a node thus
-share its network connection, and the nodes take turns as readers, so that each of them reads an equal part. A rank
-holds two chunks: the one that is sent, and the next one that it reads.
+A file is cut into chunks. Rank r of every node belongs to rail r, whose ranks are a ring in the order of the nodes.
+Each chunk is read by one rank of one rail, and each rank sends what it has read or received to the next one of its
+ring, until all have it. The nodes take turns as readers, so that each of them reads an equal part. So every node sends
+and receives each byte at most once, at the same time, and a rank has two connections, however many nodes there are.
+
+Meanwhile a rank holds four chunks: the one that it reads for its next turn, the one that it receives, the one that it
+writes, and one that is still being sent.
 """
 
 import os
 import socket
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,13 +27,17 @@ import torch.distributed as dist
 from hfscale.core.exchanges import Exchanges
 from hfscale.core.launch_variables import launch_number
 from hfscale.core.spelling import spelled
+from hfscale.core.versions import group_store
 from hfscale.errors import UsageError
 
 _LOCAL_RANK = "LOCAL_RANK"
-CHUNK_BYTES = 16 * 2**20
-BUFFER_BYTES = 2 * CHUNK_BYTES
+CHUNK_BYTES = 8 * 2**20
+_BUFFERS = 4
+BUFFER_BYTES = _BUFFERS * CHUNK_BYTES
 """Memory that a copy takes in each rank."""
-BROADCAST_TIMEOUT = timedelta(minutes=30)
+_RECEIVED_AHEAD = 1
+"""Chunks that a rank may receive while it writes one."""
+SEND_TIMEOUT = timedelta(minutes=30)
 """Longest time for one chunk: the time limit of gloo, in which the reader may wait for its file system."""
 
 
@@ -63,16 +74,17 @@ class Nodes:
         mine = [socket.gethostname(), local_rank]
         places = exchanges.combine("places of the ranks", mine, lambda found: found)
         nodes: list[dict[int, int]] = []
-        hosts: list[str] = []
+        by_host: dict[str, list[dict[int, int]]] = {}
         for rank, (host, number) in enumerate(places):
             # Nodes can have one name; then they follow each other
-            free = (n for n, name in enumerate(hosts) if name == host and number not in nodes[n])
+            named_so = by_host.setdefault(host, [])
+            free = (members for members in named_so if number not in members)
             node = next(free, None)
             if node is None:
-                node = len(nodes)
-                nodes.append({})
-                hosts.append(host)
-            nodes[node][number] = rank
+                node = {}
+                nodes.append(node)
+                named_so.append(node)
+            node[number] = rank
         ranks = tuple(tuple(sorted(members.values())) for members in nodes)
         number = next(n for n, members in enumerate(ranks) if exchanges.rank in members)
         return cls(ranks=ranks, number=number, local_rank=ranks[number].index(exchanges.rank))
@@ -149,26 +161,36 @@ def read_chunk(folder: Path, chunk: Chunk, buffer: memoryview) -> None:
 class Transfer:
     """One copy of files from `source` to `target`.
 
-    An error of this rank does not end its part in the broadcasts, in which the others would wait for it: it is kept,
-    and raised at the end.
+    An error of this rank does not end its part in the ring, in which the others would wait for it: it is kept, and
+    raised at the end.
 
     Args:
         source (`Path`): where this rank reads from: the shared folder, or a copy that its node has already.
         target (`Path`, *optional*): the folder of the copy, whose files have their lengths; None: this node has a copy
             already, and only reads.
         nodes (`Nodes`): the ranks of each node.
-        readers (`Sequence[int]`): the nodes that read, which can read every file that all nodes need.
+        readers (`Sequence[int]`): the nodes that read, which can read every file that all nodes need, in ascending
+            order.
+        name (`str`): the name of this copy, the same on every rank, and of no other copy of this job.
     """
 
     def __init__(
-        self, source: Path, target: Path | None, *, nodes: Nodes, readers: Sequence[int]
+        self,
+        source: Path,
+        target: Path | None,
+        *,
+        nodes: Nodes,
+        readers: Sequence[int],
+        name: str,
     ) -> None:
         self._source = source
         self._target = target
         self._nodes = nodes
         self._readers = readers
+        self._name = name
         self._error: OSError | None = None
-        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(2)]
+        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8) for _ in range(_BUFFERS)]
+        self._sent: deque[tuple[torch.Tensor, dist.Work]] = deque()
 
     def run(self, files: Sequence[CopiedFile]) -> None:
         """Copy files. Every rank must call it with the same ones.
@@ -181,51 +203,104 @@ class Transfer:
         """
         own = [file for file in files if file.node == self._nodes.number]
         shared = [file for file in files if file.node is None]
-        with ThreadPoolExecutor(1, "hfscale-read-ahead") as pool:
-            for number, chunk in enumerate(chunks_of(own)):
-                if number % self._nodes.neighbours == self._nodes.local_rank:
-                    self._read(chunk, self._buffers[0])
-                    self._write(chunk, self._buffers[0])
-            self._copy_shared(chunks_of(shared), pool)
+        for number, chunk in enumerate(chunks_of(own)):
+            if number % self._nodes.neighbours == self._nodes.local_rank:
+                self._read(chunk, self._buffers[0])
+                self._write(chunk, self._buffers[0])
+        # A rank that not every node has is in no ring
+        if self._nodes.local_rank < self._nodes.rails:
+            self._copy_shared(list(self._of_rail(chunks_of(shared))))
         if self._error is not None:
             raise self._error
 
-    def _copy_shared(self, chunks: Sequence[Chunk], pool: ThreadPoolExecutor) -> None:
-        with _Rails(self._nodes) as group:
-            if self._nodes.local_rank >= self._nodes.rails:
-                return  # this node has more ranks than another one
-            rail = list(self._of_rail(chunks))
-            mine = (chunk for chunk, reader in rail if reader == self._nodes.number)
-            ahead = self._read_ahead(pool, mine)
-            for chunk, reader in rail:
-                if reader == self._nodes.number and ahead is not None:
-                    ahead.result()
-                    self._buffers.reverse()  # the second one is read into
-                    buffer = self._buffers[0][: chunk.length]
-                    ahead = self._read_ahead(pool, mine)
+    def _copy_shared(self, rail: Sequence[tuple[Chunk, int]]) -> None:
+        """Copy chunks, each of which one node of this rank's rail reads."""
+        count = len(self._nodes.ranks)
+        following = (self._nodes.number + 1) % count
+        ring = _Ring(self._nodes, self._name) if count > 1 else nullcontext()
+        with ring as links, ThreadPoolExecutor(1, "hfscale-read-ahead") as pool:
+            for chunk, reader, buffer, received in self._arrivals(rail, links, pool):
+                if received is not None:
+                    received.wait()
+                if links is None or reader == following:
+                    self._buffers.append(buffer)
                 else:
-                    buffer = self._buffers[0][: chunk.length]
-                if group is not None:
-                    dist.broadcast(buffer, group=group, group_src=reader)
+                    work = links.send(buffer[: chunk.length])
+                    self._sent.append((buffer, work))
                 self._write(chunk, buffer)
+            self._wait_for_sends()
 
     def _of_rail(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
-        """Iterate over the chunks of this rank's rail, each with the node that reads it."""
-        rails, rail = self._nodes.rails, self._nodes.local_rank
-        for turn, chunk in enumerate(chunks[rail::rails]):
-            # At one time the rails have different readers, so that all nodes send
-            yield chunk, self._readers[(turn + rail) % len(self._readers)]
+        """Iterate over the chunks of this rank's rail with the nodes that read them, in the order in which this rank
+        gets them: in each round what it reads, then what the node before has read, and so on."""
+        rail = self._nodes.local_rank
+        nodes = len(self._nodes.ranks)
+        readers = len(self._readers)
+        mine = chunks[rail :: self._nodes.rails]
+        for start in range(0, len(mine), readers):
+            of_round = mine[start : start + readers]
+            by_distance = []
+            for turn, chunk in enumerate(of_round, start):
+                # Where the last round has too few for all, the rails have different readers
+                reader = self._readers[(turn + rail) % readers]
+                distance = (self._nodes.number - reader) % nodes
+                by_distance.append((distance, chunk, reader))
+            by_distance.sort(key=itemgetter(0))
+            for _, chunk, reader in by_distance:
+                yield chunk, reader
 
-    def _read_ahead(self, pool: ThreadPoolExecutor, mine: Iterator[Chunk]) -> "Future[None] | None":
-        chunk = next(mine, None)
-        return None if chunk is None else pool.submit(self._read, chunk, self._buffers[1])
+    def _arrivals(
+        self, rail: Sequence[tuple[Chunk, int]], links: "_Ring | None", pool: ThreadPoolExecutor
+    ) -> Iterator[tuple[Chunk, int, torch.Tensor, dist.Work | None]]:
+        """Iterate over the chunks of the rail, each with its buffer, and for what it is to wait."""
+        own = iter([chunk for chunk, reader in rail if reader == self._nodes.number])
+        ahead = self._read_ahead(pool, own)
+        begun: deque[tuple[Chunk, int, torch.Tensor, dist.Work | None]] = deque()
+        for chunk, reader in rail:
+            if reader == self._nodes.number:
+                yield from begun
+                begun.clear()
+                assert ahead is not None
+                buffer = ahead.result()
+                ahead = self._read_ahead(pool, own)
+                yield chunk, reader, buffer, None
+                continue
+            assert links is not None
+            buffer = self._free_buffer()
+            work = links.receive(buffer[: chunk.length])
+            begun.append((chunk, reader, buffer, work))
+            if len(begun) > _RECEIVED_AHEAD:
+                yield begun.popleft()
+        yield from begun
 
-    def _read(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+    def _read_ahead(
+        self, pool: ThreadPoolExecutor, own: Iterator[Chunk]
+    ) -> "Future[torch.Tensor] | None":
+        chunk = next(own, None)
+        if chunk is None:
+            return None
+        buffer = self._free_buffer()
+        return pool.submit(self._read, chunk, buffer)
+
+    def _free_buffer(self) -> torch.Tensor:
+        """Return a buffer, after what was sent from it has been."""
+        if self._buffers:
+            return self._buffers.pop()
+        buffer, work = self._sent.popleft()
+        work.wait()
+        return buffer
+
+    def _wait_for_sends(self) -> None:
+        for _, work in self._sent:
+            work.wait()
+
+    def _read(self, chunk: Chunk, buffer: torch.Tensor) -> torch.Tensor:
         if self._error is None:
             try:
                 read_chunk(self._source, chunk, buffer.numpy().data)
             except OSError as error:
                 self._error = error
+        return buffer
 
     def _write(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         if self._target is None or self._error is not None:
@@ -240,23 +315,54 @@ class Transfer:
             self._error = error
 
 
-class _Rails:
-    """The process group of this rank's rail while it is needed; None on one node. Every rank must enter it."""
+class _Ring:
+    """The connections of this rank to the ranks of its rail on the node before and the one after, while needed.
 
-    def __init__(self, nodes: Nodes) -> None:
+    Args:
+        nodes (`Nodes`): the ranks of each node, of which there are several.
+        name (`str`): the name of the copy.
+    """
+
+    def __init__(self, nodes: Nodes, name: str) -> None:
         self._nodes = nodes
-        self._group: dist.ProcessGroup | None = None
+        self._name = name
+        self._links: dict[int, Any] = {}
 
-    def __enter__(self) -> dist.ProcessGroup | None:
-        if len(self._nodes.ranks) == 1:
-            return None
-        for rail in range(self._nodes.rails):
-            members = [ranks[rail] for ranks in self._nodes.ranks]
-            group = dist.new_group(members, timeout=BROADCAST_TIMEOUT, backend="gloo")
-            if rail == self._nodes.local_rank:
-                self._group = group
-        return self._group
+    def __enter__(self) -> "_Ring":
+        number = self._nodes.number
+        prefix = f"hfscale/load_once/{self._name}/{self._nodes.local_rank}"
+        rail = dist.PrefixStore(prefix, _store_of_all())
+        links = {number, self._before()}
+        # Link n leads from node n to the next. In this order no circle of nodes waits for each other.
+        for link in sorted(links, key=lambda link: (link % 2, link)):
+            place = int(link != number)  # 0 sends to 1
+            store = dist.PrefixStore(str(link), rail)
+            self._links[link] = dist.ProcessGroupGloo(store, place, 2, SEND_TIMEOUT)
+        return self
+
+    def send(self, buffer: torch.Tensor) -> dist.Work:
+        """Begin to send a buffer to the next node."""
+        work: dist.Work = self._links[self._nodes.number].send([buffer], 1, 0)
+        return work
+
+    def receive(self, buffer: torch.Tensor) -> dist.Work:
+        """Begin to receive what the node before sends."""
+        work: dist.Work = self._links[self._before()].recv([buffer], 0, 0)
+        return work
+
+    def _before(self) -> int:
+        """Return the number of the node before this one."""
+        return (self._nodes.number - 1) % len(self._nodes.ranks)
 
     def __exit__(self, *_: object) -> None:
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
+        self._links.clear()
+
+
+def _store_of_all() -> dist.Store:
+    """Return a key-value store that all ranks share: that of the process group, or before torch 2.8 the launcher's."""
+    store: dist.Store | None = group_store(dist.group.WORLD)
+    if store is not None:
+        return store
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], launch_number("MASTER_PORT", 0), is_master=False
+    )

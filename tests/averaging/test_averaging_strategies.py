@@ -1,9 +1,17 @@
 """Averaged weights under every strategy: a reference in float64, an exact resume, another layout, and the export."""
 
+import os
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from average_runs import run, stored
+from forked_ranks import run_ranks
+from tiny import tiny_trainer
 from transformers import AutoModelForCausalLM
+
+from hfscale import WeightAveragingCallback
 
 EMA = {"ema_decay": 0.9, "evaluate_average": True}
 LAST = {"average_last": 2, "average_every_steps": 1, "evaluate_average": True, "average_device": "cpu"}
@@ -71,3 +79,27 @@ def test_another_layout_of_parallel_trainer_resumes_with_the_same_bits(tmp_path)
     run("pp", tmp_path / "pp", EMA)
     for layout in ("tp", "dp", "tp-pp"):
         run(layout, tmp_path / layout, EMA, source=tmp_path / "pp" / "out" / "checkpoint-2")
+
+
+def train_with_writers_on_all_ranks(folder):
+    """Train with a Trainer that writes its final files on every rank, on the second one later."""
+    torch.set_num_threads(1)
+    trainer = tiny_trainer(folder / "out", WeightAveragingCallback(ema_decay=0.9), max_steps=2, save_strategy="no")
+    save = trainer._save
+
+    def save_everywhere(output_dir=None, state_dict=None):
+        save(output_dir, state_dict)
+        if os.environ["RANK"] == "1":
+            time.sleep(1.0)
+        (Path(output_dir) / f"README-{os.environ['RANK']}.md").write_text("a model card")
+
+    trainer._save = save_everywhere
+    trainer.train()
+
+
+@pytest.mark.world(2)
+def test_the_average_is_complete_when_a_trainer_writes_on_every_rank(tmp_path):
+    """`SentenceTransformerTrainer` does: the folder must not get its name before all have written."""
+    codes = run_ranks(2, train_with_writers_on_all_ranks, tmp_path, log=tmp_path / "log", timeout_s=100)
+    assert codes == [0, 0], [path.read_text()[-3000:] for path in (tmp_path / "log").iterdir()]
+    assert {path.name for path in (tmp_path / "out" / "average").glob("*.md")} == {"README-0.md", "README-1.md"}

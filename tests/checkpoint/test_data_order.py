@@ -1,12 +1,15 @@
 """A resumed run trains on the samples and the random numbers of an uninterrupted one, in any step of any epoch."""
 
+import hashlib
 import json
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
-from tiny import LENGTH, VOCAB, RandomTokens, StopAt, tiny_arguments, tiny_model
+from forked_ranks import run_ranks
+from tiny import LENGTH, VOCAB, RandomTokens, StopAt, tiny_arguments, tiny_model, tiny_trainer
 from torch.utils.data import Dataset, IterableDataset, Sampler, WeightedRandomSampler
 from transformers import Trainer, TrainerCallback, default_data_collator
 
@@ -393,3 +396,38 @@ def test_a_loader_in_which_accelerate_cannot_skip_is_refused(monkeypatch, caplog
         return
     skipping.check_can_skip(adapter, loader)
     assert ("cannot leave out batches" in caplog.text) == (times > 1)
+
+
+class NotesStates(TrainerCallback):
+    """Notes the state of torch's generator when each step begins."""
+
+    def __init__(self):
+        self.states = {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        found = torch.get_rng_state().numpy().tobytes()
+        self.states[state.global_step] = hashlib.sha256(found).hexdigest()
+
+
+def train_on_stream(folder, name, resume):
+    torch.set_num_threads(1)
+    seen = NotesStates()
+    trainer = tiny_trainer(
+        folder / name, SpotCheckpointCallback(), seen, model=tiny_model(attention_dropout=0.1), save_strategy="epoch"
+    )
+    trainer.train_dataset = EpochStream()
+    trainer.args.max_steps = 2 * ROWS // (2 * BATCH)
+    trainer.train(resume_from_checkpoint=resume)
+    (folder / f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(seen.states))
+
+
+@pytest.mark.world(2)
+def test_a_rank_that_does_not_read_the_stream_draws_as_before_after_a_pass(tmp_path):
+    """Accelerate reads a stream on the first rank and sends the batches: the others do not hear where a pass ends."""
+    for name, resume in (("whole", None), ("resumed", str(tmp_path / "whole" / f"checkpoint-{ROWS // (2 * BATCH)}"))):
+        codes = run_ranks(2, train_on_stream, tmp_path, name, resume, log=tmp_path / f"log-{name}", timeout_s=100)
+        assert codes == [0, 0], [path.read_text()[-2000:] for path in (tmp_path / f"log-{name}").iterdir()]
+    for rank in (0, 1):
+        whole, resumed = (json.loads((tmp_path / f"{name}-{rank}.json").read_text()) for name in ("whole", "resumed"))
+        assert resumed == {step: state for step, state in whole.items() if step in resumed}
+        assert len(resumed) == ROWS // (2 * BATCH)

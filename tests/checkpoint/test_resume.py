@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import threading
 from collections import Counter
@@ -471,3 +472,29 @@ def test_shares_of_a_manifest_are_complete_and_even():
     assert sorted(name for share in shares for name in share) == sorted(files)
     loads = [sum(files[name].bytes for name in share) for share in shares]
     assert max(loads) < 1.05 * min(loads)
+
+
+def trainer_of(folder, rows, **arguments):
+    """Return a Trainer with batches of eight sequences of all processes."""
+    per_device = 8 // int(os.environ.get("WORLD_SIZE", "1"))
+    trainer = tiny_trainer(folder, SpotCheckpointCallback(), per_device_train_batch_size=per_device, **arguments)
+    trainer.train_dataset = RandomTokens(rows)
+    return trainer
+
+
+def train_on_rank(folder, rows):
+    """Train for a step, and save."""
+    torch.set_num_threads(1)
+    trainer_of(folder, rows, max_steps=1, save_strategy="steps", save_steps=1).train()
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(("rows", "passes"), [(34, (40, 34)), (32, None)])
+def test_a_pass_of_another_length_after_a_change_of_processes_is_logged(rows, passes, tmp_path, caplog):
+    """Accelerate fills the last batch of two processes up, and one process has nothing to fill up."""
+    codes = run_ranks(2, train_on_rank, tmp_path / "out", rows, log=tmp_path / "log", timeout_s=100)
+    assert codes == [0, 0], [path.read_text()[-2000:] for path in (tmp_path / "log").iterdir()]
+    trainer = trainer_of(tmp_path / "out", rows, max_steps=2)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    found = re.findall(r"a pass over the (\d+) trained on (\d+), and with 1 of 8 it trains on (\d+)", caplog.text)
+    assert found == ([] if passes is None else [(str(rows), *map(str, passes))])

@@ -555,5 +555,4 @@ def test_only_channels_exchange_values_of_hfscale():
     trains |= {"recipe/onebit.py", "recipe/sign_mean.py", "recipe/router_bias.py"}
     trains |= {"optim/newton_schulz.py", "trainer/fsdp2_loading.py"}
     own = {"core/collectives.py", "core/distributed.py", "core/tree.py"}  # distributed: the barrier at the end
-    own |= {"checkpoint/transfer.py"}  # the content of files, in groups of its own
     assert {user for user in users if not user.startswith("parallel/")} <= measures | trains | own

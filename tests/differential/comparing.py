@@ -128,6 +128,11 @@ EXPLANATIONS = (
         ("rows", *FROM_LOSS),
     ),
     Explanation(
+        lambda program: program.move in ("batch", "processes"),
+        r"a pass over the \d+ trained on \d+, and",
+        ("rows", "rates", *FROM_LOSS, "tokens"),
+    ),
+    Explanation(
         lambda program: program.processes > 1 and program.data in ("shuffled_stream", "mixed_stream"),
         r"the last one is filled up with others",
         ("rows", *FROM_LOSS, "tokens"),

@@ -148,7 +148,7 @@ def has_effect(program: Program) -> bool:
         "evaluates_when_asked": program.best == "none" and not program.early_stopping,
         "saves_when_asked": program.best == "none",
         "dispatch_batches": is_own and program.data == "stream",
-        "split_batches": is_own and program.trainer != "dataloader" and program.move != "batch",
+        "split_batches": is_own and program.trainer != "dataloader" and program.move not in ("batch", "processes"),
         "frozen_at_first": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "max_steps": not program.data.endswith("stream"),
         "unseeded_sampler": is_own,

@@ -241,7 +241,9 @@ def hfscale_callbacks(program: Program, job: dict[str, Any]) -> list[Any]:
         health["skip_bad_batches"] = 3
     if program.collects:
         health["gc_every_steps"] = program.collects
-    averages = {"none": {}, "ema": {"ema_decay": 0.9}, "last": {"average_last": 3}}[program.average]
+    averages = {"none": {}, "ema": {"ema_decay": 0.9}, "last": {"average_last": 3, "average_every_steps": 1}}[
+        program.average
+    ]
     average = [WeightAveragingCallback(**averages)] if averages else []
     learning = learning_callbacks(program)
     if program.callback == "scaling":

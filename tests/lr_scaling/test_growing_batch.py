@@ -107,6 +107,19 @@ def test_every_strategy_equals_the_loop_by_hand_and_resumes(tmp_path, reference,
 
 @pytest.mark.long
 @pytest.mark.world(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+def test_a_training_that_is_interrupted_five_times_equals_the_loop_by_hand(tmp_path, reference, strategy):
+    *_, hand = reference
+    step = None
+    for stop in (2, 5, 7, 10, 13, None):  # in a stage, after a change, in a pass, at its end, in the last stage
+        result = on_ranks(tmp_path, strategy, stop=stop, resume=step)
+        step = stop
+    assert_equal({"loss": result["loss"]}, {"loss": hand["loss"]})
+    assert_equal(result, hand, rel=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.world(2)
 @pytest.mark.parametrize(("ranks", "then"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_another_number_of_processes_continues(tmp_path, reference, strategy, ranks, then):

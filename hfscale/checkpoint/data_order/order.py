@@ -140,6 +140,10 @@ class DataOrder(BatchListener, TrainerCallback):
             # An evaluation that is made up may save before anything is read
             return self._unread
         trained = self._batches_trained()
+        if self._stream is not None and not self._taken:
+            trained = (
+                0  # another rank reads the stream, and this one does not hear where a pass ends
+            )
         before = {n: _as_json(states) for n, states in self._before.items() if n >= trained}
         return {
             "launch": self._launch,
