@@ -241,7 +241,8 @@ def test_the_picture_of_a_plan_shows_the_choices_of_today():
 
 def test_pictures_are_small():
     pictures = list((REPOSITORY / "docs" / "images").iterdir())
-    assert {picture.name for picture in pictures} == {"plan.png", "report.png", "watch-1280.png", "watch-400.png"}
+    names = {"plan.png", "report.png", "step.svg", "watch-1280.png", "watch-400.png"}
+    assert {picture.name for picture in pictures} == names
     assert max(picture.stat().st_size for picture in pictures) < 150_000
 
 

@@ -154,7 +154,7 @@ class SpotCheckpointCallback(AdapterCallback):
         # In a hyperparameter search, the folder of the trial in the output directory
         self._run_dir = Path()
         self._kept = KeptCheckpoints(self._run_dir, limit=None, state_limit=None)
-        self._status = RunStatus(self._output_dir, self._committed_path)
+        self._status = RunStatus(self._output_dir)
         self._has_read_back = False
         self._has_checked_weights = False
         self._saves = False
@@ -301,7 +301,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._kept = KeptCheckpoints(
             self._run_dir, limit=args.save_total_limit, state_limit=self.options.state_limit
         )
-        self._status = RunStatus(self._output_dir, self._committed_path)
+        self._status = RunStatus(self._output_dir)
         self._saving = TrainerSaving(
             adapter,
             asynchronous=self.options.asynchronous,
@@ -339,7 +339,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._kept.begin(state)
         committed = committed_checkpoints(self._run_dir)
         # Older than a snapshot in host memory
-        self.last_committed = committed[-1].name if committed else None
+        self._note_committed(committed[-1].name if committed else None)
         self._status.set("running", state.global_step)
         if self.remote is not None:
             # "." outside of a search
@@ -595,14 +595,14 @@ class SpotCheckpointCallback(AdapterCallback):
         best = Path(state.best_model_checkpoint) if state.best_model_checkpoint else None
         newest = self._kept.rotate_at_end(best)
         if self.last_committed is not None and newest not in (None, self.last_committed):
-            self.last_committed = newest
+            self._note_committed(newest)
             self._status.set("completed", state.global_step)
 
     def _committed(
         self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float
     ) -> None:
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
-        self.last_committed = checkpoint.name
+        self._note_committed(checkpoint.name)
         self.preemption.last_write_s = seconds
         self._read_back(checkpoint)
         self._check_weights_are_apart(manifest)
@@ -648,11 +648,13 @@ class SpotCheckpointCallback(AdapterCallback):
                 keys["checkpoint/slowdown"] = slowdown
         return keys | self.memory.keys()
 
-    def _committed_path(self) -> str | None:
-        """Return the path of the last committed checkpoint in the output directory."""
-        if self.last_committed is None:
-            return None
-        return (self._run_dir / self.last_committed).relative_to(self._output_dir).as_posix()
+    def _note_committed(self, name: str | None) -> None:
+        """Note the newest checkpoint, None if there is none, for the status file too."""
+        self.last_committed = name
+        self._status.checkpoint = None
+        if name is not None:
+            path = self._run_dir / name
+            self._status.checkpoint = path.relative_to(self._output_dir).as_posix()
 
     def _at_exit(self) -> None:
         """Finish a save in flight and report the failure. It is called at interpreter exit if the run did not end."""

@@ -129,9 +129,7 @@ class ResumedEvaluations(TrainerCallback):
         if not self._is_first_epoch:
             return
         self._is_first_epoch = False
-        self._make_up()
-        missing = saved_state(state, _STATE_NAME).get(_MISSING)
-        if missing == state.global_step:
+        if not self._make_up():
             # Cut short as well: a step before it would move what it finds
             control.should_training_stop = True
             self._adapter.evaluations.skip_epoch()
@@ -144,8 +142,12 @@ class ResumedEvaluations(TrainerCallback):
             # Trainer looks at the number of steps after a step: of a stream, and inside an epoch, it would take one
             self._adapter.evaluations.skip_epoch()
 
-    def _make_up(self) -> None:
-        """Make the evaluation of the checkpoint's step, as the training would have done, if it is missing."""
+    def _make_up(self) -> bool:
+        """Make the evaluation of the checkpoint's step, as the training would have done, if it is missing.
+
+        Returns:
+            `bool`: whether it is not missing any more: it may be cut short as well.
+        """
         adapter = self._adapter
         state = adapter.trainer.state
         saved = dict(saved_state(state, _STATE_NAME))
@@ -153,6 +155,11 @@ class ResumedEvaluations(TrainerCallback):
         has_evaluations = adapter.trainer.args.eval_strategy != IntervalStrategy.NO
         if saved.get(_MISSING) == state.global_step and has_evaluations:
             self._evaluate(has_moved=bool(saved[_HAS_BEGUN]))
+            is_made = state.global_step != saved_state(state, _STATE_NAME).get(_MISSING)
+            if is_made:
+                drop_saved_state(state, _STATE_NAME)
+            return is_made
+        return True
 
     def _evaluate(self, *, has_moved: bool) -> None:
         """Evaluate with the states of the checkpoint.

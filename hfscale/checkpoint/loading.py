@@ -336,7 +336,7 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
     try:
         state = read_json(checkpoint / STATE_NAME)
         per_device = int(state["train_batch_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return  # Trainer names what is wrong with the file
     of_rank = args.train_batch_size * args.gradient_accumulation_steps
     ranks = global_batch_size(trainer) // of_rank

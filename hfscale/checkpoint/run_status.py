@@ -1,7 +1,6 @@
 """The status file of a run, which tells schedulers and `hfscale watch` how far it is and how it ended."""
 
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,12 +19,12 @@ class RunStatus:
 
     Args:
         output_dir (`Path`): the output directory, which holds the file.
-        committed_path (`Callable[[], str | None]`): returns the path of the last committed checkpoint in it.
     """
 
-    def __init__(self, output_dir: Path, committed_path: Callable[[], str | None]) -> None:
+    def __init__(self, output_dir: Path) -> None:
         self._output_dir = output_dir
-        self._committed_path = committed_path
+        self.checkpoint: str | None = None
+        """Path of the last committed checkpoint in the output directory."""
         self._running_step: int | None = None
         self._failure: str | None = None  # why the training raised
 
@@ -99,7 +98,7 @@ class RunStatus:
                     self._output_dir,
                     "failed",
                     step=self._running_step,
-                    checkpoint=self._committed_path(),
+                    checkpoint=self.checkpoint,
                     reason=self._failure,
                 )
 
@@ -109,6 +108,6 @@ class RunStatus:
                 self._output_dir,
                 status,
                 step=step,
-                checkpoint=self._committed_path(),
+                checkpoint=self.checkpoint,
                 reason=reason,
             )

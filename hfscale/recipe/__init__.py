@@ -30,7 +30,7 @@ Each is loaded when it is first used. Behind them:
 | `recompute`, `compression` | what activation checkpointing keeps; gradient compression of DDP |
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels`, `compilation`, `fused_loss` | attention, loss and compiled layers by default; the loss in chunks |
-| `packed_check`, `weight_casts` | no question to the GPU whether rows are packed; one cast of weights per step |
+| `weight_casts` | one cast of weights per optimizer step instead of one per micro-batch |
 | `router_loss`, `router_bias` | how the experts of a mixture are balanced: by a loss, or by the bias of their router |
 | `trl`, `rewards`, `teacher` | TRL's arguments, records and reference models; reward functions; teachers |
 | `vision`, `images`, `pictures` | arguments, batches with images and the embedded default of `recipes/vision` |
@@ -47,14 +47,10 @@ Replaced for the life of the object
   weights of a layer where it runs, and forgets them with each forward pass. Test: test_weight_casts.py,
   test_weights_are_cast_once_per_step_and_nothing_else_changes.
 
-Replaced for the life of the process
-
-- `transformers.masking_utils.find_packed_sequence_indices`. By: `answer_packed_check`. Reason: without positions it
-  reads from the GPU, in each micro-batch, that rows are not packed. Test: test_fast_defaults.py,
-  test_no_step_of_a_recipe_waits_for_the_gpu_between_two_logs.
-
 Read, called, or set once
 
+- `torch._foreach_copy_`. By: `cast_weights_once`. Reason: nothing public copies many tensors in one kernel. Test:
+  test_weight_casts.py, test_weights_are_cast_once_per_step_and_nothing_else_changes.
 - `torch._dynamo` with `config`, of which `optimize_ddp` is set to False. By: `compile_layers`. Reason: nothing else
   keeps torch from cutting the graphs of single layers at buckets of DDP. Test: test_compilation.py,
   test_under_ddp_layers_larger_than_a_bucket_take_another_number_of_rows.

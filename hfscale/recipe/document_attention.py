@@ -89,75 +89,30 @@ def reason_not_to_cut(model: PreTrainedModel) -> str | None:
 
 
 class _Seen(Exception):  # noqa: N818 (not an error)
-    """Ends a forward when it is known whether its mask is cut."""
+    """Ends a forward when it is known whether its mask is cut; False also where no mask was made."""
 
-    def __init__(self, *, is_cut: bool) -> None:
+    def __init__(self, *, is_made: bool, is_cut: bool) -> None:
         super().__init__()
+        self.is_made = is_made
         self.is_cut = is_cut
 
 
-class _OwnMask(Exception):  # noqa: N818 (not an error)
-    """Ends a forward that has reached its layers without a mask of transformers."""
-
-
 def _reason_of_masks(model: PreTrainedModel) -> str | None:
-    """Let the decoder make a mask for a row of two documents, and return why it is not cut between them."""
-    inputs = {
-        "inputs_embeds": torch.zeros(1, 4, model.config.get_text_config().hidden_size),
-        "position_ids": torch.tensor([[0, 1, 0, 1]]),
-    }
-    seen = _first_mask(model, inputs, [(0, 3, 1)])
-    if isinstance(seen, str):
-        return seen
-    return None if seen.is_cut else "it makes its masks without position_ids"
-
-
-def makes_uncut_masks(model: PreTrainedModel) -> bool:
-    """Return whether a decoder without `position_ids` and without a mask hides no earlier token, whatever the tokens.
-
-    Args:
-        model (`PreTrainedModel`): a causal language model, also one on the meta device or partitioned by ZeRO-3.
-    """
-    text = model.config.get_text_config()
-    numbers = []
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        number = getattr(text, name, None)  # of a family's own config, which may lack it
-        if isinstance(number, int):
-            numbers.append(number)
-    row = [1, *numbers, *numbers, 0, 0, 1]
-    rows = torch.tensor([row, row[::-1]])
-    neighbours = []
-    for token in range(1, len(row)):
-        neighbours += [(0, token, token - 1), (1, token, token - 1)]
-    seen = _first_mask(model, {"input_ids": rows}, neighbours)
-    return isinstance(seen, _Seen) and not seen.is_cut
-
-
-def _first_mask(
-    model: PreTrainedModel,
-    inputs: dict[str, torch.Tensor],
-    looked_at: list[tuple[int, int, int]],
-) -> _Seen | str:
-    """Let the decoder make a mask, and return whether it hides any of some tokens, or why this cannot be seen.
+    """Let the decoder make a mask for a row of two documents, and return why it is not cut between them.
 
     The decoder runs on a CPU and without memory for its parameters, only until the mask is made.
-
-    Args:
-        model (`PreTrainedModel`): a causal language model.
-        inputs (`dict`): keywords of its decoder.
-        looked_at (`list`): rows, tokens, and the tokens that are hidden from them or not.
     """
 
     def look(*, mask_function: Any, **_: Any) -> None:
-        head = torch.tensor(0)
-        is_cut = False
-        for place in looked_at:
-            row, query, key = torch.tensor(place)
-            is_cut |= not bool(mask_function(row, head, query, key))
-        raise _Seen(is_cut=is_cut)
+        second = torch.tensor(3)
+        first = torch.tensor(1)  # positions in the row
+        raise _Seen(
+            is_made=True,
+            is_cut=not bool(mask_function(torch.tensor(0), torch.tensor(0), second, first)),
+        )
 
     def stop(*_: Any) -> None:
-        raise _OwnMask
+        raise _Seen(is_made=False, is_cut=False)
 
     decoder = model.base_model
     layers = max(
@@ -168,23 +123,27 @@ def _first_mask(
         name: torch.zeros((), dtype=tensor.dtype).expand(full_shape(tensor))
         for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())
     }
+    inputs = {
+        "inputs_embeds": torch.zeros(1, 4, model.config.get_text_config().hidden_size),
+        "position_ids": torch.tensor([[0, 1, 0, 1]]),
+        "use_cache": False,
+    }
     original: Any = attention_implementation(model.config)
     AttentionInterface.register(_PROBE, stop)
     AttentionMaskInterface.register(_PROBE, look)
     try:
         model.set_attn_implementation(_PROBE)
         with torch.no_grad():
-            functional_call(decoder, tensors, kwargs=inputs | {"use_cache": False})
+            functional_call(decoder, tensors, kwargs=inputs)
     except _Seen as seen:
-        return seen
-    except _OwnMask:
-        return "it makes attention masks of its own"
+        if seen.is_made:
+            return None if seen.is_cut else "it makes its masks without position_ids"
     except Exception as error:  # whatever a model raises for inputs that it does not expect
         return f"its masks cannot be examined ({type(error).__name__})"
     finally:
         before_layers.remove()
         model.set_attn_implementation(original)
-    return "it makes attention masks of its own"  # it has no layers that were found
+    return "it makes attention masks of its own"
 
 
 def is_dense(name: str) -> bool:

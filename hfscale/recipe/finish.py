@@ -25,7 +25,6 @@ from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.model_card import CARD_NAME, write_model_card
 from hfscale.recipe.optimizer import use_muon
-from hfscale.recipe.packed_check import answer_packed_check
 from hfscale.recipe.resume import is_finished
 from hfscale.recipe.router_bias import balance_by_bias
 from hfscale.recipe.router_loss import average_router_loss
@@ -79,7 +78,6 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     kernels = Kernels.here(trainer.args)
     compile_layers(trainer, kernels)
     choose_loss(trainer, kernels)
-    answer_packed_check(trainer)
     cast_weights_once(trainer)
     average_router_loss(trainer)
     balance_by_bias(trainer)

@@ -105,7 +105,7 @@ class EvaluationChanges:
             return
         self.changes.replace(self.trainer, "_run_epoch", lambda *args, **kwargs: None)
 
-    def before_finalizing(self, call: Callable[[], None]) -> None:
+    def before_finalizing(self, call: Callable[[], object]) -> None:
         """Have `call()` made when the training has taken its last step, before Trainer loads the best model.
 
         Args:

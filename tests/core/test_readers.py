@@ -628,6 +628,7 @@ SITES = {
     "checkpoint/running_loss.py:_read": VERIFIED,
     "checkpoint/loading.py:_check_adapters": PICKLES,
     "checkpoint/loading.py:_conversion_folder": VERIFIED,
+    "checkpoint/loading.py:_warn_of_other_passes": "state of Trainer",
     "checkpoint/lock.py:_describe": "lock",
     "checkpoint/lock.py:_is_alive_here": "lock",
     "checkpoint/lock.py:_open": "lock",
