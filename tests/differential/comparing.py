@@ -122,6 +122,11 @@ EXPLANATIONS = (
         r"resumed with \d+ (processes|rows per device)",
         FROM_LOSS,
     ),
+    Explanation(
+        lambda program: program.move in ("batch", "processes") and program.sampler != "default",
+        r"the order of later passes of a sampler without a seed",
+        ("rows", *FROM_LOSS),
+    ),
     Explanation(  # its dataset pairs each completion with the prompt of another row of the batch
         lambda program: program.move in ("batch", "processes") and program.trainer == "KTOTrainer",
         r"a loss that compares the rows of a device's batch",

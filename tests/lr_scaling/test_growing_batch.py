@@ -77,6 +77,15 @@ def test_a_resumed_training_equals_the_uninterrupted_one(tmp_path, reference, st
     assert seen == pytest.approx(PASSES * ROWS - before, rel=1e-2)
 
 
+def test_a_schedule_with_an_absolute_end_is_the_same_after_a_resume(tmp_path):
+    """`polynomial` ends at 1e-7, so that its shape depends on the rate from which it is made."""
+    arguments = {"lr_scheduler_type": "polynomial"}
+    whole = result_of(train(tmp_path / "whole", **arguments))
+    train(tmp_path / "run", stop=8, **arguments)
+    resumed = result_of(train(tmp_path / "run", resume=8, **arguments))
+    assert resumed["learning_rate"] == whole["learning_rate"]
+
+
 def sizes_of_steps(result):
     ends = [round(epoch * ROWS) for epoch in result["epoch"]]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]

@@ -311,9 +311,9 @@ def _warn_of_other_ranks(adapter: TrainerAdapter, saved: Any) -> None:
     ]
     if changed:
         logger.warning(
-            "resumed with %s: the random numbers that each process draws, as for dropout and the masks of a collator, "
-            "are not those of an uninterrupted run, and a loss that compares the rows of a device's batch with each "
-            "other, as KTO's and contrastive ones do, is another",
+            "resumed with %s: the random numbers that each process draws, as for dropout, the masks of a collator and "
+            "the order of later passes of a sampler without a seed, are not those of an uninterrupted run, and a loss "
+            "that compares the rows of a device's batch with each other, as KTO's and contrastive ones do, is another",
             " and ".join(changed),
         )
 
