@@ -81,6 +81,10 @@ def possible(program: Program) -> Program:
         changes |= {"sampler": "default", "data": "sized", "workers": 0}
     if program.model in ("batch_norm", "running_mean", "counter", "plain_counter", "noise_in_place"):
         changes["smoothing"] = 0.0
+    if program.model == "t5":  # which makes its inputs from the labels, that smoothing takes away
+        changes["smoothing"] = 0.0
+    if program.trainer == "CrossEncoderTrainer":  # its model cannot be recomputed under DDP
+        changes["processes"] = 1
     if program.eval_strategy == "no":
         changes |= {"best": "none", "early_stopping": 0}
         changes |= {"schedule": "constant" if program.schedule == "plateau" else None}
