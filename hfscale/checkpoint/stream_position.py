@@ -229,6 +229,19 @@ class StreamPosition(TrainerCallback):
             }
             saved |= position
 
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep what the collator has counted in the evaluation of a step that is saved after it."""
+        saved = saved_state(state, "stream")
+        if "collator_at_save" not in saved or self._resumed is not None:
+            return
+        saved["collator_at_save"] = self._collator_state()
+        if (
+            saved.get("state") is None
+        ):  # the next batch is of a new pass, and comes after the evaluation
+            saved["collator"] = saved["collator_at_save"]
+
     def _position_to_read_again(self) -> dict[str, Any]:
         """Return the number of workers, whether their pass has ended (`state` is None), and the seed that began it."""
         trainer = self._adapter.trainer

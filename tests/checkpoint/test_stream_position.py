@@ -215,3 +215,37 @@ def test_a_stream_that_fails_fails_the_training(tmp_path):
 
     with pytest.raises(ValueError, match="row 9 is broken"):
         train(tmp_path, lambda dataset: dataset.map(broken))
+
+
+class ShrinkingCollator:
+    """Masks one more of the labels with each batch that it has made, in evaluations too."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def __call__(self, rows):
+        self.batches += 1
+        batch = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        batch["labels"][:, : self.batches % LENGTH] = -100
+        return batch
+
+
+@pytest.mark.parametrize("stop_at", [10, 20], ids=["inside a pass", "after a pass"])
+def test_a_collator_keeps_what_it_has_counted_in_the_evaluation_of_a_saved_step(tmp_path, stop_at):
+    def losses(folder, stop_at=-1, resume=None):
+        stream = Stream()
+        arguments = {"max_steps": STEPS, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 10}
+        trainer = Trainer(
+            model=tiny_model(),
+            args=tiny_arguments(folder, save_strategy="steps", per_device_train_batch_size=BATCH, **arguments),
+            train_dataset=stream.dataset,
+            eval_dataset=list(Stream().dataset.take(6)),
+            data_collator=ShrinkingCollator(),
+            callbacks=[SpotCheckpointCallback(), StopAt(stop_at)],
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return logged(trainer, "loss")
+
+    whole = losses(tmp_path / "whole")
+    losses(tmp_path / "run", stop_at=stop_at)
+    assert losses(tmp_path / "run", resume=latest_checkpoint(tmp_path / "run")) == whole
