@@ -651,8 +651,9 @@ class SpotCheckpointCallback(AdapterCallback):
     def _note_committed(self, name: str | None) -> None:
         """Note the newest checkpoint, None if there is none, for the status file too."""
         self.last_committed = name
-        self._status.checkpoint = None
-        if name is not None:
+        if name is None:
+            self._status.checkpoint = None
+        else:
             path = self._run_dir / name
             self._status.checkpoint = path.relative_to(self._output_dir).as_posix()
 

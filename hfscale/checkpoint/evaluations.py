@@ -26,9 +26,11 @@ from transformers.trainer_utils import IntervalStrategy
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.contents import rng_state, set_rng_state
 from hfscale.core.logging import get_logger
+from hfscale.core.torch_internals import version_of
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import (
     drop_saved_state,
+    find_saved_state,
     micro_batches_of_pass,
     model_of,
     saved_state,
@@ -41,7 +43,7 @@ _STATE_NAME = "evaluations"  # in `trainer_state.json`
 _MISSING = "missing"
 _HAS_BEGUN = "has_begun"
 _LARGEST_BUFFER = 2**20
-"""Numbers of a buffer that is put back: larger ones are tables, such as masks, which no pass changes."""
+"""Numbers of a buffer that is copied before an evaluation: weights that are quantized are buffers too."""
 
 
 def note_missing(state: TrainerState) -> None:
@@ -150,15 +152,12 @@ class ResumedEvaluations(TrainerCallback):
         """
         adapter = self._adapter
         state = adapter.trainer.state
-        saved = dict(saved_state(state, _STATE_NAME))
+        saved = dict(find_saved_state(state, _STATE_NAME))
         drop_saved_state(state, _STATE_NAME)
         has_evaluations = adapter.trainer.args.eval_strategy != IntervalStrategy.NO
         if saved.get(_MISSING) == state.global_step and has_evaluations:
             self._evaluate(has_moved=bool(saved[_HAS_BEGUN]))
-            is_made = state.global_step != saved_state(state, _STATE_NAME).get(_MISSING)
-            if is_made:
-                drop_saved_state(state, _STATE_NAME)
-            return is_made
+            return find_saved_state(state, _STATE_NAME).get(_MISSING) != state.global_step
         return True
 
     def _evaluate(self, *, has_moved: bool) -> None:
@@ -200,7 +199,7 @@ def _is_inside_pass(adapter: TrainerAdapter) -> bool:
     trainer = adapter.trainer
     if steps_per_epoch(trainer):
         return micro_batches_of_pass(trainer, trainer.state.global_step) > 0
-    return bool(saved_state(trainer.state, "stream").get("samples", 1))
+    return bool(find_saved_state(trainer.state, "stream").get("samples", 1))
 
 
 def _has_stopped(callback: TrainerCallback) -> bool:
@@ -243,9 +242,14 @@ def put_back_if_cut(adapter: TrainerAdapter) -> None:
     def take_buffers() -> Callable[[], None]:
         model = model_of(trainer)
         copies = {}
+        large = {}
         for name, buffer in model.named_buffers():
-            if _can_change(buffer):
+            if buffer.device.type == "meta" or buffer.is_inference():
+                continue
+            if buffer.numel() <= _LARGEST_BUFFER:
                 copies[name] = buffer.detach().clone()
+            else:
+                large[name] = _writes_of(buffer)
 
         @torch.no_grad()
         def put_back() -> None:
@@ -253,6 +257,13 @@ def put_back_if_cut(adapter: TrainerAdapter) -> None:
                 copy = copies.get(name)
                 if copy is not None and copy.shape == buffer.shape:
                     buffer.copy_(copy)
+                if name in large and large[name] != _writes_of(buffer):
+                    logger.warning(
+                        "an evaluation that was cut short has changed the buffer %s, which has more than %d numbers "
+                        "and is not put back: the resumed run goes on with what a part of the evaluation has left",
+                        name,
+                        _LARGEST_BUFFER,
+                    )
 
         return put_back
 
@@ -260,9 +271,9 @@ def put_back_if_cut(adapter: TrainerAdapter) -> None:
     adapter.evaluations.put_back_if_cut("buffers", take_buffers)
 
 
-def _can_change(buffer: torch.Tensor) -> bool:
-    is_small = buffer.numel() <= _LARGEST_BUFFER
-    return is_small and buffer.device.type != "meta"
+def _writes_of(buffer: torch.Tensor) -> tuple[int, int]:
+    """Return what is another value where a buffer was written or replaced."""
+    return buffer.data_ptr(), version_of(buffer)
 
 
 def _restore_count(callback: EarlyStoppingCallback, saved: Any) -> None:

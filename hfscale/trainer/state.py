@@ -67,6 +67,22 @@ def saved_state(state: TrainerState, name: str) -> dict[str, Any]:
     return saved
 
 
+def find_saved_state(state: TrainerState, name: str) -> dict[str, Any]:
+    """Return a dictionary that hfscale keeps in `trainer_state.json`, and begin none where there is none.
+
+    Args:
+        state (`TrainerState`): the state of the Trainer.
+        name (`str`): name of the dictionary.
+
+    Returns:
+        `dict[str, Any]`: the live dictionary, or an empty one that belongs to nothing.
+    """
+    by_callback: Any = state.stateful_callbacks
+    own: dict[str, Any] = by_callback.get(_STATE_KEY, {})
+    found: dict[str, Any] = own.get(name, {})
+    return found
+
+
 def drop_saved_state(state: TrainerState, name: str) -> None:
     """Remove a dictionary that hfscale keeps in `trainer_state.json`; nothing is done if there is none.
 
@@ -89,10 +105,7 @@ def growing_batch_state(state: TrainerState) -> dict[str, Any]:
         `dict[str, Any]`: the live dictionary, not a copy, if the batch changes: `pass` (over the data, from 0),
             `in_pass` (sequences of it that have been trained on), `samples` (sequences in all).
     """
-    by_callback: Any = state.stateful_callbacks
-    own: dict[str, Any] = by_callback.get(_STATE_KEY, {})
-    found: dict[str, Any] = own.get(_GROWING_BATCH, {})
-    return found
+    return find_saved_state(state, _GROWING_BATCH)
 
 
 def begin_growing_batch_state(state: TrainerState) -> dict[str, Any]:

@@ -160,6 +160,36 @@ def test_an_evaluation_that_was_cut_short_leaves_nothing_in_the_last_log(tmp_pat
     assert names.count("eval_gathered") == names.count("eval_loss") == 1
 
 
+@pytest.mark.parametrize(("numbers", "kept", "lines"), [(8, 2.0, 0), (2**20 + 1, 3.0, 1)], ids=["small", "large"])
+def test_a_buffer_that_an_evaluation_changes_is_put_back_or_named(tmp_path, monkeypatch, log, numbers, is_put_back):
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
+    trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(on_preemption="return"), **ARGUMENTS)
+    trainer.add_callback(SignalAt("on_prediction_step", 2))
+    model = trainer.model
+    model.register_buffer("passes", torch.zeros(numbers), persistent=False)
+
+    def count(*_):
+        model.passes.add_(1)
+
+    model.register_forward_hook(count)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert (float(model.passes[0]) == 2) == is_put_back
+    assert ("has changed the buffer passes" in log.text) != is_put_back
+
+
+def test_what_cannot_be_put_back_is_named_and_the_run_is_saved(tmp_path, monkeypatch, log):
+    monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
+
+    def fail(states):
+        raise TypeError("no state")
+
+    monkeypatch.setattr("hfscale.checkpoint.evaluations.set_rng_state", fail)
+    run(tmp_path, SignalAt("on_prediction_step", 4))
+    assert "could not be put back (TypeError: no state)" in log.text
+    assert latest_checkpoint(tmp_path).endswith("checkpoint-4")
+
+
 def test_an_evaluation_that_is_cut_short_twice_is_made_before_the_next_step(tmp_path, monkeypatch):
     monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
     whole, _ = run(tmp_path / "whole")

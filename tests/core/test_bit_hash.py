@@ -126,8 +126,8 @@ def test_many_tensors_have_the_hashes_that_each_has_alone(row, rows, monkeypatch
     module._weights.cache_clear()
 
 
-def test_many_small_tensors_take_few_kernels():
-    tensors = [torch.randn(300, 7) for _ in range(417)]  # 139 weights with two moments each
+def kernels_of(tensors):
+    """Return how many kernels hash tensors together, and one after another."""
     weighted_sums(tensors)  # what is kept is made
     together, alone = Kernels(), Kernels()
     with together:
@@ -135,18 +135,18 @@ def test_many_small_tensors_take_few_kernels():
     with alone:
         for tensor in tensors:
             weighted_sum(tensor)
-    assert together.count <= 12
-    assert alone.count >= 3 * len(tensors)
+    return together.count, alone.count
+
+
+def test_many_small_tensors_take_few_kernels():
+    tensors = [torch.randn(300, 7) for _ in range(417)]  # 139 weights with two moments each
+    together, alone = kernels_of(tensors)
+    assert together <= 12
+    assert alone >= 3 * len(tensors)
 
 
 def test_a_few_large_tensors_take_few_kernels_each():
     tensors = [torch.zeros(2**20 + 5 * number) for number in range(6)]
-    weighted_sums(tensors)
-    together, alone = Kernels(), Kernels()
-    with together:
-        weighted_sums(tensors)
-    with alone:
-        for tensor in tensors:
-            weighted_sum(tensor)
-    assert together.count <= 5 * len(tensors) + 20
-    assert alone.count >= 15 * len(tensors)
+    together, alone = kernels_of(tensors)
+    assert together <= 5 * len(tensors) + 20
+    assert alone >= 15 * len(tensors)

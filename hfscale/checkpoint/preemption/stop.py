@@ -548,7 +548,17 @@ class PreemptionStop(ResetOnCopy):
                 return metrics
             except _EvaluationCutError:
                 logger.info("the evaluation was cut short; it gives no metrics")
-                put_back()
+                try:
+                    put_back()
+                except (
+                    Exception
+                ) as error:  # of the user's objects: the save that follows counts for more
+                    logger.warning(
+                        "what the evaluation has moved could not be put back (%s: %s): the resumed run may make it "
+                        "up with other random numbers, and may go on with others",
+                        type(error).__name__,
+                        error,
+                    )
                 if self._is_in_training:
                     raise
                 return self._missing_metrics()
