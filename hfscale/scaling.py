@@ -65,6 +65,11 @@ class ScalingCallback(AdapterCallback):
         """The parts, in the order in which they receive each event."""
         return (self.comm_health, self.lr_scaling, self.spot_checkpoint, self.metrics)
 
+    @property
+    def decides_accumulation(self) -> bool:
+        """Whether a part decides how many micro-batches a step has."""
+        return self.lr_scaling.decides_accumulation
+
     def before_train(self, adapter: TrainerAdapter) -> None:
         """Pass the call to each part that is an `AdapterCallback`; first compare their options on all ranks."""
         check_equal_options(self.parts, adapter.trainer)

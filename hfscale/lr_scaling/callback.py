@@ -98,6 +98,11 @@ class LRScalingCallback(AdapterCallback):
                 self._row_length = options.block_size if schedule.counts_tokens else None
         self._begin_run()
 
+    @property
+    def decides_accumulation(self) -> bool:
+        """Whether it decides how many micro-batches a step has: where the global batch changes."""
+        return self._schedule is not None
+
     def _begin_run(self) -> None:
         self._created: _Created | None = None
         self._factor: float | None = None

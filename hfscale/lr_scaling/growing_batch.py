@@ -27,6 +27,7 @@ from hfscale.trainer.accumulation import ChangingAccumulation
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.loss_rule import why_loss_grows
 from hfscale.trainer.state import global_batch_size, growing_batch_state
+from hfscale.trainer.strategies import Strategy
 
 NOISE_SCALE = "scaling/noise_scale"
 _STEP_ARGUMENTS = ("num_decay_steps", "num_stable_steps", "timescale")
@@ -118,6 +119,7 @@ class GrowingBatch:
                 f"{self._schedule.first} sequences: leave it out, as the schedule decides it"
             )
         check_divisible(self._schedule, data.micro_batch)
+        self._check_accumulated(data.micro_batch)
         if data.per_pass is None:
             raise _refused(
                 "the training data have no length, so that a resumed run would not find its place in them; use data "
@@ -132,6 +134,18 @@ class GrowingBatch:
                 f"with auto and {bound} it is not known where a learning rate schedule ends that counts {counted}: "
                 f"use {spelled('lr_clock', instead)}"
             )
+
+    def _check_accumulated(self, micro_batch: int) -> None:
+        """Refuse a batch of which the engine cannot run the micro-batches."""
+        strategy = Strategy.of(self._trainer)
+        for size in self._schedule.sizes:
+            number = size // micro_batch
+            reason = strategy.why_not_accumulated(number)
+            if reason is not None:
+                raise _refused(
+                    f"{size} sequences are {number} micro-batches of {micro_batch}: {reason}; write other batches, or "
+                    f"set another {spelled('per_device_train_batch_size')}"
+                )
 
     def check_earlier(self, batch: int) -> None:
         """Refuse to continue a training with a constant batch whose learning rate schedule is at no full unit."""

@@ -1,6 +1,7 @@
 """The flags of the parallel axes, the layout and stages that they ask for, and the arguments that are refused."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -135,7 +136,11 @@ def _nearest_size(world_size: int, sizes: dict[str, int]) -> str:
 
 
 def plan_stages(
-    parallel: ParallelArguments, args: TrainingArguments, *, world_size: int | None = None
+    parallel: ParallelArguments,
+    args: TrainingArguments,
+    *,
+    world_size: int | None = None,
+    is_batch_changing: bool = False,
 ) -> tuple[ParallelLayout, StagePlan]:
     """Work out the layout and the pipeline stages that the arguments ask for. Needs no model.
 
@@ -143,6 +148,8 @@ def plan_stages(
         parallel (`ParallelArguments`): sizes of the axes and the schedule.
         args (`TrainingArguments`): its world size and its `gradient_accumulation_steps`, which are the micro-batches.
         world_size (`int`, *optional*): ranks to plan for; absent: those of this run.
+        is_batch_changing (`bool`): whether a callback decides how many micro-batches a step has. Then
+            `gradient_accumulation_steps` does not, and the callback asks for each of its numbers.
 
     Returns:
         The layout and the stages.
@@ -168,8 +175,18 @@ def plan_stages(
     plan = StagePlan(
         schedule=parallel.pipeline_schedule, pp=layout.pp, virtual_stages=parallel.virtual_stages
     )
-    plan.check_micro_batches(args.gradient_accumulation_steps)
+    if not is_batch_changing:
+        plan.check_micro_batches(args.gradient_accumulation_steps)
     return layout, plan
+
+
+def has_changing_batch(callbacks: Sequence[Any] | None) -> bool:
+    """Return whether a callback decides how many micro-batches a step has.
+
+    Args:
+        callbacks (`Sequence`, *optional*): what the constructor of the Trainer was given.
+    """
+    return any(getattr(each, "decides_accumulation", False) for each in callbacks or ())
 
 
 def check_arguments(

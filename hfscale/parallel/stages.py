@@ -87,6 +87,27 @@ class StagePlan:
             if self.supports(number)
         )
 
+    def why_not(self, micro_batches: int) -> str | None:
+        """Return why the schedule does not run with a number of micro-batches per step; None where it does.
+
+        Args:
+            micro_batches (`int`): micro-batches per step.
+        """
+        if self.supports(micro_batches):
+            return None
+        return (
+            f"{self.schedule} on {self.pp} pipeline ranks runs with {self._nearest(micro_batches)} micro-batches, not "
+            f"with {micro_batches}"
+        )
+
+    def _nearest(self, micro_batches: int) -> int:
+        """Return the number of micro-batches next to the given one that the schedule supports."""
+        above = self.micro_batches_for(micro_batches)
+        below = next(
+            (number for number in range(micro_batches - 1, 0, -1) if self.supports(number)), above
+        )
+        return min(below, above, key=lambda number: abs(number - micro_batches))
+
     def check_micro_batches(self, micro_batches: int) -> None:
         """Check that the schedule supports a number of micro-batches per step.
 
@@ -96,17 +117,13 @@ class StagePlan:
         Raises:
             LayoutError: the schedule does not support it; the message gives the nearest number that it supports.
         """
-        if self.supports(micro_batches):
-            return
-        above = self.micro_batches_for(micro_batches)
-        below = next(
-            (number for number in range(micro_batches - 1, 0, -1) if self.supports(number)), above
-        )
-        nearest = min(below, above, key=lambda number: abs(number - micro_batches))
-        raise LayoutError(
-            f"{spelled('gradient_accumulation_steps')} is {micro_batches}: {self.schedule} on {self.pp} pipeline "
-            f"ranks does not run with so many micro-batches; set {spelled('gradient_accumulation_steps', nearest)}"
-        )
+        reason = self.why_not(micro_batches)
+        if reason is not None:
+            nearest = self._nearest(micro_batches)
+            raise LayoutError(
+                f"{spelled('gradient_accumulation_steps')} is {micro_batches}: {reason}; set "
+                f"{spelled('gradient_accumulation_steps', nearest)}"
+            )
 
     def forward_ticks(self, micro_batches: int) -> list[list[tuple[int, int]]]:
         """Divide the forward passes of an evaluation into ticks, in each of which a rank computes at most one.

@@ -33,7 +33,12 @@ from hfscale.errors import UsageError
 from hfscale.parallel import gradients
 from hfscale.parallel.adapter_weights import draw_adapters
 from hfscale.parallel.adapters import check_adapters, saved_names
-from hfscale.parallel.arguments import ParallelArguments, check_arguments, plan_stages
+from hfscale.parallel.arguments import (
+    ParallelArguments,
+    check_arguments,
+    has_changing_batch,
+    plan_stages,
+)
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.dry_run import dry_run, print_dry_run
@@ -104,10 +109,13 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         require("ParallelTrainer")
         check_launch(args)
         parallel = parallel or ParallelArguments()
-        self.layout, self.stage_plan = plan_stages(parallel, args)
-        self._sequence_parallel = parallel.sequence_parallel
         signature = inspect.signature(Trainer.__init__)
         given = signature.bind_partial(self, model, args, *positional, **kwargs).arguments
+        is_batch_changing = has_changing_batch(given.get("callbacks"))
+        self.layout, self.stage_plan = plan_stages(
+            parallel, args, is_batch_changing=is_batch_changing
+        )
+        self._sequence_parallel = parallel.sequence_parallel
         self.compute_loss_func = given.get("compute_loss_func")
         self._check_arguments(
             args, model_init=given.get("model_init"), optimizers=given.get("optimizers")
@@ -503,7 +511,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         # The tp ranks of the last stage hold the same loss; ranks with other tokens have scaled theirs for averaging.
         if dist.is_initialized():
             dist.all_reduce(loss)
-        return loss / (self.layout.tp * self.layout.cp * self.layout.data_parallel_size)
+        layout = self.layout
+        copies = layout.tp * layout.cp * layout.data_parallel_size
+        return loss / copies
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as Trainer does. What `compute_loss` logs on the last stage is logged by all ranks after the step.
@@ -606,12 +616,9 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         Returns:
             Floating-point operations.
         """
-        return (
-            6
-            * inputs["input_ids"].numel()
-            * self.parameter_counts[0]
-            // self.layout.ranks_per_replica
-        )
+        tokens = inputs["input_ids"].numel()
+        operations = 6 * tokens * self.parameter_counts[0]
+        return operations // self.layout.ranks_per_replica
 
 
 def _fill_weights(

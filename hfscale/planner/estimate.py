@@ -14,7 +14,7 @@ from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
 from hfscale.facts.support import check_support
-from hfscale.planner.batch_stages import planned_schedule
+from hfscale.planner.batch_stages import planned_schedule, why_not_piped
 from hfscale.planner.frameworks import find_framework, shared_constants
 from hfscale.planner.images import image_flops
 from hfscale.planner.job import Job, splits_activations
@@ -312,6 +312,9 @@ def _check_batches(schedule: BatchSchedule, share: int) -> None:
 def _stages(job: Job, schedule: BatchSchedule) -> tuple[Stage, ...]:
     """Each global batch of a schedule with the job's layout."""
     check_support(replace(describe(job), batch_schedule=True), "batch_schedule")
+    stopped = why_not_piped(job, schedule)
+    if stopped is not None:
+        raise LayoutError(f"{stopped}: give other batches")
     stages = []
     for stage in schedule.stages:
         of_stage = replace(job, global_batch=stage.batch)

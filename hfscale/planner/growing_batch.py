@@ -7,7 +7,7 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts import support
 from hfscale.facts.batch_schedule import BatchSchedule, Data, count
-from hfscale.planner.batch_stages import planned_schedule
+from hfscale.planner.batch_stages import planned_schedule, why_not_piped
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job
 from hfscale.planner.launchable import describe
@@ -41,6 +41,8 @@ class GrowingPlan:
         """
         asked = replace(describe(job), batch_schedule=True)
         reason = support.why_not(asked, "batch_schedule")
+        if reason is None:
+            reason = why_not_piped(job, self.schedule)
         if reason is None and not estimate_job(self.largest(job)).fits:
             return (
                 f"does not fit in memory when it accumulates {max(self.schedule.sizes)} sequences"

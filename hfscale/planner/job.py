@@ -12,7 +12,13 @@ from hfscale.facts.activations import factors_of, has_scores
 from hfscale.facts.hardware import Accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
-from hfscale.facts.schedules import PLANNER_SCHEDULES, SCHEDULES, rank_layers, schedule_name
+from hfscale.facts.schedules import (
+    PLANNER_SCHEDULES,
+    SCHEDULES,
+    rank_layers,
+    schedule_name,
+    supports,
+)
 from hfscale.facts.support import Combination, check_support
 from hfscale.facts.tower_shape import TowerShape
 from hfscale.planner.options import MAX_RANKS, LayoutOptions, Precision, Schedule
@@ -241,6 +247,19 @@ class Job(LayoutOptions):
     def schedule_name(self) -> str:
         """The schedule's name in `hfscale.facts.schedules.SCHEDULES`."""
         return schedule_name(self.schedule, self.virtual_stages)
+
+    def schedule_runs(self, micro_batches: int) -> bool:
+        """Return whether the schedule of the pipeline runs with a number of micro-batches per step.
+
+        Args:
+            micro_batches (`int`): micro-batches per step.
+        """
+        return supports(
+            self.schedule_name,
+            pp=self.layout.pp,
+            stages_per_rank=self.virtual_stages,
+            micro_batches=micro_batches,
+        )
 
     @property
     def is_v_shaped(self) -> bool:

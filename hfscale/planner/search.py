@@ -9,7 +9,7 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
-from hfscale.facts.schedules import SPLIT_BACKWARD, schedule_name, supports
+from hfscale.facts.schedules import SPLIT_BACKWARD, schedule_name
 from hfscale.facts.support import Combination
 from hfscale.facts.support import why_not as explain
 from hfscale.planner.estimate import Estimate, estimate_job
@@ -403,7 +403,7 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
         micro_batches = max(1, variant.global_batch // (variant.data_parallel * micro_batch))
         if micro_batches % variant.generation_rounds:
             break
-        if variant.stack == "hf" and not _schedule_runs(variant, micro_batches):
+        if variant.stack == "hf" and not variant.schedule_runs(micro_batches):
             continue
         trial = (
             variant
@@ -423,15 +423,6 @@ def _fitting_micro_batches(variant: Job) -> tuple[list[Job], float | None, bool]
 
 def _fits_host(job: Job) -> bool:
     return host_gib(job) <= assumed_host_gib(job.gpu)
-
-
-def _schedule_runs(job: Job, micro_batches: int) -> bool:
-    return supports(
-        job.schedule_name,
-        pp=job.layout.pp,
-        stages_per_rank=job.virtual_stages,
-        micro_batches=micro_batches,
-    )
 
 
 def _variants(job: Job, schedule: Schedule, stages: int, liger: bool) -> Iterator[list[Job]]:

@@ -95,7 +95,9 @@ def start_run(
     check_launch(training_args)
     _check_data(model_args, data_args)
     if parallel_trainer:
-        layout, _ = plan_stages(parallel_args or ParallelArguments(), training_args)
+        sizes = parallel_args or ParallelArguments()
+        is_batch_changing = scaling_args.batch_schedule is not None
+        layout, _ = plan_stages(sizes, training_args, is_batch_changing=is_batch_changing)
         described = None
     else:
         layout = _layout_of_accelerate(parallel_args, training_args)

@@ -586,6 +586,11 @@ class AdapterCallback(ResetOnCopy, TrainerCallback):
     averages_weights: ClassVar[bool] = False
     """Whether it keeps an average of the weights, which not every other callback allows."""
 
+    @property
+    def decides_accumulation(self) -> bool:
+        """Whether it decides how many micro-batches a step has, in place of `gradient_accumulation_steps`."""
+        return False
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Describe the options of a callback in its docstring."""
         super().__init_subclass__(**kwargs)

@@ -3,16 +3,28 @@
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import DistributedType
 from forked_ranks import run_ranks
 from tiny import RandomTokens, StopAt, logged, tiny_arguments, tiny_model
-from transformers import Trainer, TrainerCallback, default_data_collator
+from transformers import LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback, default_data_collator
+from transformers.distributed import DistributedConfig
 
-from hfscale import LRScalingCallback, ScalingCallback, ScalingMetricsCallback
+from hfscale import (
+    LRScalingCallback,
+    ParallelArguments,
+    ParallelTrainer,
+    ScalingCallback,
+    ScalingMetricsCallback,
+)
+from hfscale.errors import UsageError
 from hfscale.trainer.strategies.fsdp2 import let_fsdp_run_on_cpu
 
 STAGES = ((0, 4), (20, 8), (60, 16), (150, 24))
@@ -27,6 +39,17 @@ SIZES = {
     "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2",
     "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
 }
+PARALLEL: dict[str, dict[str, Any]] = {
+    "parallel": {},
+    "pp2": {"pp_size": 2},
+    "tp2": {"tp_size": 2},
+    "cp2": {"cp_size": 2},
+}
+"""Strategies of ParallelTrainer on two processes."""
+OF_FOUR = {"tp2_pp2": {"tp_size": 2, "pp_size": 2}}
+"""Further ones, on four."""
+NATIVE = {"native": {"fsdp_size": 2}, "native_tp": {"tp_size": 2}}
+"""Sizes of strategies by which transformers distributes a model."""
 ARGUMENTS = {
     "max_steps": -1,
     "num_train_epochs": PASSES,
@@ -51,20 +74,41 @@ class Seen(RandomTokens):
 
 
 def make(
-    folder: Path, *callbacks: TrainerCallback, options: dict[str, Any] | None = None, **arguments: Any
+    folder: Path,
+    *callbacks: TrainerCallback,
+    options: dict[str, Any] | None = None,
+    parallel: dict[str, Any] | None = None,
+    native: dict[str, int] | None = None,
+    layers: int = 2,
+    **arguments: Any,
 ) -> Trainer:
-    """Return a Trainer whose batch grows by `SCHEDULE`; `options` are those of `LRScalingCallback`."""
+    """Return a Trainer whose batch grows by `SCHEDULE`.
+
+    `options` are those of `LRScalingCallback`; with `parallel`, those of `ParallelArguments`, it is a ParallelTrainer;
+    with `native`, sizes of a `DistributedConfig`, transformers distributes the model.
+    """
     scaling = LRScalingCallback(**({"batch_schedule": SCHEDULE} | (options or {})))
     args = tiny_arguments(folder, **(ARGUMENTS | arguments))
     if "ACCELERATE_USE_FSDP" in os.environ:
         let_fsdp_run_on_cpu()
-    return Trainer(
-        model=tiny_model(),
+    metrics = ScalingMetricsCallback(noise_scale=parallel is None)
+    return (Trainer if parallel is None else partial(ParallelTrainer, parallel=ParallelArguments(**parallel)))(
+        model=tiny_model(num_hidden_layers=layers) if native is None else distributed_model(folder, native),
         args=args,
         train_dataset=Seen(),
         data_collator=default_data_collator,
-        callbacks=[ScalingCallback(lr_scaling=scaling, metrics=ScalingMetricsCallback(noise_scale=True)), *callbacks],
+        callbacks=[ScalingCallback(lr_scaling=scaling, metrics=metrics), *callbacks],
     )
+
+
+def distributed_model(folder: Path, sizes: dict[str, int]) -> PreTrainedModel:
+    """Load the tiny model, which `on_ranks` has saved, distributed by transformers."""
+    config = DistributedConfig(**({"fsdp_size": 1} | sizes))
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, distributed_config=config)
+    if "tp_size" in sizes:
+        # Accelerate makes device meshes for accelerators only
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return model
 
 
 class KillAt(TrainerCallback):
@@ -103,6 +147,8 @@ def result_of(trainer: Trainer) -> dict[str, list[float]]:
 
 def on_ranks(folder: Path, strategy: str, ranks: int = 2, **kwargs: Any) -> dict[str, list[float]]:
     """Train in forked ranks; return what rank 0 has logged."""
+    if strategy in NATIVE:
+        tiny_model().save_pretrained(folder / "model")
     env = {"fsdp2": FSDP, "hsdp": FSDP | SIZES}.get(strategy, {})
     codes = run_ranks(ranks, _rank, folder, strategy, kwargs, log=folder / "log", env=env)
     assert codes == [0] * ranks, "\n".join(path.read_text()[-3000:] for path in (folder / "log").glob("*.log"))
@@ -112,12 +158,34 @@ def on_ranks(folder: Path, strategy: str, ranks: int = 2, **kwargs: Any) -> dict
 def _rank(folder: Path, strategy: str, kwargs: dict[str, Any]) -> None:
     if strategy.startswith("zero"):
         kwargs["deepspeed"] = zero(int(strategy[-1]))
+    if strategy in NATIVE:
+        kwargs |= {"native": NATIVE[strategy], "save_strategy": "no"}  # Trainer itself cannot save it
+    if strategy in PARALLEL | OF_FOUR:
+        kwargs["parallel"] = (PARALLEL | OF_FOUR)[strategy]
     trainer = train(folder, **kwargs)
     if os.environ["RANK"] == "0":
         (folder / "result.json").write_text(json.dumps(result_of(trainer)))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def refused_on_ranks(folder: Path, sizes: dict[str, Any], schedule: str) -> str:
+    """Begin a training of a ParallelTrainer on two ranks, which is refused; return the sentence."""
+    codes = run_ranks(2, _refused, folder, sizes, schedule, log=folder / "log")
+    assert codes == [0, 0], "\n".join(path.read_text()[-3000:] for path in (folder / "log").glob("*.log"))
+    return (folder / "said").read_text()
+
+
+def _refused(folder: Path, sizes: dict[str, Any], schedule: str) -> None:
+    trainer = make(folder, parallel=sizes, layers=4, options={"batch_schedule": schedule})
+    with pytest.raises(UsageError) as raised:
+        trainer.train()
+    assert trainer.state.global_step == 0
+    if os.environ["RANK"] == "0":
+        (folder / "said").write_text(str(raised.value))
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def zero(stage: int, **config: Any) -> dict[str, Any]:

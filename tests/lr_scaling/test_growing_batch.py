@@ -4,7 +4,22 @@ import copy
 from dataclasses import replace
 
 import pytest
-from growing_runs import ARGUMENTS, LR, PASSES, ROWS, by_hand, killed, make, on_ranks, result_of, train, zero
+from growing_runs import (
+    ARGUMENTS,
+    LR,
+    NATIVE,
+    PARALLEL,
+    PASSES,
+    ROWS,
+    by_hand,
+    killed,
+    make,
+    on_ranks,
+    refused_on_ranks,
+    result_of,
+    train,
+    zero,
+)
 from tiny import LENGTH, RandomTokens, StopAt, logged, tiny_arguments, tiny_model, tiny_trainer
 from transformers import Trainer, TrainerCallback
 
@@ -15,6 +30,8 @@ from hfscale.trainer.accumulation import MicroBatches
 from hfscale.trainer.state import growing_batch_state
 
 CONSTANT = {"gradient_accumulation_steps": 2}
+STRATEGIES = ["ddp", "fsdp2", "zero1", "zero2", "zero3", *PARALLEL, *NATIVE]
+"""Strategies of two processes."""
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +120,7 @@ def test_two_ranks_equal_one_process_and_one_process_continues(tmp_path, referen
 @pytest.mark.long
 @pytest.mark.world(2)
 @pytest.mark.parametrize("step", [2, 7, 10, 15])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_equals_the_loop_by_hand_and_resumes(tmp_path, reference, strategy, step):
     *_, hand = reference
     first = on_ranks(tmp_path, strategy, stop=step)
@@ -116,7 +133,7 @@ def test_every_strategy_equals_the_loop_by_hand_and_resumes(tmp_path, reference,
 
 @pytest.mark.long
 @pytest.mark.world(2)
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_training_that_is_interrupted_five_times_equals_the_loop_by_hand(tmp_path, reference, strategy):
     *_, hand = reference
     step = None
@@ -149,6 +166,46 @@ def test_a_killed_training_continues_on_one_process_less(tmp_path, reference):
     step = int(checkpoint.rpartition("-")[2])
     assert 0 < step < 9
     assert_equal(result_of(train(tmp_path, resume=step)), hand, rel=2e-6)
+
+
+@pytest.mark.world(2)
+def test_stages_of_a_pipeline_equal_the_loop_by_hand_and_tensor_parallel_ranks_continue(tmp_path, reference):
+    *_, hand = reference
+    first = on_ranks(tmp_path, "pp2", stop=7)
+    assert_equal(first, {key: values[:7] for key, values in hand.items()})
+    assert_equal(on_ranks(tmp_path, "tp2", resume=7), hand)
+
+
+@pytest.mark.long
+@pytest.mark.world(4)
+@pytest.mark.parametrize(("strategy", "batch"), [("tp2_pp2", 2), ("pp2", 1), ("tp2", 2)])
+def test_four_ranks_of_two_axes_equal_the_loop_by_hand_and_resume(tmp_path, reference, strategy, batch):
+    *_, hand = reference
+    rows = {"per_device_train_batch_size": batch}
+    on_ranks(tmp_path, strategy, 4, stop=8, **rows)
+    assert_equal(on_ranks(tmp_path, strategy, 4, resume=8, **rows), hand, rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule", "message"),
+    [
+        (
+            {"pp_size": 2},
+            "2@0,8@20samples",
+            "2 sequences are 1 micro-batches of 2: 1F1B on 2 pipeline ranks runs with 2 ",
+        ),
+        (
+            {"pp_size": 2, "pipeline_schedule": "Interleaved1F1B"},
+            "8@0,10@20samples",
+            "10 sequences are 5 micro-batches of 2: Interleaved1F1B on 2 pipeline ranks runs with 4 ",
+        ),
+    ],
+)
+@pytest.mark.world(2)
+def test_a_batch_that_the_pipeline_cannot_run_is_refused_before_the_first_step(tmp_path, sizes, schedule, message):
+    said = refused_on_ranks(tmp_path, sizes, schedule)
+    assert message in said
+    assert "batch_schedule" in said
 
 
 @pytest.mark.long
@@ -260,8 +317,6 @@ def test_a_trainer_that_reads_all_micro_batches_of_a_step_at_once_is_refused(tmp
 @pytest.mark.parametrize(
     "asked",
     [
-        {"engine": "parallel_trainer", "strategy": "parallel"},
-        {"engine": "trainer", "strategy": "native"},
         {"engine": "trainer", "strategy": "fsdp1"},
         {"engine": "trainer", "strategy": "fsdp2", "cp": 2},
         {"engine": "trainer", "strategy": "ddp", "islands": 2},

@@ -1,5 +1,7 @@
 """Plans of a global batch that grows: steps, hours, what is left out, and what is emitted."""
 
+from dataclasses import replace
+
 import pytest
 
 import hfscale
@@ -39,10 +41,20 @@ def _same(choice, plan):
 def test_layouts_that_do_not_run_with_it_are_left_out():
     found = hfscale.plan("llama-3.1-70b", **RUN, batch_schedule="1024@0,2048@1B", top=50)
     for choice in found.choices:
-        layout = choice.estimate.job.layout
-        assert layout.tp * layout.pp * layout.cp == 1
-        assert choice.estimate.job.offload == "none"
+        job = choice.estimate.job
+        if job.layout.cp > 1:
+            assert job.runs_parallel_trainer
+        assert job.offload == "none"
     assert any("batch_schedule" in rejected.reason for rejected in found.rejected)
+
+
+def test_a_pipeline_must_run_with_the_micro_batches_of_each_batch():
+    found = hfscale.plan("llama-3.1-70b", **RUN, batch_schedule="64@0,96@1B,1024@3B", top=50)
+    pipelines = [choice.estimate.job for choice in found.choices if choice.estimate.job.layout.pp > 1]
+    assert pipelines
+    for job in pipelines:
+        for batch in (64, 96, 1024):
+            assert job.schedule_runs(replace(job, global_batch=batch).micro_batches)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +94,11 @@ def test_an_estimate_has_the_steps_of_each_batch():
         ({"global_batch": 256}, "give one of them"),
         ({"batch_schedule": "auto:256..1024"}, "not known before"),
         ({"batch_schedule": "256@0,520@1B"}, "a batch of 520, which is not a multiple of the 32 sequences"),
-        ({"layout": {"dp_shard": 8, "tp": 2}}, "never compared with one process"),
+        ({"layout": {"dp_shard": 8, "cp": 2}}, "never compared with one process"),
+        (
+            {"layout": {"dp_shard": 4, "pp": 4}, "batch_schedule": "16@0,64@1B"},
+            "16 sequences are 2 micro-batches, with which 1F1B on 4 pipeline ranks does not run",
+        ),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(changes, message):

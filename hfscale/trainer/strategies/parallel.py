@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
         @property
         def per_rank(self) -> int: ...
+        def why_not(self, micro_batches: int) -> str | None: ...
 
     class HasParts(Protocol):
         """The part of a `ParallelizedModel` that describes a training."""
@@ -101,6 +102,10 @@ class Parallel(Strategy):
     def stages_per_rank(self) -> int:
         """The number of pipeline stages that a rank has."""
         return self.trainer.stage_plan.per_rank
+
+    def why_not_accumulated(self, micro_batches: int) -> str | None:
+        """Return why the schedule of the pipeline does not run with so many micro-batches; None where it does."""
+        return self.trainer.stage_plan.why_not(micro_batches)
 
     @property
     def splits_sequences(self) -> bool:

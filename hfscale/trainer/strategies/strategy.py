@@ -215,6 +215,14 @@ class Strategy:
             micro_batches (`int`): micro-batches of the step.
         """
 
+    def why_not_accumulated(self, micro_batches: int) -> str | None:
+        """Return why no step can have so many micro-batches; None where one can.
+
+        Args:
+            micro_batches (`int`): micro-batches of the step.
+        """
+        return None
+
     # ---- tensors
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor | None:
