@@ -398,6 +398,33 @@ def test_a_loader_in_which_accelerate_cannot_skip_is_refused(monkeypatch, caplog
     assert ("cannot leave out batches" in caplog.text) == (times > 1)
 
 
+@pytest.mark.parametrize("data", ["rows", "stream"])
+@pytest.mark.parametrize("ignores", [True, False])
+def test_data_that_are_not_skipped_are_named(tmp_path, caplog, data, ignores):
+    """datasets#7444: a stream whose position a program keeps itself is one batch ahead of what was trained on."""
+
+    def trainer(*callbacks, **arguments):
+        made = tiny_trainer(tmp_path, SpotCheckpointCallback(), *callbacks, max_steps=4, save_steps=2, **arguments)
+        if data == "stream":
+            made.train_dataset = EpochStream()
+        return made
+
+    trainer(StopAt(2)).train()
+    caplog.clear()
+    trainer(ignore_data_skip=ignores).train(resume_from_checkpoint=latest_checkpoint(str(tmp_path)))
+    assert ("ignore_data_skip is on: what was read before step 2" in caplog.text) == ignores
+
+
+def test_whole_passes_are_not_named_where_data_are_not_skipped(tmp_path, caplog):
+    arguments = {"max_steps": -1, "num_train_epochs": 2, "save_strategy": "epoch"}
+    tiny_trainer(tmp_path, SpotCheckpointCallback(), StopAt(16), **arguments).train()
+    resume = latest_checkpoint(str(tmp_path))
+    tiny_trainer(tmp_path, SpotCheckpointCallback(), ignore_data_skip=True, **arguments).train(
+        resume_from_checkpoint=resume
+    )
+    assert "ignore_data_skip" not in caplog.text
+
+
 class NotesStates(TrainerCallback):
     """Notes the state of torch's generator when each step begins."""
 

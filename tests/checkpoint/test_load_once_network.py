@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from forked_ranks import run_ranks
 from node_networks import NetworksNotAllowedError, address_of, bytes_of_node, enter, node_networks
-from recipe_runs import FLAGS, SHARDED, _recipe, environment_of, logged, make_workplace, output
+from recipe_runs import FLAGS, SHARDED, TP_PP, _recipe, environment_of, logged, make_workplace, output
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,6 +31,11 @@ SETTLED_S = 0.3
 """Time in which what was sent arrives, after all ranks have what they wait for."""
 HEADERS = 1.03
 """Bytes on the network per byte sent: headers of TCP/IP and Ethernet, acknowledgements, and small exchanges."""
+FLAGS_OF = {
+    "native": ["--fsdp_size", str(RANKS)],
+    "parallel": ["--tp_size", "2", "--pp_size", "2", "--gradient_accumulation_steps", "2"],
+}
+"""Flags of the strategies that have sizes."""
 OTHER_BYTES = 2**20
 """What a rank may read in addition: its own state in /proc, small files."""
 
@@ -167,7 +172,7 @@ def test_a_model_is_read_once_and_passes_each_network_once(networks, tmp_path):
     check_counts(counted_of(tmp_path, "copy"), total)
 
 
-def recipe_on_rank(networks, folder, flags):
+def recipe_on_rank(networks, folder, script, flags):
     """Run the recipe on a rank of a node, and count while it copies the model, and the checkpoint."""
     node = be_on_a_node(networks, folder)
     rank = os.environ["RANK"]
@@ -183,30 +188,32 @@ def recipe_on_rank(networks, folder, flags):
 
     with (
         patch("hfscale.recipe.models.weights_to_load", load_weights),
+        patch("hfscale.parallel.trainer.weights_to_load", load_weights),
         patch("hfscale.checkpoint.load_once.copy_checkpoint", load_checkpoint),
     ):
-        _recipe(SHARDED, folder, flags)
+        _recipe(script, folder, flags)
 
 
 def train(networks, folder, strategy):
     without = [flag for flag in FLAGS if flag not in ("--config_name", "model")]
     flags = ["--model_name_or_path", "base", "--load_once", "$NODE_DISK", "--save_steps", "2", "--max_steps", "4"]
-    flags += ["--per_device_train_batch_size", "1"]
+    flags += ["--per_device_train_batch_size", "1", *FLAGS_OF.get(strategy, [])]
+    script = TP_PP if strategy == "parallel" else SHARDED
     env = environment(**environment_of(strategy))
     codes = run_ranks(
-        RANKS, recipe_on_rank, networks, folder, [*without, *flags], log=folder / "log", env=env, timeout_s=400
+        RANKS, recipe_on_rank, networks, folder, script, [*without, *flags], log=folder / "log", env=env, timeout_s=600
     )
     assert codes == [0] * RANKS, output(folder)[-8000:]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero2", "zero3", "native", "parallel"])
 def test_a_training_loads_and_resumes_from_what_was_read_once(strategy, networks, tmp_path):
     folder = make_workplace(tmp_path / "place")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(folder / "deep", hidden_size=256, intermediate_size=1024)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     train(networks, folder, strategy)
-    if strategy == "ddp":
+    if strategy != "fsdp2":
         check_counts(counted_of(folder, "model"), files_of([folder / "base"]))
     else:  # rank 0 reads the model, and Accelerate sends the shards
         assert list(folder.glob("model-*.json")) == []
