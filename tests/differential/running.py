@@ -27,6 +27,7 @@ from program import Interruption, Program  # noqa: E402
 LIMIT_S = 90.0
 """Time limit of one launch."""
 PRELOADED = (
+    "deepspeed",
     "drawing",
     "preloaded",
     "parts",
