@@ -9,6 +9,8 @@ LOCK_NAME = ".hfscale_lock"
 UNFINISHED = ".unfinished"
 """Folder in the output directory, and so on the same file system: checkpoints that are being written, fetched or
 deleted. No program searches it for checkpoints, and the next launch empties it."""
+SAVE_NAME = "hfscale_save"
+"""A file in the output directory: who makes it gets a checkpoint of the next step, and the file is removed."""
 STATUS_NAME = "hfscale_status.json"
 """The status of the run, for schedulers and people."""
 JSONL_NAME = "scaling.jsonl"

@@ -36,13 +36,26 @@ def run(
             help="Also write the metrics to this file NAME.prom, for node_exporter's textfile collector."
         ),
     ] = None,
+    allow_save: Annotated[
+        bool,
+        typer.Option(
+            "--allow-save",
+            help="Show a button by which who sees the page asks a run for a checkpoint.",
+        ),
+    ] = False,
 ) -> None:
     """Show runs on a page that is updated while they go on, from the files in their output directories."""
     runs = [LiveRun(output_dir) for output_dir in output_dirs]
     by_name = dict(zip(names_of(runs), runs, strict=True))
-    secret = token if token is not None else os.environ.get(TOKEN_VARIABLE) or None
-    written = Textfile(textfile, by_name) if textfile is not None else None
-    with WatchServer(by_name, host=host, port=port, token=secret, textfile=written) as server:
+    if token is None:
+        token = os.environ.get(TOKEN_VARIABLE) or None
+    written = None
+    if textfile is not None:
+        written = Textfile(textfile, by_name)
+    server = WatchServer(
+        by_name, host=host, port=port, token=token, textfile=written, allows_save=allow_save
+    )
+    with server:
         if written is not None:
             written.write()
         print(f"hfscale watch: {server.url} (Ctrl+C ends it)", flush=True)

@@ -93,9 +93,9 @@ def str_of(value):
 
 
 @contextmanager
-def serving(*folders, token=None, is_local=True):
+def serving(*folders, token=None, is_local=True, allows_save=False):
     runs = {folder.name: LiveRun(folder) for folder in folders}
-    with WatchServer(runs, host="127.0.0.1", port=0, token=token) as server:
+    with WatchServer(runs, host="127.0.0.1", port=0, token=token, allows_save=allows_save) as server:
         server.is_local = is_local
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         thread.start()
@@ -451,6 +451,58 @@ class TestAccess:
             status, _, body = ask(server, "/", method=method)
         assert status in (400, 501)
         assert "<" not in body
+
+    def test_who_sees_the_page_asks_for_a_checkpoint_where_that_is_allowed(self, run_dir):
+        wanted = {"X-Hfscale-Action": "save"}
+        with serving(run_dir, allows_save=True) as server:
+            assert ">Save a checkpoint now</button>" in drawn(server)["header"]
+            status, _, body = ask(server, "/api/save?run=run", method="POST", **wanted)
+            assert (status, body) == (200, "A checkpoint of the next step is asked for.\n")
+            assert (run_dir / "hfscale_save").read_bytes() == b""
+            assert "<button" not in drawn(server)["header"]
+            assert "is asked for" in drawn(server)["header"]
+            assert ask(server, "/api/save?run=run", method="POST", **wanted)[0] == 200  # nothing happens twice
+
+    def test_no_other_request_asks_for_a_checkpoint(self, run_dir):
+        wanted = {"X-Hfscale-Action": "save"}
+        with serving(run_dir, allows_save=True) as server:
+            for expected, path, host, headers in (
+                (403, "/api/save?run=run", None, {}),  # as a form of another site sends it
+                (403, "/api/save?run=run", None, {"X-Hfscale-Action": "stop"}),
+                (403, "/api/save?run=run", "evil.example", wanted),
+                (400, "/api/save", None, wanted),
+                (400, f"/api/save?run={run_dir}", None, wanted),
+                (400, "/api/save?run=..%2frun", None, wanted),
+                (404, "/api/run.json?run=run", None, wanted),
+                (404, "/", None, wanted),
+            ):
+                assert ask(server, path, method="POST", host=host, **headers)[0] == expected, path
+            assert ask(server, "/api/save?run=run", **wanted)[0] == 404
+            assert ask(server, "/api/save?run=run", method="OPTIONS", **wanted)[0] == 501
+            assert "Access-Control-Allow-Origin" not in ask(server, "/")[1]
+        with serving(run_dir) as server:
+            assert ask(server, "/api/save?run=run", method="POST", **wanted)[0] == 501
+            assert "<button" not in drawn(server)["header"]
+        with serving(run_dir, is_local=False, token=TOKEN, allows_save=True) as server:
+            assert ask(server, "/api/save?run=run", method="POST", **wanted)[0] == 401
+            known = {"Authorization": f"Bearer {TOKEN}"}
+            assert not (run_dir / "hfscale_save").exists()
+            assert ask(server, "/api/save?run=run", method="POST", **known, **wanted)[0] == 200
+        assert (run_dir / "hfscale_save").exists()
+
+    def test_a_run_that_does_not_go_on_is_not_asked(self, run_dir, tmp_path):
+        wanted = {"X-Hfscale-Action": "save"}
+        (run_dir / "hfscale_save").symlink_to(tmp_path / "elsewhere")
+        with serving(run_dir, allows_save=True) as server:  # no link is followed
+            assert ask(server, "/api/save?run=run", method="POST", **wanted)[0] == 503
+        assert not (tmp_path / "elsewhere").exists()
+        (run_dir / "hfscale_save").unlink()
+        (run_dir / "hfscale_status.json").write_text(json.dumps({"status": "completed", "step": 100}))
+        with serving(run_dir, allows_save=True) as server:
+            assert "<button" not in drawn(server)["header"]
+            status, _, body = ask(server, "/api/save?run=run", method="POST", **wanted)
+        assert (status, "not going on" in body) == (400, True)
+        assert not (run_dir / "hfscale_save").exists()
 
     def test_every_answer_restricts_the_browser(self, run_dir):
         with serving(run_dir) as server:

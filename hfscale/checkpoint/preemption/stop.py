@@ -50,6 +50,7 @@ from hfscale.core.alarms import PREEMPTION, raise_alarm
 from hfscale.core.collectives import TRAINING, StepAgreement
 from hfscale.core.logging import get_logger, is_main_process
 from hfscale.core.processes import describe_process
+from hfscale.core.run_files import SAVE_NAME
 from hfscale.core.run_state import ResetOnCopy
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.frames import is_training_in
@@ -58,8 +59,6 @@ from hfscale.trainer.state import model_of, output_folder
 logger = get_logger(__name__)
 
 STOP_FILE_NAME = "hfscale_stop"
-SAVE_FILE_NAME = "hfscale_save"
-"""A file in the output directory: who makes it gets a checkpoint of the next step, and the file is removed."""
 SAFETY = 1.5
 """A save is started if 1.5 times its expected time is left: the time of the last write, plus the wait for a save in
 flight and the copy to a remote store. A disk to which all machines write at once is slower than usual, and the process
@@ -229,7 +228,7 @@ class PreemptionStop(ResetOnCopy):
         self.stop = None
         self.last_write_s = None
         self._stop_path = output_folder(trainer.args) / self.stop_file if self.stop_file else None
-        self._save_path = output_folder(trainer.args) / SAVE_FILE_NAME
+        self._save_path = output_folder(trainer.args) / SAVE_NAME
         self._metric_for_best_model = trainer.args.metric_for_best_model
         watch = watch_signals()
         processes = self._gather_processes()
@@ -452,10 +451,10 @@ class PreemptionStop(ResetOnCopy):
             return
         self._is_save_asked = False
         if not self._saves:
-            logger.warning("%s: save_strategy is 'no', nothing is saved", SAVE_FILE_NAME)
+            logger.warning("%s: save_strategy is 'no', nothing is saved", SAVE_NAME)
             return
         self.asked_step = state.global_step
-        logger.info("%s: step %d is saved", SAVE_FILE_NAME, state.global_step)
+        logger.info("%s: step %d is saved", SAVE_NAME, state.global_step)
 
     def _agree_on_stop(self, state: TrainerState) -> Stop | None:
         """Exchange what the ranks know and decide; return None if all notices have been withdrawn meanwhile."""

@@ -6,6 +6,7 @@ shows the report's sections instead (`hfscale.report.watch.page`).
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.run_files import SAVE_NAME
+from hfscale.errors import StorageError, UsageError
 from hfscale.report.forecast import Forecast, forecast
 from hfscale.report.formatting import duration, percent, size, usd
 from hfscale.report.html import heat_cells
@@ -93,10 +96,34 @@ class LiveRun:
 
     def __init__(self, output_dir: Path, *, now: Callable[[], float] = time.monotonic) -> None:
         self._files = RunFiles(output_dir)
+        self._save_path = output_dir / SAVE_NAME
         self._now = now
         self._lock = threading.Lock()
         self._read_at = float("-inf")
         self._view: View | None = None
+
+    @property
+    def is_save_asked(self) -> bool:
+        """Whether a checkpoint has been asked for, which the run has not begun to save."""
+        return self._save_path.exists()
+
+    def ask_for_save(self) -> None:
+        """Ask the run for a checkpoint of its next step.
+
+        Raises:
+            UsageError: the run is not going on.
+            StorageError: its folder cannot be written to.
+        """
+        if self.view().run.status != "running":
+            raise UsageError(
+                "the run is not going on: it takes no step of which it could save a checkpoint"
+            )
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
+        try:
+            os.close(os.open(self._save_path, flags, 0o644))
+        except OSError as error:
+            reason = error.strerror or error
+            raise StorageError(f"{self._save_path} cannot be written: {reason}") from None
 
     def view(self) -> View:
         """Return the run as its files are, or were up to `REFRESH_S` seconds ago.

@@ -19,15 +19,33 @@ function placesOf(name) {
   run.head = document.createElement("div");
   run.body = document.createElement("div");
   run.article.append(run.head, run.body);
+  run.head.addEventListener("click", (event) => {
+    if (event.target.localName === "button") save(run);
+  });
   return run;
 }
 
 async function update(run) {
   const asked = new URLSearchParams({ run: run.name, version: run.version });
   const answer = await read(`api/sections.json?${asked}`);
+  const hadFocus = run.head.querySelector("button:focus") !== null;
   show(run.head, answer.header);
+  if (hadFocus) run.head.querySelector("button")?.focus();
   if (answer.sections !== null) show(run.body, answer.sections);
   run.version = answer.version;
+}
+
+async function save(run) {
+  const state = document.getElementById("state");
+  try {
+    // Pages of other sites cannot set this header.
+    const options = { method: "POST", headers: { "X-Hfscale-Action": "save" } };
+    const answer = await fetch(`api/save?${new URLSearchParams({ run: run.name })}`, options);
+    state.textContent = (await answer.text()).trim();
+    if (answer.ok) await update(run);
+  } catch (error) {
+    state.textContent = `Not asked: ${error.message}.`;
+  }
 }
 
 async function start() {

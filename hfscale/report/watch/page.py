@@ -97,11 +97,26 @@ class DrawnRuns:
         return view, drawn
 
 
-def draw_header(view: View) -> str:
+def draw_save(view: View, *, is_asked: bool) -> str:
+    """Draw the button that asks a run for a checkpoint; nothing where the run is not going on.
+
+    Args:
+        view (`View`): the run.
+        is_asked (`bool`): whether a checkpoint has been asked for.
+    """
+    if view.run.status != "running":
+        return ""
+    if is_asked:
+        return '<p class="now">A checkpoint of the next step is asked for.</p>'
+    return '<button type="button">Save a checkpoint now</button>'
+
+
+def draw_header(view: View, more: str = "") -> str:
     """Draw the header of a run, with its step, its loss and its newest record.
 
     Args:
         view (`View`): the run.
+        more (`str`): HTML that follows.
     """
     run = view.run
     step = run.last("step")
@@ -121,7 +136,7 @@ def draw_header(view: View) -> str:
     if run.max_steps and step is not None:
         done = min(int(step), run.max_steps)
         bar = f'<progress max="{run.max_steps}" value="{done}" aria-label="steps"></progress>'
-    return header(run, f'<p class="now">{now}</p>{bar}')
+    return header(run, f'<p class="now">{now}</p>{bar}{more}')
 
 
 def _last_record(seconds: float, *, is_running: bool) -> str:

@@ -1,9 +1,10 @@
-"""The server of `hfscale watch`: a page and its data, for reading only.
+"""The server of `hfscale watch`: a page and its data, for reading only, unless it may ask runs for checkpoints.
 
-It answers GET and HEAD on fixed routes, and no part of a request becomes a path. On an address of this machine it
-accepts only requests whose `Host` names this machine, so that a page of another site cannot reach it through a DNS
-name of its own (DNS rebinding). On any other address each request needs the token: as `Authorization: Bearer TOKEN`,
-or once as `?token=TOKEN`, which sets a cookie that no script can read.
+It answers GET and HEAD on fixed routes, and no part of a request becomes a path. Where checkpoints may be asked for,
+it answers POST on one route, if the request has a header that no page of another site can set. On an address of this
+machine it accepts only requests whose `Host` names this machine, so that a page of another site cannot reach it
+through a DNS name of its own (DNS rebinding). On any other address each request needs the token: as `Authorization:
+Bearer TOKEN`, or once as `?token=TOKEN`, which sets a cookie that no script can read.
 """
 
 import errno
@@ -31,7 +32,13 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import HfScaleError, ParameterError, UsageError
 from hfscale.report.watch.live import CHARTS, Runs, describe
 from hfscale.report.watch.open_metrics import CONTENT_TYPE, Textfile, exposition
-from hfscale.report.watch.page import CONTENT_SECURITY_POLICY, PAGE, DrawnRuns, draw_header
+from hfscale.report.watch.page import (
+    CONTENT_SECURITY_POLICY,
+    PAGE,
+    DrawnRuns,
+    draw_header,
+    draw_save,
+)
 
 logger = get_logger(__name__)
 
@@ -49,6 +56,10 @@ MAX_CONNECTIONS = 64
 """Connections at the same time; the oldest whose request is not complete is closed for a new one."""
 MIN_COMPRESSED = 4096
 """Bytes from which an answer is compressed: the maps of many ranks are large, and a page is often read through ssh."""
+SAVE_ROUTE = "/api/save"
+"""Where a run is asked for a checkpoint."""
+ACTION_HEADER = "X-Hfscale-Action"
+"""A header of such a request. Before a browser sends it to another server than that of the page, it asks that one."""
 _JSON = "application/json; charset=utf-8"
 
 
@@ -61,6 +72,7 @@ class WatchServer(ThreadingHTTPServer):
         port (`int`): its port; 0: a free one.
         token (`str`, *optional*): the secret that each request needs; None: none is needed.
         textfile (`Textfile`, *optional*): a file that is written while the server runs.
+        allows_save (`bool`): whether who may read the page may ask a run for a checkpoint.
 
     Raises:
         UsageError: the token is missing or too short, or the host or port cannot be listened on.
@@ -77,8 +89,10 @@ class WatchServer(ThreadingHTTPServer):
         port: int,
         token: str | None = None,
         textfile: Textfile | None = None,
+        allows_save: bool = False,
     ) -> None:
         self.runs = runs
+        self.allows_save = allows_save
         self.drawn_runs = DrawnRuns(runs)
         self._textfile = textfile
         self.is_local = is_loopback(host)
@@ -239,32 +253,72 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page or data, or with why not."""
-        try:
-            url = urlsplit(self.path)
-            query = {
-                name: values[-1] for name, values in parse_qs(url.query, max_num_fields=20).items()
-            }
-        except ValueError:
-            self.send_error(HTTPStatus.BAD_REQUEST)
+        asked = self._asked()
+        if asked is None:
             return
+        path, query = asked
         may_read = self._may_read()
         self.server.request_is_complete(self.connection, is_known=may_read)
-        answer = _ROUTES.get(url.path)
-        if self.server.is_local and not is_loopback(_host_of(self.headers.get("Host", ""))):
-            self._send(
-                HTTPStatus.FORBIDDEN, "open it as http://localhost or by a loopback address\n"
-            )
-        elif self.server.token is not None and self._equals(query.get("token"), self.server.token):
-            self._open_session(url.path if answer else "/")
+        answer = _ROUTES.get(path)
+        has_token = self.server.token is not None and self._equals(
+            query.get("token"), self.server.token
+        )
+        if self._is_of_another_site():
+            self._refuse_another_site()
+        elif has_token:
+            self._open_session(path if answer else "/")
         elif not may_read:
-            self._send(
-                HTTPStatus.UNAUTHORIZED,
-                "this page needs its token: open it once with ?token=TOKEN\n",
-            )
+            self._refuse_without_token()
         elif answer is None:
             self._send(HTTPStatus.NOT_FOUND, "there is no such page\n")
         else:
             self._answer(answer, query)
+
+    def do_POST(self) -> None:
+        """Ask a run for a checkpoint, where that is allowed."""
+        self.close_connection = True  # no body is read
+        if not self.server.allows_save:
+            self.send_error(HTTPStatus.NOT_IMPLEMENTED)
+            return
+        asked = self._asked()
+        if asked is None:
+            return
+        path, query = asked
+        may_ask = self._may_read()
+        self.server.request_is_complete(self.connection, is_known=may_ask)
+        if self._is_of_another_site():
+            self._refuse_another_site()
+        elif not may_ask:
+            self._refuse_without_token()
+        elif path != SAVE_ROUTE:
+            self._send(HTTPStatus.NOT_FOUND, "there is no such page\n")
+        elif self.headers.get(ACTION_HEADER) != "save":
+            self._send(
+                HTTPStatus.FORBIDDEN, f"a request to save needs the header {ACTION_HEADER}: save\n"
+            )
+        else:
+            self._answer(_save, query)
+
+    def _asked(self) -> tuple[str, dict[str, str]] | None:
+        """Return the path and the query of the request; None, with an answer, where they cannot be read."""
+        try:
+            url = urlsplit(self.path)
+            found = parse_qs(url.query, max_num_fields=20)
+        except ValueError:
+            self.send_error(HTTPStatus.BAD_REQUEST)
+            return None
+        return url.path, {name: values[-1] for name, values in found.items()}
+
+    def _is_of_another_site(self) -> bool:
+        host = _host_of(self.headers.get("Host", ""))
+        return self.server.is_local and not is_loopback(host)
+
+    def _refuse_another_site(self) -> None:
+        self._send(HTTPStatus.FORBIDDEN, "open it as http://localhost or by a loopback address\n")
+
+    def _refuse_without_token(self) -> None:
+        text = "this page needs its token: open it once with ?token=TOKEN\n"
+        self._send(HTTPStatus.UNAUTHORIZED, text)
 
     def do_HEAD(self) -> None:
         """Answer as GET, without the body."""
@@ -398,14 +452,26 @@ def _run(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
 
 def _sections(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
     """Return what the page shows of a run: its header always, its sections if the page has others."""
-    view, drawn = server.drawn_runs.of(_asked_name(server, query))
+    name = _asked_name(server, query)
+    view, drawn = server.drawn_runs.of(name)
+    save = ""
+    if server.allows_save:
+        save = draw_save(view, is_asked=server.runs[name].is_save_asked)
     is_known = query.get("version") == drawn.version
     answer = {
-        "header": draw_header(view),
+        "header": draw_header(view, save),
         "sections": None if is_known else drawn.sections,
         "version": drawn.version,
     }
     return json.dumps(answer), _JSON
+
+
+def _save(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
+    """Ask a run for a checkpoint."""
+    if "run" not in query:
+        raise UsageError("run must name the run: /api/runs.json lists them")
+    server.runs[_asked_name(server, query)].ask_for_save()
+    return "A checkpoint of the next step is asked for.\n", "text/plain; charset=utf-8"
 
 
 def _metrics(server: WatchServer, query: dict[str, str]) -> tuple[str, str]:
