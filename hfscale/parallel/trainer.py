@@ -22,7 +22,7 @@ from accelerate.data_loader import prepare_data_loader
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from hfscale.checkpoint.formats.parameter_names import parameter_order, trained_names
 from hfscale.checkpoint.load_once import weights_to_load
@@ -312,11 +312,14 @@ class ParallelTrainer(ParallelCheckpointTrainer):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader[Any]]:
+    def _prepare_for_training(
+        self, max_steps: int, *args: Any, **kwargs: Any
+    ) -> tuple[nn.Module, DataLoader[Any]]:
         """Give Trainer the module that runs the pipeline instead of the model."""
         self._check_attributes()
         self.begin_optimizer()
-        _, data_loader = super()._prepare_for_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # of Trainer
+        _, data_loader = super()._prepare_for_training(max_steps, *args, **kwargs)  # type: ignore[no-untyped-call]  # of Trainer
+        self._check_last_step(max_steps, data_loader)
         self.check_optimizer()
         self.model_wrapped = self.parallel_model
         if self.layout.pp > 1:
@@ -376,6 +379,20 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         if self.parallelized.tied is not None:
             self.parallelized.tied.sum_gradients()
         return loss
+
+    def _check_last_step(self, max_steps: int, data_loader: DataLoader[Any]) -> None:
+        """Refuse a training whose last step of an epoch could not be completed, before its first one."""
+        if not has_length(data_loader) or TrainerAdapter.of(self).announced.grows_batch:
+            return
+        micro_batches = len(data_loader)
+        steps, rest = divmod(micro_batches, self.args.gradient_accumulation_steps)
+        if not rest or steps >= max_steps:
+            return
+        complete = self.stage_plan.micro_batches_for(rest)
+        counted = None
+        if self.model_accepts_loss_kwargs or self.compute_loss_func is not None:
+            counted = 1
+        self._check_empty_micro_batches(complete - rest, counted)
 
     def _check_empty_micro_batches(self, added: int, items: torch.Tensor | int | None) -> None:
         """Make sure that micro-batches which only fill the schedule add nothing to the loss."""

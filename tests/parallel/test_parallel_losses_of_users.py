@@ -60,6 +60,11 @@ class LogitsLoss(OwnLoss):
         return loss + 1e-2 * self.share(outputs.logits.float().logsumexp(-1).pow(2).mean())
 
 
+class TakesNoStep(LogitsLoss):
+    def training_step(self, *args, **kwargs):
+        raise AssertionError("a step was taken")
+
+
 class Metrics(OwnLoss):
     """Metrics in an attribute, in a nested container and in a log."""
 
@@ -353,6 +358,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, int], str]] = [
     ({"mixin": "CallsTwice"}, {"pp_size": 2}, "compute_loss calls the model twice"),
     ({"mixin": "OtherTokens"}, {"pp_size": 2}, "compute_loss calls the model with another input_ids"),
     ({"mixin": "KeepsAModel"}, {"pp_size": 2}, "compute_loss keeps what is not plain as probe"),
+    (
+        {"mixin": "TakesNoStep", "data": {"size": 18}, "args": {"num_train_epochs": 1, "max_steps": -1}},
+        {"pp_size": 2},
+        "the last step of an epoch has 1 micro-batches too few for 1F1B, and compute_loss may count",
+    ),
     ({"reads": True}, {"pp_size": 2}, "the model is called outside of a training or evaluation step"),
     ({"model": {"vocab_size": 64}}, {"tp_size": 2}, "the model's vocabulary ends with 63"),
     ({"model": {"vocab_size": 64}}, {"pp_size": 2}, "the model's vocabulary ends with 63"),
