@@ -68,6 +68,30 @@ def test_a_line_explains_programs_that_it_is_about_only():
     assert resumed(launch(first=3, order=(0, 1, 3, 2), lines=[line]), program=program).verdict == "fault"
 
 
+@pytest.mark.parametrize(("path", "verdict"), [(None, "said"), ("out/checkpoint-2", "fault")])
+def test_rows_of_a_launch_that_begins_anew_with_another_batch_are_explained(path, verdict):
+    """The last batch of a pass is filled up; a launch that resumes must have the rows all the same."""
+    again = launch(first=3, order=(0, 1, 3, 2))
+    again.events.append({"event": "resume", "path": path})
+    assert resumed(again, program=replace(PROGRAM, move="batch")).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("loaded_by_plain", "loaded", "verdict"),
+    [
+        (2.0, 2.0, "said"),  # only this run ends with what its best checkpoint has
+        (2.0, 3.0, "fault"),
+        (1.0, 2.0, "fault"),  # another best checkpoint
+        (None, None, "fault"),
+    ],
+)
+def test_the_best_checkpoint_that_plain_trainer_loads_in_part_is_explained(loaded_by_plain, loaded, verdict):
+    plain = Run([launch(best=3, loaded=loaded_by_plain)])
+    ours = Run([launch(best=3, loaded=loaded, total=2.0, digest="b")])
+    program = replace(PROGRAM, best="lowest")
+    assert compare(program, plain, ours, None).verdict == verdict
+
+
 @pytest.mark.parametrize(
     ("changed", "quantity"),
     [

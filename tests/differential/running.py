@@ -183,7 +183,8 @@ def run_child(job: dict[str, Any]) -> None:
             best=trainer.state.best_global_step if program.best != "none" else None,
             checkpoints=sorted(path.name for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()),
             cpu_s=time.process_time(),
-            average=average_of(folder),
+            average=total_of(folder / "average"),
+            loaded=total_of(folder / f"checkpoint-{trainer.state.best_global_step}"),
             **weights_of(trainer.model),
         )
     except BaseException as error:
@@ -202,11 +203,11 @@ def weights_of(model: Any) -> dict[str, Any]:
     return {"digest": digest.hexdigest()[:16], "total": total}
 
 
-def average_of(folder: Path) -> float | None:
-    """Return a number that differs where the averaged weights that a run has written do; None if there are none."""
+def total_of(folder: Path) -> float | None:
+    """Return a number that differs where the weights in a folder do; None if there are none."""
     from safetensors.torch import load_file
 
-    files = sorted((folder / "average").glob("*.safetensors"))
+    files = sorted(folder.glob("*.safetensors"))
     tensors = [tensor for file in files for _, tensor in sorted(load_file(file).items())]
     return sum(float(tensor.double().abs().sum()) for tensor in tensors) if tensors else None
 
