@@ -734,6 +734,7 @@ SITES = {
     "report/run_data.py:_saved_goodput": "state of Trainer",
     "report/sweep.py:_launch": PROGRAM,
     "report/sweep.py:failure_reason": PROGRAM,
+    "report/watch/live.py:ask_for_save": OTHER,
     "report/watch/page.py:": OURS,
     "trainer/accumulation.py:_after_constant_batch": VERIFIED,
     "trainer/parameter_groups.py:why_not_loadable": OTHER,
