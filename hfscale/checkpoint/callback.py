@@ -427,6 +427,15 @@ class SpotCheckpointCallback(AdapterCallback):
     ) -> None:
         with self._noting_own_save(state, control):
             self.preemption.at_epoch_end(state, control)
+        is_stopped = self.preemption.stop is not None
+        if (
+            is_stopped
+            and args.logging_strategy == "epoch"
+            and not ends_epoch(TrainerAdapter.current().trainer)
+        ):
+            control.should_log = (
+                False  # the launch that ends this epoch logs the mean of all its steps
+            )
 
     @contextmanager
     def _noting_own_save(self, state: TrainerState, control: TrainerControl) -> Iterator[None]:

@@ -3,14 +3,16 @@
 import json
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from forked_ranks import run_ranks
 from tiny import RandomTokens, StopAt, tiny_arguments, tiny_model
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.checkpoint.running_loss import NAME, keep_running_loss
 from hfscale.core.versions import has_epoch_methods
 from hfscale.errors import CheckpointError
@@ -64,6 +66,37 @@ def test_the_log_of_an_epoch_is_of_this_epoch(tmp_path):
     assert latest_checkpoint(tmp_path / "broken").endswith("checkpoint-4")
     resumed, _ = train(tmp_path / "broken", resume=True, **arguments)
     assert [log for log in resumed if log[0] > 4] == [log for log in whole if log[0] > 4]
+
+
+class Stops(TrainerCallback):
+    """Makes the stop file at a step, and notes what is logged."""
+
+    def __init__(self, step=None):
+        self.step = step
+        self.logged = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.logged.append((state.global_step, logs["loss"]))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            Path(args.output_dir, "hfscale_stop").touch()
+
+
+@pytest.mark.parametrize("step", [5, 7])
+def test_an_epoch_in_which_a_run_stops_is_logged_once(tmp_path, monkeypatch, step):
+    """At its end: by the next launch, or by the one that stops after its last step."""
+    monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
+    arguments = {"logging_strategy": "epoch", "max_steps": -1, "num_train_epochs": 3}
+    arguments |= {"per_device_train_batch_size": 16, "save_strategy": "steps", "save_steps": 100}  # of 64 rows
+    whole, _ = train(tmp_path / "whole", **arguments | {"save_strategy": "no"})
+    first, second = Stops(step), Stops()
+    with pytest.raises(SystemExit):
+        train(tmp_path / "broken", first, **arguments)
+    assert latest_checkpoint(str(tmp_path / "broken")).endswith(f"checkpoint-{step + 1}")
+    train(tmp_path / "broken", second, resume=True, **arguments)
+    assert first.logged + second.logged == whole
 
 
 def test_each_rank_has_a_sum_and_another_number_of_ranks_their_mean(tmp_path):

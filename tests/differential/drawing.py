@@ -84,7 +84,7 @@ def possible(program: Program) -> Program:
     if program.model == "t5":  # which makes its inputs from the labels, that smoothing takes away
         changes["smoothing"] = 0.0
     if program.trainer == "CrossEncoderTrainer":  # its model cannot be recomputed under DDP
-        changes["processes"] = 1
+        changes |= {"processes": 1, "move": "none" if program.move == "processes" else None}
     if program.eval_strategy == "no":
         changes |= {"best": "none", "early_stopping": 0}
         changes |= {"schedule": "constant" if program.schedule == "plateau" else None}
