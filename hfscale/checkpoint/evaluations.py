@@ -63,7 +63,10 @@ def note_unfinished_epoch(trainer: Trainer, evaluated_step: int | None) -> None:
         trainer (`Trainer`): the Trainer that trains.
         evaluated_step (`int`, *optional*): the step of the last evaluation.
     """
-    is_due = trainer.args.eval_strategy == IntervalStrategy.EPOCH and ends_epoch(trainer)
+    args = trainer.args
+    is_due = args.eval_strategy == IntervalStrategy.EPOCH and ends_epoch(trainer)
+    if is_due and (trainer.state.epoch or 0) < args.eval_delay:
+        return  # the arguments ask for none yet
     if is_due and evaluated_step != trainer.state.global_step:
         note_missing(trainer.state)
 

@@ -236,6 +236,17 @@ def test_the_evaluation_of_an_epoch_is_made_if_its_last_step_was_saved_before(tm
     check_equal(again, whole)
 
 
+@pytest.mark.parametrize("delay", [1, 2])
+def test_an_evaluation_before_the_delay_is_not_missing(tmp_path, delay):
+    """`eval_delay` counts epochs here: with 2, the checkpoint of the first one has no evaluation to come."""
+    arguments = EPOCHS | {"rows": 16, "eval_delay": delay, "load_best_model_at_end": False}
+    whole, _ = run(tmp_path / "whole", **arguments)
+    assert list(results(whole)["eval_loss"]) == [4 * epoch for epoch in range(delay, 4)]
+    run(tmp_path / "run", StopAt(4), **arguments)
+    again, _ = run(tmp_path / "run", **arguments)
+    check_equal(again, whole)
+
+
 class CrashInEvaluation(TrainerCallback):
     """Ends the training in the evaluation of a step."""
 
