@@ -433,9 +433,8 @@ class SpotCheckpointCallback(AdapterCallback):
             and args.logging_strategy == "epoch"
             and not ends_epoch(TrainerAdapter.current().trainer)
         ):
-            control.should_log = (
-                False  # the launch that ends this epoch logs the mean of all its steps
-            )
+            # The launch that ends this epoch logs the mean of all its steps
+            control.should_log = False
 
     @contextmanager
     def _noting_own_save(self, state: TrainerState, control: TrainerControl) -> Iterator[None]:

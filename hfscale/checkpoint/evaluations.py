@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    DefaultFlowCallback,
     EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
@@ -63,10 +64,9 @@ def note_unfinished_epoch(trainer: Trainer, evaluated_step: int | None) -> None:
         trainer (`Trainer`): the Trainer that trains.
         evaluated_step (`int`, *optional*): the step of the last evaluation.
     """
-    args = trainer.args
-    is_due = args.eval_strategy == IntervalStrategy.EPOCH and ends_epoch(trainer)
-    if is_due and (trainer.state.epoch or 0) < args.eval_delay:
-        return  # the arguments ask for none yet
+    # What Trainer itself asks for at the end of an epoch, which `eval_delay` decides too
+    asked = DefaultFlowCallback().on_epoch_end(trainer.args, trainer.state, TrainerControl())
+    is_due = asked.should_evaluate and ends_epoch(trainer)
     if is_due and evaluated_step != trainer.state.global_step:
         note_missing(trainer.state)
 

@@ -237,9 +237,8 @@ class StreamPosition(TrainerCallback):
         if "collator_at_save" not in saved or self._resumed is not None:
             return
         saved["collator_at_save"] = self._collator_state()
-        if (
-            saved.get("state") is None
-        ):  # the next batch is of a new pass, and comes after the evaluation
+        # The next batch is of a new pass, and comes after the evaluation
+        if saved.get("state") is None:
             saved["collator"] = saved["collator_at_save"]
 
     def _position_to_read_again(self) -> dict[str, Any]:

@@ -549,9 +549,8 @@ class PreemptionStop(ResetOnCopy):
                 logger.info("the evaluation was cut short; it gives no metrics")
                 try:
                     put_back()
-                except (
-                    Exception
-                ) as error:  # of the user's objects: the save that follows counts for more
+                # Objects of the user raise anything, and the save that follows counts for more
+                except Exception as error:
                     logger.warning(
                         "what the evaluation has moved could not be put back (%s: %s): the resumed run may make it "
                         "up with other random numbers, and may go on with others",

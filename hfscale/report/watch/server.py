@@ -263,12 +263,10 @@ class _Handler(BaseHTTPRequestHandler):
         has_token = self.server.token is not None and self._equals(
             query.get("token"), self.server.token
         )
-        if self._is_of_another_site():
-            self._refuse_another_site()
-        elif has_token:
+        if self._is_refused(is_known=may_read or has_token):
+            return
+        if has_token:
             self._open_session(path if answer else "/")
-        elif not may_read:
-            self._refuse_without_token()
         elif answer is None:
             self._send(HTTPStatus.NOT_FOUND, "there is no such page\n")
         else:
@@ -286,11 +284,9 @@ class _Handler(BaseHTTPRequestHandler):
         path, query = asked
         may_ask = self._may_read()
         self.server.request_is_complete(self.connection, is_known=may_ask)
-        if self._is_of_another_site():
-            self._refuse_another_site()
-        elif not may_ask:
-            self._refuse_without_token()
-        elif path != SAVE_ROUTE:
+        if self._is_refused(is_known=may_ask):
+            return
+        if path != SAVE_ROUTE:
             self._send(HTTPStatus.NOT_FOUND, "there is no such page\n")
         elif self.headers.get(ACTION_HEADER) != "save":
             self._send(
@@ -309,16 +305,17 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         return url.path, {name: values[-1] for name, values in found.items()}
 
-    def _is_of_another_site(self) -> bool:
+    def _is_refused(self, *, is_known: bool) -> bool:
+        """Refuse a request to the name of another site, or without the token; return whether it was refused."""
         host = _host_of(self.headers.get("Host", ""))
-        return self.server.is_local and not is_loopback(host)
-
-    def _refuse_another_site(self) -> None:
-        self._send(HTTPStatus.FORBIDDEN, "open it as http://localhost or by a loopback address\n")
-
-    def _refuse_without_token(self) -> None:
-        text = "this page needs its token: open it once with ?token=TOKEN\n"
-        self._send(HTTPStatus.UNAUTHORIZED, text)
+        if self.server.is_local and not is_loopback(host):
+            text = "open it as http://localhost or by a loopback address\n"
+            self._send(HTTPStatus.FORBIDDEN, text)
+            return True
+        if not is_known:
+            text = "this page needs its token: open it once with ?token=TOKEN\n"
+            self._send(HTTPStatus.UNAUTHORIZED, text)
+        return not is_known
 
     def do_HEAD(self) -> None:
         """Answer as GET, without the body."""
