@@ -5,7 +5,6 @@ decides, weights and optimizer, is in `hfscale.checkpoint.captures`.
 """
 
 import copy
-import json
 import random
 import tempfile
 from collections.abc import Callable, Mapping
@@ -263,22 +262,6 @@ def take_tensors(
         for name, tensors in taken.items():
             if tensors:
                 safetensors.torch.save_file(tensors, folder / name)
-
-    return write
-
-
-def take_json(sources: Mapping[str, Callable[[], dict[str, Any]]]) -> Callable[[Path], None]:
-    """Write JSON values of this rank as text, and return the function that writes it into the folder of a checkpoint.
-
-    Args:
-        sources (`Mapping`): `Announced.json` of the Trainer's adapter.
-    """
-    rank = distributed.rank()
-    taken = {f"{name}_{rank}.json": json.dumps(source()) for name, source in sources.items()}
-
-    def write(folder: Path) -> None:
-        for name, text in taken.items():
-            (folder / name).write_text(text, encoding="utf-8")
 
     return write
 

@@ -43,7 +43,7 @@ from hfscale.errors import (
     UsageError,
 )
 from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of
-from hfscale.trainer.state import global_batch_size, growing_batch_state, output_folder
+from hfscale.trainer.state import data_ranks, global_batch_size, growing_batch_state, output_folder
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import requested_strategy
 
@@ -338,8 +338,7 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
         per_device = int(state["train_batch_size"])
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return  # Trainer names what is wrong with the file
-    of_rank = args.train_batch_size * args.gradient_accumulation_steps
-    ranks = global_batch_size(trainer) // of_rank
+    ranks = data_ranks(trainer)
     earlier_ranks = manifest.world_size * ranks // args.world_size
     rows = len(data)
     now = _rows_of_pass(rows, args.train_batch_size, ranks)

@@ -60,6 +60,11 @@ class PositionedStream(datasets.IterableDataset):  # type: ignore[misc]
         """Returns the state of the collator as JSON values; None if it has none."""
         self._begin_pass()
 
+    @property
+    def most_workers(self) -> int:
+        """How many processes of a data loader can read at once: one per shard."""
+        return int(self.num_shards)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the next pass. Accelerate calls it before each pass.
 

@@ -8,11 +8,10 @@ number of the same step. Here each rank's checkpoint keeps the sum and the step 
 from pathlib import Path
 from typing import Any
 
+from hfscale.checkpoint.rank_files import read_checked
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
-from hfscale.core.text_files import read_json
 from hfscale.core.versions import has_epoch_methods
-from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import (
     micro_batches_of_pass,
@@ -80,16 +79,13 @@ def _read_share(checkpoint: Path) -> list[tuple[float, int]]:
     saver = distributed.rank()
     path = checkpoint / f"{NAME}_{saver}.json"
     while path.is_file():
-        found.append(_read(path))
+        found.append(read_checked(path, _parse))
         saver += distributed.world_size()
         path = checkpoint / f"{NAME}_{saver}.json"
     return found
 
 
-def _read(path: Path) -> tuple[float, int]:
-    try:
-        saved = read_json(path)
-        return float(saved["loss"]), int(saved["last_log"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = type(error).__name__
-        raise CheckpointError(f"{path} cannot be read ({reason}): use another checkpoint") from None
+def _parse(saved: Any) -> tuple[float, int]:
+    loss = float(saved["loss"])
+    last_log = int(saved["last_log"])
+    return loss, last_log

@@ -21,7 +21,6 @@ from hfscale.checkpoint.captures.capture import Captured, write_shards
 from hfscale.checkpoint.contents import (
     fits_in_host_memory,
     processes_on_this_host,
-    take_json,
     take_rng_state,
     take_tensors,
     take_trainer_state,
@@ -35,6 +34,7 @@ from hfscale.checkpoint.overrides import (
     reader_of_saves,
     why_own_methods_wait,
 )
+from hfscale.checkpoint.rank_files import take_json
 from hfscale.checkpoint.writer import (
     CheckpointJob,
     CheckpointWriter,

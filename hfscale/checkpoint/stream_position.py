@@ -14,24 +14,32 @@ A stream of a user's own class has no position that is known, so its pass is rea
 random numbers with which it is read.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
 
 from hfscale.checkpoint.data_order.owners import DataState
+from hfscale.checkpoint.program_state.kept_values import check_values
 from hfscale.checkpoint.random_states import global_states, plain, set_global_states
+from hfscale.checkpoint.rank_files import read_of_rank
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
-from hfscale.trainer.state import global_batch_size, model_of, saved_state
+from hfscale.trainer.state import data_ranks, global_batch_size, model_of, saved_state
 
 logger = get_logger(__name__)
+
+NAME = "stream_collator"
+"""The file of a rank other than 0 is `stream_collator_RANK.json`."""
 
 
 class OwnStream:
@@ -43,6 +51,8 @@ class OwnStream:
     """
 
     is_read_again = True
+    most_workers = sys.maxsize
+    """How many processes of a data loader can read at once: the stream itself decides what each of them reads."""
 
     def __init__(self, adapter: TrainerAdapter, dataset: Any) -> None:
         self._adapter = adapter
@@ -116,13 +126,8 @@ class StreamPosition(TrainerCallback):
         resumed = None if args.ignore_data_skip else self._adapter.resumes_from
         if resumed is None:
             return
-        if position and position.get("workers", 0) != workers:
-            logger.warning(
-                "%d processes of the data loader read the stream, and now %d do: the sequences come in another order, "
-                "so that some of them are seen twice or never",
-                position.get("workers", 0),
-                workers,
-            )
+        if position:
+            self._warn_of_other_readers(position)
         # Other nodes may have no position in their checkpoint: rank 0 decides.
         known_samples = position["samples"] if is_known and distributed.rank() == 0 else -1
         self._begun_with = int(TRAINING.maximum("start: stream", [float(known_samples)])[0])
@@ -139,6 +144,8 @@ class StreamPosition(TrainerCallback):
         self._adapter.set_argument("ignore_data_skip", True)
         if self._is_read_again(workers):
             self._adapter.drop_batches(self._begun_with // batch * args.gradient_accumulation_steps)
+        else:
+            position |= _collator_of_rank(Path(resumed))
         if is_known:
             self._go_to(position, state, workers)
 
@@ -148,7 +155,6 @@ class StreamPosition(TrainerCallback):
 
     def _go_to(self, position: dict[str, Any], state: TrainerState, workers: int) -> None:
         """Begin at a position of an earlier launch, or at the beginning of its pass, which is read again."""
-        trainer_drops_last = self._adapter.trainer.args.dataloader_drop_last
         self._first_pass = position["pass"]
         self._samples = position["samples"]
         self._steps = position["steps"]
@@ -162,15 +168,68 @@ class StreamPosition(TrainerCallback):
             self._set_collator(position.get("collator"))
             self._collator_at_save = position.get("collator_at_save")
             after = "the stream continues after %d sequences of pass %d"
-            if self._samples and distributed.world_size() > 1 and not trainer_drops_last:
-                # Accelerate fills it with the first batch that it has read
-                logger.warning(
-                    "if the sequences of pass %d do not divide by the %d of a batch, the last one is filled up with "
-                    "others than in an uninterrupted run; set dataloader_drop_last to leave it out",
-                    position["pass"] + 1,
-                    global_batch_size(self._adapter.trainer),
-                )
+        self._warn_of_other_filling(position)
         logger.info(after, self._samples, self._first_pass + 1)
+
+    def _readers(self) -> dict[str, int]:
+        """Return what decides in which order the sequences come, and with how many a batch is filled up.
+
+        Processes of a data loader take turns, each with the rows of a batch.
+        """
+        trainer = self._adapter.trainer
+        ranks = data_ranks(trainer)
+        rows = trainer.args.train_batch_size
+        is_dispatched = isinstance(trainer.callback_handler.train_dataloader, DataLoaderDispatcher)
+        return {
+            "workers": trainer.args.dataloader_num_workers,
+            "processes": ranks,
+            "rows_of_turn": rows if is_dispatched else rows * ranks,
+        }
+
+    def _warn_of_other_readers(self, position: dict[str, Any]) -> None:
+        """Log where the data loader reads the stream in another order than the one that a position is of."""
+        now = self._readers()
+        workers, rows = now["workers"], now["rows_of_turn"]
+        earlier_workers = position.get("workers", 0)
+        earlier_rows = position.get("rows_of_turn", rows)
+        if workers != earlier_workers:
+            logger.warning(
+                "%d processes of the data loader read the stream, and now %d do: the sequences come in another order, "
+                "so that some of them are seen twice or never",
+                earlier_workers,
+                workers,
+            )
+        elif min(workers, self.stream.most_workers) > 1 and rows != earlier_rows:
+            logger.warning(
+                "the %d processes of the data loader read the stream in turns of %d sequences, and now of %d: the "
+                "sequences come in another order, so that some of them are seen twice or never; to keep it with "
+                "other processes or another batch per device, begin with dataloader_num_workers of 0 or 1",
+                workers,
+                earlier_rows,
+                rows,
+            )
+
+    def _warn_of_other_filling(self, position: dict[str, Any]) -> None:
+        """Log where the last batch of the pass may be another than in an uninterrupted run.
+
+        Accelerate fills the last batch of several processes up with the first batch that this launch has read.
+        """
+        trainer = self._adapter.trainer
+        if trainer.args.dataloader_drop_last:
+            return
+        ranks = data_ranks(trainer)
+        is_another_size = position.get("processes", ranks) != ranks
+        reads_all = self._is_read_again(trainer.args.dataloader_num_workers)
+        is_another_first = ranks > 1 and self._samples > 0 and not reads_all
+        if not is_another_size and not is_another_first:
+            return
+        logger.warning(
+            "if the sequences of pass %d%s do not divide by the %d of a batch, the last one is filled up with "
+            "others than in an uninterrupted run; set dataloader_drop_last to leave it out",
+            position["pass"] + 1,
+            " and later ones" if is_another_size else "",
+            global_batch_size(trainer),
+        )
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -228,6 +287,7 @@ class StreamPosition(TrainerCallback):
                 "steps": self._steps + steps,
             }
             saved |= position
+        saved |= self._readers()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -242,12 +302,10 @@ class StreamPosition(TrainerCallback):
             saved["collator"] = saved["collator_at_save"]
 
     def _position_to_read_again(self) -> dict[str, Any]:
-        """Return the number of workers, whether their pass has ended (`state` is None), and the seed that began it."""
-        trainer = self._adapter.trainer
-        found = {"workers": trainer.args.dataloader_num_workers}
-        if trainer.accelerator.gradient_state.end_of_dataloader:
-            return found | {"state": None}
-        return found | {"state": {}} | self._seed_state
+        """Return whether the pass of the workers has ended (`state` is None), and the seed that began it."""
+        if self._adapter.trainer.accelerator.gradient_state.end_of_dataloader:
+            return {"state": None}
+        return {"state": {}} | self._seed_state
 
     def _load_rng_state(self) -> None:
         """Set this rank's random number generators to their states in the checkpoint, the first time it is called."""
@@ -268,9 +326,20 @@ class StreamPosition(TrainerCallback):
             self._collator = None
         self.stream.collator_state = self._collator_state
         if self._collator is not None:
+            if distributed.rank() > 0:  # the state of the Trainer is that of rank 0
+                self._adapter.announced.json[NAME] = self._saved_collator
             evaluations = self._adapter.evaluations
             evaluations.put_back_if_cut("collator of the stream", self._collator.take)
             evaluations.around_made_up("collator of the stream", self._around_made_up)
+
+    def _saved_collator(self) -> dict[str, Any]:
+        """Return the states of this rank's collator that a checkpoint keeps.
+
+        A rank that reads nothing of the stream has collated other batches than rank 0: those of its evaluations.
+        """
+        stream = saved_state(self._adapter.trainer.state, "stream")
+        at_save = stream.get("collator_at_save", self._collator_state())
+        return {"collator": stream.get("collator", at_save), "collator_at_save": at_save}
 
     @contextmanager
     def _around_made_up(self) -> Iterator[None]:
@@ -298,6 +367,20 @@ class StreamPosition(TrainerCallback):
         if self._collator is not None and saved is not None:
             self._collator.set_generators(saved["generators"])
             self._collator.set_values(saved["values"])
+
+
+def _collator_of_rank(checkpoint: Path) -> dict[str, Any]:
+    """Return the states of the collator that this rank has saved; empty where those of rank 0 are to be used."""
+    with TRAINING.agreed("start: collator of the stream"):  # the file of one rank may be broken
+        found = read_of_rank(checkpoint, NAME, _parse_collator)
+    return found[0] if found is not None else {}
+
+
+def _parse_collator(saved: Any) -> dict[str, Any]:
+    for state in (saved["collator"], saved["collator_at_save"]):
+        dict(state["generators"])
+        check_values(state["values"])
+    return dict(saved)
 
 
 def track_stream(adapter: TrainerAdapter) -> None:

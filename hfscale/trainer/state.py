@@ -143,6 +143,16 @@ def global_batch_size(trainer: Trainer) -> int:
     return trainer.get_total_train_batch_size(trainer.args)
 
 
+def data_ranks(trainer: Trainer) -> int:
+    """Return the number of ranks that train on different sequences; 1 with `split_batches`, where ranks share a batch.
+
+    Args:
+        trainer (`Trainer`): as for `global_batch_size`.
+    """
+    of_rank = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    return global_batch_size(trainer) // of_rank
+
+
 def steps_per_epoch(trainer: Trainer) -> int:
     """Return the optimizer steps of an epoch, as Trainer counts them; 0 where the data have no length.
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from hfscale.checkpoint import generated_batches
-from hfscale.checkpoint.contents import take_json, take_tensors
+from hfscale.checkpoint.contents import take_tensors
 from hfscale.checkpoint.generated_batches import NAME, GeneratedBatches
+from hfscale.checkpoint.rank_files import take_json
 from hfscale.errors import CheckpointError
 
 PERIOD = 6

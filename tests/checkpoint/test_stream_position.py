@@ -121,16 +121,19 @@ def test_a_resumed_run_is_the_one_without_the_callback(plain, tmp_path, prepare,
 def test_two_processes_read_what_they_read_without_the_callback(launch, tmp_path):
     """Also where Accelerate gives each process its own files, and where it splits a batch between the processes.
 
-    With workers, the interruption is in the second pass.
+    With workers, the interruption is in the second pass. A collator that counts has another count on each rank, as one
+    rank collates the batches of the stream, and each those of its evaluations.
     """
     cases = [f"datasets with a random map, {loader}, 0 workers" for loader in ("not dispatched", "split")]
-    cases.append("few rows, default, 2 workers")
+    cases += ["few rows, default, 2 workers", "few rows, with a collator that counts, evaluated"]
     done = launch(2, REPOSITORY / "tests" / "workers" / "streams.py", *cases)
     assert done.code == 0, done.err
-    own_files, split, second_pass = (json.loads((tmp_path / "streams.json").read_text())[case] for case in cases)
+    found = json.loads((tmp_path / "streams.json").read_text())
+    own_files, split, second_pass, evaluated = (found[case] for case in cases)
     assert own_files["first"]
     assert split == {"first": True, "resumed": True}
     assert second_pass == {"first": True, "resumed": True}
+    assert evaluated == {"first": True, "resumed": True}
 
 
 def test_a_resumed_run_reads_only_what_follows(tmp_path):
@@ -207,6 +210,18 @@ def test_another_number_of_data_loader_workers_is_another_order_and_reported(tmp
     with caplog.at_level(logging.WARNING, logger="hfscale"):
         train(tmp_path, dataloader_num_workers=0, resume=latest_checkpoint(tmp_path), max_steps=8, save_steps=1000)
     assert "2 processes of the data loader read the stream, and now 0 do" in caplog.text
+
+
+@pytest.mark.parametrize(("workers", "is_another_order"), [(1, False), (2, True)])
+def test_another_batch_per_device_is_another_order_where_data_loader_workers_take_turns(
+    tmp_path, caplog, workers, is_another_order
+):
+    arguments = {"dataloader_num_workers": workers, "max_steps": 8, "save_steps": 1000}
+    train(tmp_path, stop_at=7, **arguments)
+    arguments |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    with caplog.at_level(logging.WARNING, logger="hfscale"):
+        train(tmp_path, resume=latest_checkpoint(tmp_path), **arguments)
+    assert ("in turns of 4 sequences, and now of 2" in caplog.text) == is_another_order
 
 
 def test_a_stream_that_fails_fails_the_training(tmp_path):

@@ -138,7 +138,12 @@ EXPLANATIONS = (
         ("rows", "rates", *FROM_LOSS, "tokens"),
     ),
     Explanation(
-        lambda program: program.processes > 1 and program.data in ("shuffled_stream", "mixed_stream"),
+        lambda program: program.data.endswith("stream") and program.workers > 1,
+        r"read the stream in turns of \d+ sequences, and now of",
+        ("rows", *FROM_LOSS),
+    ),
+    Explanation(
+        lambda program: program.data.endswith("stream") and (program.processes > 1 or program.move == "processes"),
         r"the last one is filled up with others",
         ("rows", *FROM_LOSS, "tokens"),
     ),

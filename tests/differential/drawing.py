@@ -105,6 +105,8 @@ def possible(program: Program) -> Program:
         changes["move"] = "none"
     if program.move in ("batch", "processes") and COUNTS_PASSES & {program.model, program.trainer, program.collator}:
         changes["move"] = "none"
+    if program.trainer == "SentenceTransformerTrainer" and program.best != "none" and program.move == "processes":
+        changes["move"] = "none"  # its evaluations on two processes have no eval_loss
     if program.move == "processes" and (program.batch, program.processes, program.accumulation) == (2, 1, 2):
         changes["move"] = "none"  # one row per process
     if not has_effect(program):

@@ -67,6 +67,7 @@ DATA = {
     "torch": TorchStream,
     "torch with a length": SizedTorchStream,
 }
+EVALUATED = "few rows, with a collator that counts, evaluated"
 LOADERS = {
     "default": {},
     "dispatched": {"dispatch_batches": True},
@@ -80,17 +81,33 @@ class Stop(TrainerCallback):
         control.should_training_stop |= state.global_step == STOP_AT
 
 
+class ShrinkingCollator:
+    """Masks one more of the labels with each batch that its rank has collated, in evaluations too."""
+
+    def __init__(self):
+        self.batches = 0
+
+    def __call__(self, rows):
+        self.batches += 1
+        batch = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
+        batch["labels"][:, : self.batches % LENGTH] = -100
+        return batch
+
+
 def losses(folder, make, *callbacks, resume=None, **arguments):
+    """Train, and return the losses, with those of the evaluations if there are any."""
     args = tiny_arguments(folder, max_steps=STEPS, per_device_train_batch_size=BATCH, **arguments)
-    model = tiny_model(attention_dropout=0.1)
-    trainer = Trainer(model=model, args=args, train_dataset=make(), callbacks=list(callbacks))
+    data = {"train_dataset": make()}
+    if args.eval_strategy != "no":
+        data |= {"eval_dataset": list(make().take(6)), "data_collator": ShrinkingCollator()}
+    trainer = Trainer(model=tiny_model(attention_dropout=0.1), args=args, callbacks=list(callbacks), **data)
     trainer.train(resume_from_checkpoint=resume)
-    return logged(trainer, "loss")
+    return logged(trainer, "loss") + logged(trainer, "eval_loss")
 
 
-def compare(folder, make, loader, workers):
+def compare(folder, make, loader, workers, **arguments):
     """Whether the losses until the interruption, and those after the resume, are those without the callback."""
-    arguments = {"accelerator_config": loader, "dataloader_num_workers": workers}
+    arguments |= {"accelerator_config": loader, "dataloader_num_workers": workers}
     plain = losses(folder, make, **arguments)
     arguments |= {"save_strategy": "steps", "save_steps": STOP_AT}
     losses(folder, make, SpotCheckpointCallback(), Stop(), **arguments)
@@ -104,6 +121,9 @@ def main(*wanted):
         name = f"{data}, {loader}, {workers} workers"
         if name in wanted or (not wanted and data != "few rows"):
             found[name] = compare(Path("runs", name.replace(" ", "-")), DATA[data], LOADERS[loader], workers)
+    if EVALUATED in wanted:
+        evaluations = {"eval_strategy": "steps", "eval_steps": 2}
+        found[EVALUATED] = compare(Path("runs", "evaluated"), DATA["few rows"], {}, 0, **evaluations)
     if os.environ.get("RANK", "0") == "0":
         Path("streams.json").write_text(json.dumps(found))
     if torch.distributed.is_initialized():

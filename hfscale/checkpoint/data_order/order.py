@@ -39,11 +39,10 @@ from hfscale.checkpoint.random_states import (
     plain,
     set_global_states,
 )
+from hfscale.checkpoint.rank_files import read_of_rank
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
-from hfscale.core.text_files import read_json
-from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.batch_indices import (
     BatchListener,
@@ -367,21 +366,13 @@ def _warn_of_workers(adapter: TrainerAdapter) -> None:
 
 def _read(checkpoint: Path) -> dict[str, Any] | None:
     """Return what the file of this rank says, else that of rank 0; None if an older version wrote the checkpoint."""
-    for rank in (distributed.rank(), 0):
-        path = checkpoint / f"{NAME}_{rank}.json"
-        if not path.is_file():
-            continue
-        try:
-            saved: dict[str, Any] = read_json(path)
-            _check(saved)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path} cannot be read ({type(error).__name__}): use another checkpoint"
-            ) from None
-        if rank != distributed.rank():
-            saved["launch"] = {}  # that of another rank: only the beginning of the pass counts
-        return saved
-    return None
+    found = read_of_rank(checkpoint, NAME, _parse)
+    if found is None:
+        return None
+    saved, rank = found
+    if rank != distributed.rank():
+        saved["launch"] = {}  # that of another rank: only the beginning of the pass counts
+    return saved
 
 
 def _as_json(states: States) -> dict[str, Any]:
@@ -390,7 +381,7 @@ def _as_json(states: States) -> dict[str, Any]:
     return {**generators, "values": states["values"]}
 
 
-def _check(saved: dict[str, Any]) -> None:
+def _parse(saved: Any) -> dict[str, Any]:
     for name in ("launch", "begin", "trained", "taken", "before", "now", "digest"):
         saved[name]
     for part in (saved["now"], saved["begin"]):
@@ -400,3 +391,4 @@ def _check(saved: dict[str, Any]) -> None:
         check_global_states(states["random"])
     for states in (saved["begin"], saved["now"], *saved["before"].values()):
         check_values(states.get("values", {}))
+    return dict(saved)

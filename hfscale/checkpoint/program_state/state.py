@@ -28,11 +28,10 @@ from hfscale.checkpoint.program_state.objects import (
 )
 from hfscale.checkpoint.program_state.values import MOST_NUMBERS
 from hfscale.checkpoint.random_states import generator_state, plain, set_generator_state
+from hfscale.checkpoint.rank_files import read_of_rank
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
-from hfscale.core.text_files import read_json
-from hfscale.errors import CheckpointError
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import micro_batches_of_pass, model_of, unwrap_compiled
 from hfscale.trainer.strategies.tensors import own_part
@@ -284,8 +283,10 @@ def keep_program_state(adapter: TrainerAdapter) -> None:
     saved = None
     if adapter.resumes_from is not None:
         with TRAINING.agreed("start: program state"):  # the file of one rank may be broken
-            saved = next(_files(Path(adapter.resumes_from)), None)
-        _warn_of_other_ranks(adapter, (saved or {}).get("launch"))
+            found = read_of_rank(Path(adapter.resumes_from), NAME, _parse)
+        if found is not None:
+            saved, _ = found
+            _warn_of_other_ranks(adapter, saved.get("launch"))
     program = ProgramState(adapter, saved)
     adapter.announced.json[NAME] = program.saved
     adapter.prepend_callback(_Before(program))
@@ -318,19 +319,7 @@ def _warn_of_other_ranks(adapter: TrainerAdapter, saved: Any) -> None:
         )
 
 
-def _files(checkpoint: Path) -> Iterator[dict[str, Any]]:
-    """Yield what the file of this rank says, then that of rank 0; nothing if an older version wrote the checkpoint."""
-    for rank in (distributed.rank(), 0):
-        path = checkpoint / f"{NAME}_{rank}.json"
-        if not path.is_file():
-            continue
-        try:
-            saved = read_json(path)
-            check_values(saved["values"])
-            dict(saved["generators"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = type(error).__name__
-            raise CheckpointError(
-                f"{path} cannot be read ({reason}): use another checkpoint"
-            ) from None
-        yield saved
+def _parse(saved: Any) -> dict[str, Any]:
+    check_values(saved["values"])
+    dict(saved["generators"])
+    return dict(saved)
