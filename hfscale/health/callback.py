@@ -156,6 +156,8 @@ class CommHealthCallback(AdapterCallback):
                 "output_dir; put it on storage that all machines share"
             )
         running = f"strategy {strategy.name} on {args.world_size} processes ({args.device.type})"
+        if args.world_size > 1:
+            running += f": {strategy.describe()}"
         if args.logging_nan_inf_filter:  # Trainer's default: one line says both
             logger.warning(
                 "%s; logging_nan_inf_filter is on: a NaN or infinite loss is logged as the mean of earlier ones, so "
@@ -164,8 +166,6 @@ class CommHealthCallback(AdapterCallback):
             )
         else:
             logger.info("%s", running)
-        if args.world_size > 1:
-            logger.info("each rank: %s", strategy.describe())
         has_bf16 = args.device.type == "cuda" and torch.cuda.is_bf16_supported(
             including_emulation=False
         )
