@@ -6,6 +6,7 @@ optimizer states are then counted. Activations and the loss follow the planner's
 (`hfscale.planner.memory`).
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from hfscale.core.spelling import spelled
 from hfscale.core.torch_internals import FakeStore
 from hfscale.core.versions import recomputes_activations, require
-from hfscale.errors import UsageError
+from hfscale.errors import ParameterError, UsageError
+from hfscale.facts.batch_schedule import check_divisible, parse_batch_schedule
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ExpertLayout, ParallelLayout
 from hfscale.facts.model_shape import ModelShape
@@ -254,6 +256,35 @@ def _shards(parameter: nn.Parameter) -> int:
 
 def _local_size(parameter: nn.Parameter) -> int:
     return local_tensor(parameter).numel()
+
+
+def with_largest_batch(
+    args: TrainingArguments, layout: ParallelLayout, plan: StagePlan, batch_schedule: str
+) -> TrainingArguments:
+    """Return the arguments of a step with the largest batch of a schedule.
+
+    Args:
+        args (`TrainingArguments`): those of the training, whose `gradient_accumulation_steps` the schedule decides.
+        layout (`ParallelLayout`): sizes of the axes.
+        plan (`StagePlan`): the pipeline stages.
+        batch_schedule (`str`): the global batches of the training.
+
+    Raises:
+        ParameterError: one of them is no number of micro-batches, or the pipeline does not run with so many.
+    """
+    schedule = parse_batch_schedule(batch_schedule)
+    replicas = layout.world_size // layout.ranks_per_replica
+    micro_batch = args.per_device_train_batch_size * replicas
+    check_divisible(schedule, micro_batch)
+    for batch in schedule.sizes:
+        reason = plan.why_not(batch // micro_batch)
+        if reason is not None:
+            raise ParameterError(
+                "batch_schedule", schedule.text(), f"with {batch} sequences {reason}"
+            )
+    of_largest = copy.copy(args)
+    of_largest.gradient_accumulation_steps = max(schedule.sizes) // micro_batch
+    return of_largest
 
 
 def print_dry_run(

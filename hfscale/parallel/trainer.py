@@ -41,7 +41,7 @@ from hfscale.parallel.arguments import (
 )
 from hfscale.parallel.checkpoints import ParallelCheckpointTrainer, reshard_all
 from hfscale.parallel.checks import check_config
-from hfscale.parallel.dry_run import dry_run, print_dry_run
+from hfscale.parallel.dry_run import dry_run, print_dry_run, with_largest_batch
 from hfscale.parallel.groups import copy_without_data
 from hfscale.parallel.loss_records import LossRecords
 from hfscale.parallel.losses import without_shifting
@@ -245,6 +245,7 @@ class ParallelTrainer(ParallelCheckpointTrainer):
         parallel: ParallelArguments,
         *,
         block_size: int,
+        batch_schedule: str | None = None,
     ) -> None:
         """Print, for a world of `parallel.dry_run` ranks, what each rank holds and how long it waits; without a GPU.
 
@@ -253,13 +254,21 @@ class ParallelTrainer(ParallelCheckpointTrainer):
             args (`TrainingArguments`): batch, accumulation, precision and recomputation are taken from it.
             parallel (`ParallelArguments`): sizes of the axes and the schedule.
             block_size (`int`): tokens per sequence.
+            batch_schedule (`str`, *optional*): the global batches of the training, as `LRScalingCallback` takes them.
+                A step of the largest one is simulated.
 
         Raises:
             LayoutError: the sizes do not fit together or the model.
+            ParameterError: the schedule has a batch with which the pipeline does not run.
             UsageError: this process is part of a real process group, or the model does not support one of the axes.
             UnsupportedModelError: the model cannot be parallelized in this way.
         """
-        layout, plan = plan_stages(parallel, args, world_size=parallel.dry_run)
+        is_changing = batch_schedule is not None
+        layout, plan = plan_stages(
+            parallel, args, world_size=parallel.dry_run, is_batch_changing=is_changing
+        )
+        if batch_schedule is not None:
+            args = with_largest_batch(args, layout, plan, batch_schedule)
         ranks = dry_run(
             make_model,
             layout,

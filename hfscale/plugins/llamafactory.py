@@ -30,7 +30,9 @@ def main(words: list[str]) -> int:
         arguments = _read(words)
         section = arguments.pop("hfscale", None)
         callback = callback_of(section)
-        if "resume_from_checkpoint" not in arguments:
+        # The program's own examples have the key without a value
+        given = arguments.get("resume_from_checkpoint")
+        if given is None:
             output_dir = arguments.get("output_dir")
             arguments["resume_from_checkpoint"] = checkpoint_of(output_dir, section)
     except HfScaleError as error:

@@ -38,7 +38,13 @@ def main():
         return load_model(model_args, training_args, tokenizer, data_args, empty=True)
 
     if parallel_args.dry_run:
-        ParallelTrainer.print_dry_run(empty_model, training_args, parallel_args, block_size=data_args.block_size)
+        ParallelTrainer.print_dry_run(
+            empty_model,
+            training_args,
+            parallel_args,
+            block_size=data_args.block_size,
+            batch_schedule=scaling_args.batch_schedule,
+        )
         return
     start = start_run(model_args, data_args, scaling_args, training_args, parallel_args, parallel_trainer=True)
 

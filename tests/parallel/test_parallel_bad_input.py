@@ -92,3 +92,29 @@ def test_a_dry_run_reads_no_data(tmp_path):
     flags = ["--use_cpu", "true", "--dry_run", "2", "--tp_size", "2"]
     assert run_ranks(1, run_recipe, flags, log=tmp_path / "log") == [0]
     assert "activations" in (tmp_path / "log" / "rank-0.log").read_text(encoding="utf-8")
+
+
+def test_a_dry_run_simulates_the_largest_batch_of_a_schedule(tmp_path):
+    """The schedule decides the micro-batches, so that no `--gradient_accumulation_steps` is asked for."""
+    flags = ["--use_cpu", "true", "--dry_run", "4", "--pp_size", "2", "--per_device_train_batch_size", "2"]
+    flags += ["--batch_schedule", "16@0,32@100Ksamples"]
+    assert run_ranks(1, run_recipe, flags, log=tmp_path / "log") == [0]
+    assert "8 micro-batches per step" in (tmp_path / "log" / "rank-0.log").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("16@0,34@100Ksamples", "34 sequences are no multiple of 4"),
+        ("4@0,16@100Ksamples", "with 4 sequences 1F1B on 2"),
+    ],
+)
+def test_a_dry_run_refuses_a_batch_that_the_pipeline_does_not_run(tmp_path, schedule, message):
+    flags = ["--use_cpu", "true", "--dry_run", "4", "--pp_size", "2", "--per_device_train_batch_size", "2"]
+    assert run_ranks(1, run_recipe, [*flags, "--batch_schedule", schedule], log=tmp_path / "log") == [2]
+    (line,) = [
+        row
+        for row in (tmp_path / "log" / "rank-0.log").read_text(encoding="utf-8").splitlines()
+        if row.startswith("hfscale: error: ")
+    ]
+    assert message in line

@@ -73,6 +73,10 @@ def test_llamafactory_gets_the_callback_and_the_checkpoint(tmp_path, monkeypatch
     assert llamafactory.main([str(path)]) == 0
     assert got["args"] == {"output_dir": str(tmp_path / "out"), "stage": "sft", "resume_from_checkpoint": None}
     assert got["callbacks"][0].metrics.options.usd_per_gpu_hour == 2.5
+    monkeypatch.setattr(llamafactory, "checkpoint_of", lambda output_dir, section: "out/checkpoint-2")
+    path.write_text("output_dir: out\nresume_from_checkpoint: null\n")  # as in the program's examples
+    assert llamafactory.main([str(path)]) == 0
+    assert got["args"]["resume_from_checkpoint"] == "out/checkpoint-2"
     monkeypatch.setenv("USE_V1", "1")
     assert llamafactory.main([str(path)]) == 2
 

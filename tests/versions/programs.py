@@ -4,7 +4,8 @@ The program fine-tunes a tiny model of its own data (with LoRA, but for axolotl)
 with it in a run that a SIGTERM stops and the same command resumes. The losses must be equal, and the checkpoint must
 pass `hfscale checkpoints verify` there. `ms-swift` also converts PiSSA in its saves. Then the
 command of `docs/beside_other_programs.md`, with the plug-in, is started: its process is killed and restarted while
-`hfscale watch` shows the run, a SIGTERM stops the command, and the command is started again.
+`hfscale watch` shows the run, a SIGTERM stops the command, and the command is started again. The same is done with the
+options of the program's own example (`examples.py`).
 """
 
 import json
@@ -15,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from examples import SAVED as SAVED_EXAMPLE
+from examples import example, make_records
 from killed_run import TIMEOUT_S, events, kill_and_watch, logged_losses
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -28,6 +31,9 @@ SAVED_LONG = 40
 LONG_RUN = "long"
 PAGE_RUN = "long-page"
 """Output directories of such a run: without the callback, and with the command of the page."""
+EXAMPLE_RUN = "example"
+EXAMPLE_PAGE_RUN = "example-page"
+"""The same with the options of the program's example."""
 STEPS = 6
 SAVED = 2
 STOPPED = 3
@@ -94,6 +100,8 @@ def train_llamafactory(folder: Path, name: str, mode: str, init: str) -> None:
 
 def llamafactory_arguments(folder: Path, name: str) -> dict[str, Any]:
     """Return what LLaMA-Factory is given."""
+    if name in (EXAMPLE_RUN, EXAMPLE_PAGE_RUN):
+        return example("llamafactory", folder) | {"output_dir": str(folder / name)}
     return common(name) | {
         "stage": "sft",
         "do_train": True,
@@ -128,6 +136,8 @@ def train_swift(folder: Path, name: str, mode: str, init: str) -> None:
 
 def swift_arguments(folder: Path, name: str, init: str) -> dict[str, Any]:
     """Return what ms-swift is given."""
+    if name in (EXAMPLE_RUN, EXAMPLE_PAGE_RUN):
+        return example("ms-swift", folder) | {"output_dir": folder / name, "add_version": False}
     return common(name) | {
         "model": folder / "model",
         "model_type": "llama",
@@ -191,6 +201,8 @@ def train_axolotl(folder: Path, name: str, mode: str, init: str) -> None:
 
 def axolotl_arguments(folder: Path, name: str) -> dict[str, Any]:
     """Return what axolotl is given."""
+    if name in (EXAMPLE_RUN, EXAMPLE_PAGE_RUN):
+        return example("axolotl", folder) | {"output_dir": str(folder / name)}
     rows = {"path": str(folder / "data" / "rows.json"), "ds_type": "json", "type": "alpaca"}
     taken = {key: value for key, value in common(name).items() if "per_device" not in key and key != "lora_rank"}
     return taken | {
@@ -216,61 +228,76 @@ PROGRAMS = {"llamafactory": train_llamafactory, "ms-swift": train_swift, "axolot
 def run(program: str, folder: Path, name: str, mode: str, init: str = "true") -> tuple[int, list[float]]:
     """Train in a new process; return its exit code and the losses of the newest checkpoint."""
     done = subprocess.run([sys.executable, __file__, program, str(folder), name, mode, init], timeout=TIMEOUT_S)
-    newest = max((folder / name).glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
+    return done.returncode, list(losses_of(folder / name).values())
+
+
+def losses_of(output_dir: Path) -> dict[int, float]:
+    """Return the losses of the newest checkpoint, by step."""
+    newest = max(output_dir.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     history = json.loads((newest / "trainer_state.json").read_text())["log_history"]
-    return done.returncode, [log["loss"] for log in history if "loss" in log]
+    return {log["step"]: log["loss"] for log in history if "loss" in log}
 
 
-def command_of_page(program: str, folder: Path) -> list[str]:
+def command_of_page(program: str, folder: Path, name: str) -> list[str]:
     """Write what the page says, and return its command for one process."""
     import yaml
 
     launcher = [sys.executable, "-m", "hfscale", "run", "--", str(Path(sys.executable).parent / "torchrun")]
     launcher += ["--standalone", "--nproc_per_node", "1"]
+    file = f"{name}.yaml"
     section = {"hfscale": {"usd_per_gpu_hour": USD_PER_GPU_HOUR}}
     if program == "ms-swift":
         command = [sys.executable, "-m", "hfscale", "plugins", "swift"]
         plugin = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-        arguments = {"external_plugins": plugin, "callbacks": "hfscale"} | swift_arguments(folder, PAGE_RUN, "true")
-        (folder / "options.yaml").write_text(yaml.safe_dump(section["hfscale"]))
+        arguments = {"external_plugins": plugin, "callbacks": "hfscale"} | swift_arguments(folder, name, "true")
+        (folder / file).write_text(yaml.safe_dump(section["hfscale"]))
         return [*launcher, "-m", "swift.cli.sft", *as_flags(arguments)]
     if program == "llamafactory":
-        (folder / "page.yaml").write_text(yaml.safe_dump(llamafactory_arguments(folder, PAGE_RUN) | section))
-        return [*launcher, "-m", "hfscale.plugins.llamafactory", "page.yaml"]
+        (folder / file).write_text(yaml.safe_dump(llamafactory_arguments(folder, name) | section))
+        return [*launcher, "-m", "hfscale.plugins.llamafactory", file]
     named = {"plugins": ["hfscale.plugins.axolotl.HfscalePlugin"]}
-    (folder / "page.yaml").write_text(yaml.safe_dump(axolotl_arguments(folder, PAGE_RUN) | named | section))
-    return [*launcher, "-m", "axolotl.cli.train", "page.yaml"]
+    (folder / file).write_text(yaml.safe_dump(axolotl_arguments(folder, name) | named | section))
+    return [*launcher, "-m", "axolotl.cli.train", file]
 
 
-def check_options(program: str, folder: Path, command: list[str], environ: dict[str, str]) -> None:
+def check_options(options: Path, output_dir: Path, command: list[str], environ: dict[str, str]) -> None:
     """Start the command with an option that no part has: it must end before it trains, and name the option."""
-    options = folder / ("options.yaml" if program == "ms-swift" else "page.yaml")
     right = options.read_text()
     options.write_text(right.replace("usd_per_gpu_hour", "usd_per_gpu_hours"))
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    done = subprocess.run(command, cwd=options.parent, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode != 0
     assert "usd_per_gpu_hours" in done.stdout + done.stderr, (done.stdout + done.stderr)[-3000:]
-    assert not list((folder / PAGE_RUN).glob("checkpoint-*"))
+    assert not list(output_dir.glob("checkpoint-*"))
     options.write_text(right)
 
 
-def check_page(program: str, folder: Path) -> None:
+def check_page(program: str, folder: Path, plain: str, page: str, *, saved: int) -> None:
     """Start the command of the page, kill its process, stop the command with SIGTERM, and start it again.
 
     The process is killed when it has saved a checkpoint. The command starts it again, and `hfscale watch` shows so. At
     the end the losses and the weights must be those of a run without the callback that nothing has stopped.
+
+    Args:
+        program (`str`): one of `PROGRAMS`.
+        folder (`Path`): where everything is.
+        plain (`str`): name of the run without the callback.
+        page (`str`): name of the run with the command of the page.
+        saved (`int`): steps between two checkpoints.
     """
-    code, plain = run(program, folder, LONG_RUN, "plain")
-    assert (code, len(plain)) == (0, LONG), (code, len(plain))
-    expected = dict(enumerate(plain, 1))
-    command = command_of_page(program, folder)
-    environ = os.environ | {"HFSCALE_OPTIONS": str(folder / "options.yaml")}
-    output_dir = folder / PAGE_RUN
+    code, _ = run(program, folder, plain, "plain")
+    assert code == 0, code
+    expected = losses_of(folder / plain)
+    last = max(expected)
+    assert last > 3 * saved, f"{last} steps are too few for three launches"
+    command = command_of_page(program, folder, page)
+    options = folder / f"{page}.yaml"
+    environ = os.environ | {"HFSCALE_OPTIONS": str(options)}
+    output_dir = folder / page
     output_dir.mkdir()
-    check_options(program, folder, command, environ)
+    check_options(options, output_dir, command, environ)
     with subprocess.Popen(command, cwd=folder, env=environ) as training:
         try:
-            killed_at, resumed_at = kill_and_watch(training, output_dir, expected, after=SAVED_LONG)
+            killed_at, resumed_at = kill_and_watch(training, output_dir, expected, after=saved)
         except BaseException:
             training.terminate()  # the command must not stay
             raise
@@ -281,11 +308,11 @@ def check_page(program: str, folder: Path) -> None:
     assert (first, second, third > second) == (0, resumed_at, True), (first, second, third)
     assert logged_losses(output_dir) == expected
     name = "model.safetensors" if program == "axolotl" else "adapter_model.safetensors"
-    weights = [(folder / run_name / f"checkpoint-{LONG}" / name).read_bytes() for run_name in (LONG_RUN, PAGE_RUN)]
+    weights = [(folder / run_name / f"checkpoint-{last}" / name).read_bytes() for run_name in (plain, page)]
     assert weights[0] == weights[1], "the weights are those of another run"
     print(
-        f"{program}: the page's command was killed after step {killed_at}, resumed at step {second}, was stopped with "
-        f"code 75, and resumed at step {third}"
+        f"{program}, {plain}: the page's command was killed after step {killed_at}, resumed at step {second}, was "
+        f"stopped with code 75, and resumed at step {third} of {last}"
     )
 
 
@@ -312,7 +339,9 @@ def check(program: str, folder: Path) -> None:
             files.append((code, losses, (converted / "adapter_model.safetensors").read_bytes()))
         assert files[0] == files[1], [part[:2] for part in files]
         assert files[0][0] == 0
-    check_page(program, folder)
+    check_page(program, folder, LONG_RUN, PAGE_RUN, saved=SAVED_LONG)
+    make_records(folder)
+    check_page(program, folder, EXAMPLE_RUN, EXAMPLE_PAGE_RUN, saved=SAVED_EXAMPLE)
 
 
 if __name__ == "__main__":
