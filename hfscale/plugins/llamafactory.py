@@ -30,11 +30,11 @@ def main(words: list[str]) -> int:
         arguments = _read(words)
         section = arguments.pop("hfscale", None)
         callback = callback_of(section)
-        # The program's own examples have the key without a value
-        given = arguments.get("resume_from_checkpoint")
-        if given is None:
+        checkpoint = arguments.get("resume_from_checkpoint")
+        if checkpoint is None:  # the program's own examples have the key without a value
             output_dir = arguments.get("output_dir")
-            arguments["resume_from_checkpoint"] = checkpoint_of(output_dir, section)
+            checkpoint = checkpoint_of(output_dir, section)
+        arguments["resume_from_checkpoint"] = checkpoint
     except HfScaleError as error:
         print_line(f"hfscale: error: {error}")
         return 2
