@@ -44,6 +44,7 @@ from hfscale.checkpoint.starting import (
     keep_what_trainer_does_not,
     refuse_to_discard,
 )
+from hfscale.checkpoint.state_formats import states_in_saved_formats
 from hfscale.checkpoint.store import (
     archive,
     checkpoint_step,
@@ -200,6 +201,7 @@ class SpotCheckpointCallback(AdapterCallback):
             adapter.checkpoints.load_states_in(
                 lambda: torch.serialization.safe_globals(safe_globals())
             )
+            adapter.checkpoints.load_states_in(lambda: states_in_saved_formats(adapter))
         dataset = adapter.trainer.train_dataset
         if is_own_stream(dataset) or is_hub_stream(dataset):
             from hfscale.checkpoint.stream_position import track_stream

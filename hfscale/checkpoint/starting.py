@@ -10,10 +10,12 @@ from hfscale.checkpoint.evaluations import put_back_if_cut, resume_evaluations
 from hfscale.checkpoint.generated_batches import keep_generated_batches
 from hfscale.checkpoint.loader_seeds import keep_loader_seeds
 from hfscale.checkpoint.loading import check_resumed, finish_merged_load, finish_universal_load
+from hfscale.checkpoint.program_state.optimizer_states import watch_optimizer_states
 from hfscale.checkpoint.program_state.state import keep_program_state
 from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resume import refuse_to_replace_unread
 from hfscale.checkpoint.running_loss import keep_running_loss
+from hfscale.checkpoint.state_formats import note_formats
 from hfscale.core.collectives import START
 from hfscale.errors import ParameterError
 from hfscale.trainer.adapter import TrainerAdapter
@@ -97,6 +99,8 @@ def keep_what_trainer_does_not(adapter: TrainerAdapter, train_dataloader: Any) -
     put_back_if_cut(adapter)
     keep_data_order(adapter, train_dataloader)
     keep_program_state(adapter)
+    note_formats(adapter)
+    watch_optimizer_states(adapter)
     keep_generated_batches(adapter)
     keep_running_loss(adapter)
     if evaluations is not None:

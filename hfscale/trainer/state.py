@@ -77,9 +77,26 @@ def find_saved_state(state: TrainerState, name: str) -> dict[str, Any]:
     Returns:
         `dict[str, Any]`: the live dictionary, or an empty one that belongs to nothing.
     """
-    by_callback: Any = state.stateful_callbacks
-    own: dict[str, Any] = by_callback.get(_STATE_KEY, {})
-    found: dict[str, Any] = own.get(name, {})
+    return saved_state_of({"stateful_callbacks": state.stateful_callbacks}, name)
+
+
+def saved_state_of(fields: Any, name: str) -> dict[str, Any]:
+    """Return a dictionary that hfscale keeps in `trainer_state.json`, from what a file says.
+
+    Args:
+        fields (`Any`): the values of the file.
+        name (`str`): name of the dictionary.
+
+    Returns:
+        `dict[str, Any]`: the dictionary; an empty one that belongs to nothing if there is none.
+    """
+    found = fields
+    for key in ("stateful_callbacks", _STATE_KEY, name):
+        if not isinstance(found, dict):
+            return {}
+        found = found.get(key)
+    if not isinstance(found, dict):
+        return {}
     return found
 
 

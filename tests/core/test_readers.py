@@ -624,6 +624,7 @@ SITES = {
     "checkpoint/followers.py:_read": VERIFIED,
     "checkpoint/generated_batches.py:read": VERIFIED,
     "checkpoint/rank_files.py:read_checked": VERIFIED,
+    "checkpoint/state_formats.py:_has_saved_formats": VERIFIED,
     "checkpoint/loading.py:_check_adapters": PICKLES,
     "checkpoint/loading.py:_conversion_folder": VERIFIED,
     "checkpoint/loading.py:_warn_of_other_passes": "state of Trainer",

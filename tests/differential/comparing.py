@@ -115,6 +115,9 @@ EXPLANATIONS = (
         (REFUSED,),
     ),
     Explanation(
+        lambda program: program.optimizer == "inside", r"keeps states that its state_dict does not restore", FROM_LOSS
+    ),
+    Explanation(
         lambda program: program.data == "shuffled_stream", r"shuffle buffer|buffer.*read again", ("rows", *FROM_LOSS)
     ),
     Explanation(

@@ -158,5 +158,7 @@ def has_effect(program: Program) -> bool:
         "frozen_at_first": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "max_steps": not program.data.endswith("stream"),
         "unseeded_sampler": is_own,
+        # With another batch per device bfloat16 rounds otherwise
+        "bf16_model": is_own and program.model in TEXT_MODELS and program.move not in ("batch", "processes"),
     }
     return needs.get(program.extra, True)

@@ -266,6 +266,12 @@ IMAGE_MODELS = ("vit", *OWN_MODELS)
 
 def model_of(program: Program) -> torch.nn.Module:
     """Return the model, always with the same weights."""
+    model = float_model_of(program)
+    return model.bfloat16() if program.extra == "bf16_model" else model
+
+
+def float_model_of(program: Program) -> torch.nn.Module:
+    """Return the model with float32 weights."""
     transformers.set_seed(0)
     dropout = program.dropout
     if program.model in OWN_MODELS:
@@ -301,6 +307,22 @@ class CountingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
+class InsideOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps with another one inside, whose states its `state_dict` leaves out, as many SAMs do."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": RATE})
+        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=RATE)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base_optimizer.step(closure)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.base_optimizer.param_groups = self.param_groups
+
+
 def optimizer_of(program: Program, model: torch.nn.Module) -> torch.optim.Optimizer | None:
     """Return a user's optimizer; None if Trainer makes it."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -316,6 +338,8 @@ def optimizer_of(program: Program, model: torch.nn.Module) -> torch.optim.Optimi
         return torch.optim.AdamW(parameters, lr=RATE, betas=(np.float64(0.9), np.float64(0.99)))
     if program.optimizer == "counting":
         return CountingSGD(parameters, lr=RATE)
+    if program.optimizer == "inside":
+        return InsideOptimizer(parameters)
     if program.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=RATE, momentum=0.9)
     if program.optimizer == "rmsprop":

@@ -57,7 +57,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "collator": ("default", "torch_mask", "numpy_mask", "python_mask", "generator_mask", "counting_mask"),
     "augmentation": ("none", "torch", "numpy", "python"),
-    "optimizer": ("default", "sgd", "adafactor", "groups", "numpy_rate", "numpy_betas", "counting", "rmsprop"),
+    "optimizer": (
+        "default",
+        "sgd",
+        "adafactor",
+        "groups",
+        "numpy_rate",
+        "numpy_betas",
+        "counting",
+        "rmsprop",
+        "inside",
+    ),
     "schedule": (
         "constant",
         "linear",
@@ -123,6 +133,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "rate_set_by_hand",
         "frozen_at_first",
         "jit_checkpoint",
+        "bf16_model",
     ),
 }
 """Values of each field of a program, the simplest first."""

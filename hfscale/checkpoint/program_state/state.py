@@ -172,7 +172,11 @@ class ProgramState(TrainerCallback):
             )
         warn_of_iterators({*self._found.iterators, *later.iterators})
         for path, each in later.stateful.items():
-            if _mark(each) != self._marks.get(path):
+            # `OptimizerStates` knows what is saved of the optimizer
+            if path.startswith("optimizer."):
+                continue
+            mark = _mark(each)
+            if mark != self._marks.get(path):
                 logger.warning(
                     "%s changes while the model trains, and no checkpoint keeps it: a resumed run begins with the "
                     "first one; make it a part of the model or of the optimizer, or save its state_dict in on_save "
