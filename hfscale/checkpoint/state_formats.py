@@ -49,9 +49,13 @@ def states_in_saved_formats(adapter: TrainerAdapter) -> Iterator[None]:
         yield
         return
     loading: list[Mapping[str, Any]] = []
-    before = optimizer.register_load_state_dict_pre_hook(
-        lambda _, state_dict: loading.append(state_dict)
-    )
+    try:
+        before = optimizer.register_load_state_dict_pre_hook(
+            lambda _, state_dict: loading.append(state_dict)
+        )
+    except AttributeError:  # an optimizer around another one, which is no complete optimizer itself
+        yield
+        return
     after = optimizer.register_load_state_dict_post_hook(
         lambda loaded: _take_formats(loaded, loading.pop())
     )

@@ -35,6 +35,7 @@ from hfscale.trainer.state import (
     growing_batch_state,
     model_of,
     saved_state,
+    stepped_optimizer,
     unwrap_compiled,
 )
 from hfscale.trainer.strategies import Strategy
@@ -206,9 +207,7 @@ class LRScalingCallback(AdapterCallback):
             if base_width is None:
                 return
             trainer = adapter.trainer
-            optimizer: Any = trainer.optimizer
-            while hasattr(optimizer, "optimizer"):  # in a second training
-                optimizer = optimizer.optimizer
+            optimizer = stepped_optimizer(trainer.optimizer)  # it is wrapped in a second training
             model = unwrap_compiled(model_of(trainer))
             width = late("width")
             width.check_width(model, base_width)

@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_compiled_module
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -158,6 +159,26 @@ def global_batch_size(trainer: Trainer) -> int:
         # As Trainer does after `on_init_end`
         trainer._train_batch_size = trainer.args.train_batch_size
     return trainer.get_total_train_batch_size(trainer.args)
+
+
+def stepped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside of those of Accelerate and DeepSpeed.
+
+    An optimizer of the program may hold another one in an attribute of the same name, and is whole.
+
+    Args:
+        optimizer (`Any`): `Trainer.optimizer`.
+    """
+    while isinstance(optimizer, AcceleratedOptimizer) or _is_of_deepspeed(optimizer):
+        inside = getattr(optimizer, "optimizer", None)
+        if inside is None:
+            break
+        optimizer = inside
+    return optimizer
+
+
+def _is_of_deepspeed(optimizer: object) -> bool:
+    return type(optimizer).__module__.startswith("deepspeed.")
 
 
 def data_ranks(trainer: Trainer) -> int:

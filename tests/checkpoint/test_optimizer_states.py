@@ -174,3 +174,70 @@ def test_what_the_state_dict_returns_is_not_named(tmp_path, caplog, make_optimiz
     with caplog.at_level(logging.WARNING, logger="hfscale"):
         train(tmp_path, make_optimizer)
     assert "no checkpoint" not in caplog.text
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer in an attribute of the same name as Accelerate's, and knows its states by `id()`."""
+
+    def __init__(self, model):
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.defaults = self.optimizer.defaults
+        self.means = {}
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            mean = 0.9 * self.means.get(id(parameter), 0.0) + float(parameter.grad.abs().mean())
+            self.means[id(parameter)] = mean
+            parameter.grad.mul_(1 + mean)
+        return self.optimizer.step(closure)
+
+    def state_dict(self):
+        means = [self.means.get(id(each), 0.0) for each in self.param_groups[0]["params"]]
+        return {"base": self.optimizer.state_dict(), "means": means}
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict["base"])
+        parameters = map(id, self.param_groups[0]["params"])
+        self.means = dict(zip(parameters, state_dict["means"], strict=True))
+
+
+def test_an_optimizer_around_another_one_is_resumed_by_its_own_methods(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="hfscale"):
+        whole = train(tmp_path / "whole", Around)
+        train(tmp_path / "cut", Around, StopAt(SAVED))
+        resumed = train(tmp_path / "cut", Around, resume=latest_checkpoint(tmp_path / "cut"))
+    assert logged(resumed, "loss") == logged(whole, "loss")
+    assert "no checkpoint" not in caplog.text
+
+
+class WeighsById(Trainer):
+    """Counts per parameter by `id()`."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.counts = {}
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        for parameter in model.parameters():
+            self.counts[id(parameter)] = self.counts.get(id(parameter), 0) + 1
+        return super().training_step(model, inputs, *args, **kwargs)
+
+
+def test_what_a_program_keeps_by_id_is_named(tmp_path, caplog):
+    args = tiny_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=1)
+    trainer = WeighsById(model=tiny_model(), args=args, train_dataset=rows(), callbacks=[SpotCheckpointCallback()])
+    with caplog.at_level(logging.WARNING, logger="hfscale"):
+        trainer.train()
+    assert "trainer.counts is kept by id() or data_ptr() of parameters or modules" in caplog.text

@@ -110,7 +110,18 @@ def kept_apart(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         if not is_parameter and id(tensor) not in numbers:
             found[path] = tensor
-    return found
+    if not found:
+        return {}
+    # A `state_dict` may return copies
+    copies = set()
+    for _, tensor in _tensors_in(saved, ""):
+        copies.add((tensor.shape, _mark(tensor)))
+    apart = {}
+    for path, tensor in found.items():
+        content = (tensor.shape, _mark(tensor))
+        if content not in copies:
+            apart[path] = tensor
+    return apart
 
 
 def keeps_by_tensor(optimizer: torch.optim.Optimizer) -> bool:

@@ -19,6 +19,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from hfscale.checkpoint.program_state.addresses import Addresses
 from hfscale.checkpoint.program_state.kept_values import KeptValues, check_values
 from hfscale.checkpoint.program_state.objects import (
     Found,
@@ -33,7 +34,12 @@ from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
-from hfscale.trainer.state import micro_batches_of_pass, model_of, unwrap_compiled
+from hfscale.trainer.state import (
+    micro_batches_of_pass,
+    model_of,
+    stepped_optimizer,
+    unwrap_compiled,
+)
 from hfscale.trainer.strategies.tensors import own_part
 
 logger = get_logger(__name__)
@@ -58,6 +64,7 @@ class ProgramState(TrainerCallback):
         self._values: KeptValues | None = None
         self._of_callbacks: KeptValues | None = None
         self._found = Found()
+        self._addresses: Addresses | None = None
         self._marks: dict[str, float] = {}
         self._told = False
 
@@ -66,7 +73,9 @@ class ProgramState(TrainerCallback):
         if self._values is not None:
             return
         self._found = self._search()
-        self._values = KeptValues(self._found.holders)
+        self._addresses = Addresses(model_of(self._adapter.trainer))
+        places = self._found.holders.items()
+        self._values = KeptValues({path: self._addresses.without(place) for path, place in places})
         callbacks = self._search_callbacks()
         self._of_callbacks = KeptValues(callbacks.holders)
         self._found.generators |= callbacks.generators
@@ -93,7 +102,7 @@ class ProgramState(TrainerCallback):
         search = Search((*modules.values(), *data, *callbacks), only_own=True, names=names)
         search.enter("trainer", trainer)
         search.enter("compute_loss_func", trainer.compute_loss_func)
-        search.enter("optimizer", getattr(trainer.optimizer, "optimizer", trainer.optimizer))
+        search.enter("optimizer", stepped_optimizer(trainer.optimizer))
         schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
         search.enter("schedule", schedule)
         search.enter("schedule.lr_lambdas", getattr(schedule, "lr_lambdas", None))
@@ -170,6 +179,7 @@ class ProgramState(TrainerCallback):
                 name,
                 MOST_NUMBERS,
             )
+        self._tell_of_addresses(later)
         warn_of_iterators({*self._found.iterators, *later.iterators})
         for path, each in later.stateful.items():
             # `OptimizerStates` knows what is saved of the optimizer
@@ -191,6 +201,20 @@ class ProgramState(TrainerCallback):
                 path,
                 ", ".join(list(values)[:_MOST_NAMED]),
             )
+
+    def _tell_of_addresses(self, found: Found) -> None:
+        assert self._addresses is not None
+        for path, place in found.holders.items():
+            # What the optimizer loads by itself is of this launch, and `OptimizerStates` names the rest
+            if path.partition(".")[0] == "optimizer":
+                continue
+            for name in self._addresses.names_in(place):
+                logger.warning(
+                    "%s.%s is kept by id() or data_ptr() of parameters or modules, which are other numbers in a "
+                    "resumed run, so that no checkpoint keeps it: keep it by the name of the parameter",
+                    path,
+                    name,
+                )
 
     def _resume(self) -> None:
         saved, self._resumed = self._resumed, None

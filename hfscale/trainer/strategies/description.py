@@ -24,7 +24,12 @@ from hfscale.core.spelling import current_speaker, speaking
 from hfscale.core.versions import is_lora_layer, is_peft_model
 from hfscale.facts.deepspeed import unshown_setting
 from hfscale.facts.support import Combination, check_support, find_rule
-from hfscale.trainer.state import model_of, requested_optimizer, unwrap_compiled
+from hfscale.trainer.state import (
+    model_of,
+    requested_optimizer,
+    stepped_optimizer,
+    unwrap_compiled,
+)
 from hfscale.trainer.strategies.requested import (
     deepspeed_config,
     gradient_compression,
@@ -214,9 +219,7 @@ def task_of(trainer: "Trainer") -> str | None:
 def _optimizer_of(trainer: "Trainer") -> str:
     """Return Trainer's name of the optimizer that it will make, or the class of one that is there or was given."""
     if trainer.optimizer is not None:
-        optimizer: Any = trainer.optimizer
-        while hasattr(optimizer, "optimizer"):  # those of Accelerate and DeepSpeed
-            optimizer = optimizer.optimizer
+        optimizer = stepped_optimizer(trainer.optimizer)
         kind = type(optimizer)
     elif trainer.optimizer_cls_and_kwargs is not None:
         kind = trainer.optimizer_cls_and_kwargs[0]

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hfscale.errors import StrategyMismatchError
 from hfscale.facts.strategies import STRATEGIES, WEIGHTS, StrategyFacts
 from hfscale.facts.support import Combination
-from hfscale.trainer.state import model_of, unwrap_compiled
+from hfscale.trainer.state import model_of, stepped_optimizer, unwrap_compiled
 from hfscale.trainer.strategies.description import (
     check_described,
     describe_request,
@@ -259,10 +259,8 @@ class Strategy:
 
     def torch_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of torch inside of those of Accelerate and DeepSpeed."""
-        optimizer: Any = self.trainer.optimizer
-        while hasattr(optimizer, "optimizer"):
-            optimizer = optimizer.optimizer
-        return optimizer  # type: ignore[no-any-return]
+        optimizer: torch.optim.Optimizer = stepped_optimizer(self.trainer.optimizer)
+        return optimizer
 
     def full_state_dicts(self) -> AbstractContextManager[None]:
         """Have Trainer's `save_model` write complete weights within the context, and not each rank its part."""
