@@ -65,6 +65,10 @@ REPLICATED = "replicated"
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it has a random name and mode 0700
 _PACKAGE = str(Path(__file__).parent.parent)
 _PREFIX = "hfscale-run-"
+_RANDOM = 8
+"""Letters that `tempfile.mkdtemp` adds."""
+_MOST_OF_SOCKET = 107
+"""Bytes of the path of a Unix socket: `sun_path` of Linux's unix(7), without the zero at its end."""
 _OWNER_NAME = "owner"
 _FAILURE_NAME = "failure.json"
 _IMPORTS_NAME = "imports.json"
@@ -96,8 +100,12 @@ class RunMemory:
             root (`Path`): a folder of a file system in memory.
 
         Raises:
-            OSError: the folder cannot be made.
+            OSError: the folder cannot be made, or a socket in it would have too long a path.
         """
+        longest = len(os.fsencode(cls(root / f"{_PREFIX}{'x' * _RANDOM}").socket))
+        if longest > _MOST_OF_SOCKET:
+            reason = f"the path of a socket in it has {longest} bytes, and at most {_MOST_OF_SOCKET} are allowed"
+            raise OSError(errno.ENAMETOOLONG, reason, str(root))
         memory = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
         memory._lock()
         return memory

@@ -178,6 +178,9 @@ class KeptState:
             self._keep_gradient(held)
 
     def _keep_gradient(self, held: torch.Tensor) -> None:
+        # FSDP2 may hold a gathered parameter that is a result, of which torch warns when it is asked for its gradient
+        if not held.is_leaf:
+            return
         gradient = held.grad
         put_back = None if gradient is None else _tensor_kept(gradient)
 

@@ -171,7 +171,7 @@ def test_a_failure_under_a_standby_launcher_is_that_of_a_usual_one(tmp_path, how
 
 @pytest.mark.faults
 @pytest.mark.world(2)
-def test_each_of_two_nodes_has_a_standby_launcher(tmp_path):
+def test_each_node_has_a_standby(tmp_path):
     rendezvous, master = (str(free_port()) for _ in range(2))
     running = []
     for node in ("0", "1"):

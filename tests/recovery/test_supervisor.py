@@ -637,6 +637,7 @@ def test_every_variable_that_ranks_are_given_is_agreed_or_known_to_be_of_one_nod
         (["--", sys.executable, "-u", "no_such_script.py"], "no_such_script.py does not exist"),
         (["--exclude-bad-hosts", "/nowhere/at-all", "--", "true"], "--exclude-bad-hosts"),
         (["--memory-dir", "/nowhere/at-all", "--", "true"], "/nowhere/at-all"),
+        (["--memory-dir", f"/dev/shm/{'x' * 80}", "--", "true"], "has 116 bytes, and at most 107 are allowed"),
         (["--log", "/nowhere/at-all", "--", "true"], "--log"),
     ],
 )

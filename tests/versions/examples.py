@@ -120,6 +120,7 @@ def changes(program: str, folder: Path) -> dict[str, Any]:
             "model_name_or_path": str(folder / "model"),
             "dataset_dir": str(folder / "data"),
             "dataset": "example",
+            "template": "default",  # the tiny tokenizer has no tokens for turns
             "save_steps": SAVED,
             "bf16": False,
             "use_cpu": True,
