@@ -63,16 +63,28 @@ class Flip:
     element: int = 0
 
 
+_FLIPPED: list[int] = []
+_STORED: list[torch.Tensor | None] = []
+"""Of each `FlipsBit` of this process: how often it flipped its bit, and the tensor with it."""
+
+
 class FlipsBit(TrainerCallback):
     """Flips a bit of what a rank computes in the training, and not in a replay."""
 
     def __init__(self, flip: Flip) -> None:
         self.flip = flip
-        self.flipped = 0
+        # A replay sets back what hooks of modules lead to: their object, but not what a variable of this file holds
+        self._number = len(_FLIPPED)
+        _FLIPPED.append(0)
+        _STORED.append(None)
+
+    @property
+    def flipped(self) -> int:
+        """How often the bit was flipped."""
+        return _FLIPPED[self._number]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self._state = state
-        self._stored: torch.Tensor | None = None
         if not self._is_own:
             return
         found = [module for name, module in model.named_modules() if name.endswith(self._module)]
@@ -111,19 +123,20 @@ class FlipsBit(TrainerCallback):
                 optimizer = optimizer.optimizer
             states = optimizer.state
             tensor = states.get(found[0], next(iter(states.values())))["exp_avg"]  # DeepSpeed's are of all weights
-        self._stored = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        _STORED[self._number] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if flip.moment == "begin":
             self._flip_stored()
 
     def _flip_stored(self) -> None:
-        if self.flipped or self._stored is None:
+        stored = _STORED[self._number]
+        if self.flipped or stored is None:
             return
-        self.flipped += 1
+        _FLIPPED[self._number] += 1
         if self.flip.is_written:
             with torch.no_grad():
-                flip_bit(self._stored, self.flip)
+                flip_bit(stored, self.flip)
         else:
-            flip_in_memory(self._stored, self.flip)
+            flip_in_memory(stored, self.flip)
 
     def _change_stored(self, module: Any, args: Any, output: torch.Tensor) -> None:
         if is_replaying() == (self.flip.moment == "replay"):
@@ -143,7 +156,7 @@ class FlipsBit(TrainerCallback):
     def _changed(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if self.flipped or is_replaying() or self._state.global_step + 1 != self.flip.step:
             return None
-        self.flipped += 1
+        _FLIPPED[self._number] += 1
         changed = tensor.clone()
         with torch.no_grad():
             flip_bit(changed.to_local() if isinstance(changed, DTensor) else changed, self.flip)

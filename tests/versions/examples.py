@@ -129,7 +129,7 @@ def changes(program: str, folder: Path) -> dict[str, Any]:
         return {
             "model": folder / "model",
             "model_type": "llama",
-            "template": "dummy",
+            "template": "chatml",
             "dataset": folder / "data" / "example.jsonl",
             "num_train_epochs": 6,
             "save_steps": SAVED,
