@@ -135,6 +135,7 @@ def changes(program: str, folder: Path) -> dict[str, Any]:
             "save_steps": SAVED,
             "torch_dtype": "float32",
             "use_hf": True,
+            "check_model": False,  # it would ask ModelScope
             "use_cpu": True,
             "report_to": "none",
         }

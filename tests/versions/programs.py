@@ -154,6 +154,7 @@ def swift_arguments(folder: Path, name: str, init: str) -> dict[str, Any]:
         "split_dataset_ratio": 0,
         "report_to": "none",
         "use_hf": True,
+        "check_model": False,  # it would ask ModelScope
         "use_cpu": True,
         "dataloader_num_workers": 0,
     }
