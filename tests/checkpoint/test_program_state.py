@@ -221,6 +221,37 @@ def hooked_model():
     return model
 
 
+def hooked_gradients():
+    model, steps = tiny_model(), {"done": 0}
+
+    def grows(gradient):
+        steps["done"] += 1
+        return gradient * (1 + steps["done"])
+
+    model.lm_head.weight.register_hook(grows)
+    return model
+
+
+class Drifts(torch.nn.Module):
+    """Follows a mean in a buffer that its `state_dict` leaves out."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("mean", torch.zeros(1), persistent=False)
+
+    def forward(self, hidden):
+        if self.training:
+            self.mean.lerp_(hidden.detach().abs().mean().view(1), 0.1)
+        return self.inner(hidden) * (1 + self.mean)
+
+
+def drifting_model():
+    model = tiny_model()
+    model.model.layers[0].mlp = Drifts(model.model.layers[0].mlp)
+    return model
+
+
 class Rehearses(Trainer):
     """Trains on inputs of earlier steps too."""
 
@@ -360,6 +391,8 @@ PROGRAMS = {
     "stream": lambda folder, *more: streamed(folder, *more, collator=Counting()),
     "stream with masks": lambda folder, *more: streamed(folder, *more, collator=MasksGlobally()),
     "hook": lambda folder, *more: program(folder, *more, model=hooked_model()),
+    "hook of a parameter": lambda folder, *more: program(folder, *more, model=hooked_gradients()),
+    "buffer that is not saved": lambda folder, *more: program(folder, *more, model=drifting_model()),
     "rehearsal": lambda folder, *more: program(folder, *more, kind=Rehearses),
     "reordered by a callback": reordered,
     "set from outside": lambda folder, *more: program(folder, *more, SetsTheModel(), model=scaled_model()),

@@ -132,6 +132,7 @@ def changes(program: str, folder: Path) -> dict[str, Any]:
             "template": "chatml",
             "dataset": folder / "data" / "example.jsonl",
             "num_train_epochs": 6,
+            "dataloader_num_workers": 1,  # more than a core for each is an alarm
             "save_steps": SAVED,
             "torch_dtype": "float32",
             "use_hf": True,
@@ -145,7 +146,7 @@ def changes(program: str, folder: Path) -> dict[str, Any]:
         "datasets": [rows],
         "dataset_prepared_path": str(folder / "prepared-example"),
         "sequence_len": 64,
-        "num_epochs": 20,
+        "num_epochs": 6,
         "optimizer": "adamw_torch",
         "save_steps": SAVED,
         "bf16": False,

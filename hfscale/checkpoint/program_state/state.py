@@ -12,6 +12,7 @@ whose position cannot be kept.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from hfscale.checkpoint.program_state.addresses import Addresses
 from hfscale.checkpoint.program_state.kept_values import KeptValues, check_values
 from hfscale.checkpoint.program_state.objects import (
     Found,
+    Holder,
     Search,
     is_of_program,
     names_of_program,
@@ -46,6 +48,13 @@ logger = get_logger(__name__)
 
 NAME = "hfscale_program_state"
 """The file of a rank is `hfscale_program_state_RANK.json`."""
+_HOOKS_OF_MODULES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MOST_NAMED = 5
 _MARKED = 64
 
@@ -110,6 +119,7 @@ class ProgramState(TrainerCallback):
             path = f"model.{name}" if name else "model"
             if is_of_program(module):
                 search.enter(path, module)
+                search.found.holders[f"{path}.buffers"] = _buffers_not_saved(module)
             for number, hook in enumerate(_hooks_of(module)):
                 search.enter(f"{path}.hook{number}", hook)
         return search.found
@@ -175,7 +185,7 @@ class ProgramState(TrainerCallback):
         for name in self._values.changed_and_not_kept():
             logger.warning(
                 "%s changes while the model trains and has more than %d numbers, so that no checkpoint keeps it: a "
-                "resumed run begins with the first one; make it a buffer of the model (register_buffer)",
+                "resumed run begins with the first one; make it a persistent buffer of the model (register_buffer)",
                 name,
                 MOST_NUMBERS,
             )
@@ -249,13 +259,31 @@ class ProgramState(TrainerCallback):
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
     """Yield the user's functions that are called around the passes of a module, in their order.
 
-    Those of libraries do not count, as each strategy has others.
+    So are those of its parameters, when they get a gradient. Those of libraries do not count, as each strategy has
+    others.
     """
-    for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
-        for hook in getattr(module, kind).values():
+    tables = [getattr(module, kind) for kind in _HOOKS_OF_MODULES]
+    for parameter in module.parameters(recurse=False):
+        for kind in _HOOKS_OF_PARAMETERS:
+            tables.append(getattr(parameter, kind, None))
+    for hooks in tables:
+        if not hooks:
+            continue
+        for hook in hooks.values():
             function = getattr(hook, "func", hook)  # of a partial
-            if is_of_program(getattr(function, "__func__", function)):
+            function = getattr(function, "__func__", function)
+            if is_of_program(function):
                 yield hook
+
+
+def _buffers_not_saved(module: torch.nn.Module) -> Holder:
+    """Return the place of the buffers of a module that its `state_dict` leaves out."""
+    names = sorted(module._non_persistent_buffers_set)
+
+    def read() -> dict[str, Any]:
+        return {name: module._buffers.get(name) for name in names}
+
+    return Holder(read, partial(setattr, module))
 
 
 def _mark(stateful: Any) -> float:
