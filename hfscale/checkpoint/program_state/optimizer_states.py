@@ -99,7 +99,10 @@ def kept_apart(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     for group in optimizer.param_groups:
         known += group["params"]
         known += [parameter.grad for parameter in group["params"]]
-    saved = optimizer.state_dict()
+    try:
+        saved = optimizer.state_dict()
+    except NotImplementedError:  # the first save says so
+        return {}
     known += [tensor for _, tensor in _tensors_in(saved, "")]
     if is_of_program(optimizer):  # `ProgramState` keeps its attributes, or names them
         known += vars(optimizer).values()
@@ -169,11 +172,10 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         for number, part in enumerate(value):
             yield f"[{number}]", part
         return
-    # Functions and classes lead to what is of the whole program, and modules to parameters
-    if callable(value) or isinstance(value, torch.nn.Module):
+    # Other objects, such as a Trainer, lead to what is of the whole program
+    if not isinstance(value, torch.optim.Optimizer):
         return
-    attributes = getattr(value, "__dict__", {})
-    for name, part in attributes.items():
+    for name, part in vars(value).items():
         yield f".{name}", part
 
 
