@@ -25,6 +25,9 @@ Read, called, or set once
   nothing public tells that a model has adapters of its own, or whether a Trainer loads them. Test: test_resumable.py.
 - `_iterator` of torch's `DataLoader`. By: preemption/workers.py. Reason: nothing public tells which worker processes
   a loader has. Test: test_preemption.py.
+- `_buffers` and `_non_persistent_buffers_set` of torch's modules, and the hooks of their parameters, `_backward_hooks`
+  and `_post_accumulate_grad_hooks`, read. By: program_state/state.py. Reason: torch has no public list of what a
+  `state_dict` leaves out, nor of hooks. Test: test_program_state.py.
 - `_buffered_inputs`, and `_step` or `_buffer_step`, of TRL's trainers that generate, read and set. By:
   generated_batches.py. Reason: TRL keeps neither in a checkpoint. Test: test_trainers_trl.py, `grpo_repeated`.
 """

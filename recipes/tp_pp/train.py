@@ -38,17 +38,11 @@ def main():
         return load_model(model_args, training_args, tokenizer, data_args, empty=True)
 
     if parallel_args.dry_run:
-        ParallelTrainer.print_dry_run(
-            empty_model,
-            training_args,
-            parallel_args,
-            block_size=data_args.block_size,
-            batch_schedule=scaling_args.batch_schedule,
-        )
+        sizes = {"block_size": data_args.block_size, "batch_schedule": scaling_args.batch_schedule}
+        ParallelTrainer.print_dry_run(empty_model, training_args, parallel_args, **sizes)
         return
     start = start_run(model_args, data_args, scaling_args, training_args, parallel_args, parallel_trainer=True)
 
-    # One process prepares the tokenizer and the data; the others read its cache.
     with one_process_prepares("the data"):
         tokenizer = load_tokenizer(model_args)
         train_dataset, eval_dataset = load_datasets(data_args, training_args, tokenizer)

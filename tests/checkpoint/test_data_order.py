@@ -10,7 +10,15 @@ import pytest
 import torch
 from forked_ranks import run_ranks
 from tiny import LENGTH, VOCAB, RandomTokens, StopAt, tiny_arguments, tiny_model, tiny_trainer
-from torch.utils.data import Dataset, IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from transformers import Trainer, TrainerCallback, default_data_collator
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -178,6 +186,38 @@ class Sampled(Trainer):
         return self.make_sampler()
 
 
+class PacksByEpoch(BatchSampler):
+    """Orders the batches of a pass once, also for their number, until `set_epoch` names another, as axolotl's does."""
+
+    def __init__(self):
+        super().__init__(SequentialSampler(range(ROWS)), BATCH, drop_last=True)
+        self.epoch, self.batches = 0, None
+        len(self)
+
+    def set_epoch(self, epoch):
+        self.epoch, self.batches = epoch, None
+
+    def packed(self):
+        if self.batches is None:
+            order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+            self.batches = [order[first : first + BATCH] for first in range(0, ROWS, BATCH)]
+        return self.batches
+
+    def __len__(self):
+        return len(self.packed())
+
+    def __iter__(self):
+        return iter(self.packed())
+
+
+class Packed(Trainer):
+    """A Trainer with a batch sampler of the user."""
+
+    def get_train_dataloader(self):
+        loader = DataLoader(self.train_dataset, batch_sampler=PacksByEpoch(), collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
 SAMPLERS = {
     "weighted": lambda: WeightedRandomSampler(torch.arange(1.0, ROWS + 1), ROWS),
     "own generator": OwnGenerator,
@@ -220,6 +260,7 @@ def train(folder, *callbacks, sampler=None, collator=None, data=None, accumulati
     if isinstance(collator, str):
         collator = Masks(collator)
     kind = Sampled if sampler in SAMPLERS or isinstance(sampler, type) else Trainer
+    kind = Packed if sampler == "batches by epoch" else kind
     model = tiny_model(attention_dropout=0.1)
     rows = Rows()
     trainer = kind(
@@ -249,7 +290,7 @@ def check_equal(tmp_path, stops, **program):
     assert logs == losses
 
 
-@pytest.mark.parametrize("sampler", [*SAMPLERS, "group_by_length"])
+@pytest.mark.parametrize("sampler", [*SAMPLERS, "group_by_length", "batches by epoch"])
 def test_a_sampler_repeats_its_order(tmp_path, sampler):
     check_equal(tmp_path, CRASHES, sampler=sampler)
 

@@ -227,12 +227,23 @@ class DataOrder(BatchListener, TrainerCallback):
         if resumed is None:
             self._begun_at_step = self._adapter.trainer.state.global_step
         else:
+            self._set_epoch()
             set_global_states(resumed.begin["random"])
             self._data.set_generators(resumed.begin["generators"])
             self._data.set_counters(resumed.begin["counters"])
             self._data.set_values(resumed.begin.get("values", {}))
         self._begin = self._states()
         self._begin_counters = self._data.counters()
+
+    def _set_epoch(self) -> None:
+        """Tell the batch sampler which pass it orders.
+
+        Accelerate does so only where no batches are skipped: its `SkipBatchSampler` hides the method.
+        """
+        set_epoch = getattr(batch_sampler_of(self._loader), "set_epoch", None)
+        if set_epoch is not None and self._steps_per_pass:
+            step = self._adapter.trainer.state.global_step
+            set_epoch(step // self._steps_per_pass)
 
     def before_batch(self, number: int) -> None:
         if self._resumed is not None:
