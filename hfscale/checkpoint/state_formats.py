@@ -5,13 +5,15 @@ in another one, as transformers' Adafactor keeps float32 beside bfloat16 paramet
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hfscale.checkpoint.best import STATE_NAME
 from hfscale.core.text_files import read_json
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import saved_state, saved_state_of
@@ -19,6 +21,7 @@ from hfscale.trainer.strategies import Strategy
 
 _NAME = "optimizer"
 _FORMATS = "formats"
+_HOOKS = "_optimizer_load_state_dict_pre_hooks"
 
 
 def note_formats(adapter: TrainerAdapter) -> None:
@@ -43,32 +46,49 @@ def states_in_saved_formats(adapter: TrainerAdapter) -> Iterator[None]:
         adapter (`TrainerAdapter`): the adapter of a Trainer that resumes, and has its optimizer.
     """
     optimizer: Any = Strategy.of(adapter.trainer).torch_optimizer()
-    if not isinstance(optimizer, torch.optim.Optimizer) or not _has_saved_formats(
-        adapter, optimizer
-    ):
+    is_listened_to = isinstance(optimizer, torch.optim.Optimizer)
+    if not is_listened_to or not _has_saved_formats(adapter, optimizer):
         yield
         return
-    loading: list[Mapping[str, Any]] = []
-    try:
-        before = optimizer.register_load_state_dict_pre_hook(
-            lambda _, state_dict: loading.append(state_dict)
-        )
-    except AttributeError:  # an optimizer around another one, which is no complete optimizer itself
+    with ExitStack() as hooks:
+        for each in _complete_optimizers(optimizer):
+            loading: list[Mapping[str, Any]] = []
+            before = each.register_load_state_dict_pre_hook(partial(_note, loading))
+            hooks.callback(before.remove)
+            after = each.register_load_state_dict_post_hook(partial(_take_formats, loading))
+            hooks.callback(after.remove)
         yield
-        return
-    after = optimizer.register_load_state_dict_post_hook(
-        lambda loaded: _take_formats(loaded, loading.pop())
-    )
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
+
+
+def _complete_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield an optimizer and those that it holds, by which it may load its states.
+
+    One around another may leave out the initialization of torch's class, and then it cannot be listened to.
+    """
+    candidates: list[Any] = [optimizer]
+    for held in vars(optimizer).values():
+        if isinstance(held, list | tuple):
+            candidates += held
+        else:
+            candidates.append(held)
+    for each in candidates:
+        is_optimizer = isinstance(each, torch.optim.Optimizer)
+        if is_optimizer and hasattr(each, _HOOKS):
+            yield each
+
+
+def _note(
+    loading: list[Mapping[str, Any]], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+) -> None:
+    loading.append(state_dict)
 
 
 def _formats_of(optimizer: torch.optim.Optimizer) -> set[str]:
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return {str(parameter.dtype) for parameter in parameters}
+    found = set()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found.add(str(parameter.dtype))
+    return found
 
 
 def _has_saved_formats(adapter: TrainerAdapter, optimizer: torch.optim.Optimizer) -> bool:
@@ -77,7 +97,7 @@ def _has_saved_formats(adapter: TrainerAdapter, optimizer: torch.optim.Optimizer
     if checkpoint is None:
         return False
     try:
-        fields = read_json(Path(checkpoint) / "trainer_state.json")
+        fields = read_json(Path(checkpoint) / STATE_NAME)
     except (OSError, ValueError):
         return False  # Trainer names what is wrong with the file
     saved = saved_state_of(fields, _NAME).get(_FORMATS)
@@ -85,19 +105,18 @@ def _has_saved_formats(adapter: TrainerAdapter, optimizer: torch.optim.Optimizer
     return isinstance(saved, list) and _formats_of(optimizer) <= set(map(str, saved))
 
 
-def _take_formats(optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+def _take_formats(loading: list[Mapping[str, Any]], optimizer: torch.optim.Optimizer) -> None:
     """Give the loaded states the formats that they have in the state dict."""
+    state_dict = loading.pop()
     saved = state_dict["state"]
     numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=False):
         states = saved.get(number, {})
         loaded = optimizer.state.get(parameter, {})
-        for name in states.keys() & loaded.keys():
-            if (
-                name != "step"
-            ):  # which each optimizer of torch has in a format and on a device of its own
-                loaded[name] = _in_format(states[name], loaded[name])
+        # Each optimizer of torch has its `step` in a format and on a device of its own
+        for name in (states.keys() & loaded.keys()) - {"step"}:
+            loaded[name] = _in_format(states[name], loaded[name])
 
 
 def _in_format(saved: Any, loaded: Any) -> Any:

@@ -222,6 +222,40 @@ def test_an_optimizer_around_another_one_is_resumed_by_its_own_methods(tmp_path,
     assert "no checkpoint" not in caplog.text
 
 
+class CountsById(torch.optim.SGD):
+    """Counts per parameter by `id()`, and leaves loading to torch."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=1e-2)
+        self.counts = {}
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.counts[id(parameter)] = self.counts.get(id(parameter), 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_counts_by_id_is_named(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="hfscale"):
+        train(tmp_path, CountsById)
+    assert "optimizer.counts is kept by id() or data_ptr()" in caplog.text
+
+
+class AroundRounded(Around):
+    """An optimizer around one that keeps its states in another format."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.optimizer = Rounded(model.parameters(), {"lr": 1e-2})
+        self.defaults = self.optimizer.defaults
+
+
+def test_states_of_an_optimizer_inside_keep_their_formats(tmp_path):
+    train(tmp_path, AroundRounded, StopAt(SAVED))
+    resumed = train(tmp_path, AroundRounded, resume=latest_checkpoint(tmp_path))
+    assert {state["mean"].dtype for state in resumed.optimizer.optimizer.state.values()} == {torch.bfloat16}
+
+
 class WeighsById(Trainer):
     """Counts per parameter by `id()`."""
 

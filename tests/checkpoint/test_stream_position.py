@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from datasets import IterableDataset
-from tiny import LENGTH, VOCAB, StopAt, logged, tiny_arguments, tiny_model
+from tiny import LENGTH, VOCAB, ShrinkingCollator, StopAt, logged, tiny_arguments, tiny_model
 from transformers import Trainer
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -230,19 +230,6 @@ def test_a_stream_that_fails_fails_the_training(tmp_path):
 
     with pytest.raises(ValueError, match="row 9 is broken"):
         train(tmp_path, lambda dataset: dataset.map(broken))
-
-
-class ShrinkingCollator:
-    """Masks one more of the labels with each batch that it has made, in evaluations too."""
-
-    def __init__(self):
-        self.batches = 0
-
-    def __call__(self, rows):
-        self.batches += 1
-        batch = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
-        batch["labels"][:, : self.batches % LENGTH] = -100
-        return batch
 
 
 @pytest.mark.parametrize("stop_at", [10, 20], ids=["inside a pass", "after a pass"])

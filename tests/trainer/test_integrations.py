@@ -201,7 +201,8 @@ def test_the_order_of_the_users_callbacks_stays(tmp_path):
     trainer = tiny_trainer(tmp_path, Look(), ScalingCallback(), Raise("on_nothing"))
     before = changes(trainer)["callbacks"]
     trainer.train()
-    assert orders[-1] == ["_Before", *before, "LogCollector", "_AfterOthers", "DataOrder", "ProgramState"]
+    after = ["LogCollector", "_AfterOthers", "DataOrder", "ProgramState", "OptimizerStates"]
+    assert orders[-1] == ["_Before", *before, *after]
 
 
 def test_added_metrics_reach_callbacks_that_come_before(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from datasets import IterableDataset
-from tiny import LENGTH, VOCAB, logged, tiny_arguments, tiny_model
+from tiny import LENGTH, VOCAB, ShrinkingCollator, logged, tiny_arguments, tiny_model
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from torch.utils.data import get_worker_info
 from transformers import Trainer, TrainerCallback
@@ -79,19 +79,6 @@ LOADERS = {
 class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_training_stop |= state.global_step == STOP_AT
-
-
-class ShrinkingCollator:
-    """Masks one more of the labels with each batch that its rank has collated, in evaluations too."""
-
-    def __init__(self):
-        self.batches = 0
-
-    def __call__(self, rows):
-        self.batches += 1
-        batch = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "labels")}
-        batch["labels"][:, : self.batches % LENGTH] = -100
-        return batch
 
 
 def losses(folder, make, *callbacks, resume=None, **arguments):

@@ -25,8 +25,6 @@ _MAX_ENTRIES = 100_000
 _MARKED = 64
 _LAST_LOOK = 64
 """The last step that is looked at; optimizers with slow weights move them every five or ten steps."""
-_OF_TORCH = ("torch.", "deepspeed.")
-"""Packages whose optimizers return all that they hold, or are saved in another way."""
 
 
 class OptimizerStates(TrainerCallback):
@@ -75,15 +73,14 @@ class OptimizerStates(TrainerCallback):
 
 
 def watch_optimizer_states(adapter: TrainerAdapter) -> None:
-    """Have named what the optimizer keeps apart, in one of the first steps.
+    """Have named what the optimizer keeps apart, in one of the first steps. DeepSpeed's engine saves its own states.
 
     Args:
         adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
     """
-    trainer = adapter.trainer
-    optimizer = Strategy.of(trainer).torch_optimizer()
-    is_known = type(optimizer).__module__.startswith(_OF_TORCH)
-    if not is_known and isinstance(optimizer, torch.optim.Optimizer):
+    strategy = Strategy.of(adapter.trainer)
+    optimizer = strategy.torch_optimizer()
+    if not strategy.engine_steps and isinstance(optimizer, torch.optim.Optimizer):
         adapter.append_callback(OptimizerStates(optimizer))
 
 

@@ -192,8 +192,9 @@ class ProgramState(TrainerCallback):
         self._tell_of_addresses(later)
         warn_of_iterators({*self._found.iterators, *later.iterators})
         for path, each in later.stateful.items():
-            # `OptimizerStates` knows what is saved of the optimizer
-            if path.startswith("optimizer."):
+            # `OptimizerStates` knows what is saved of optimizers in the optimizer
+            is_optimizer = isinstance(each, torch.optim.Optimizer)
+            if is_optimizer and path.startswith("optimizer."):
                 continue
             mark = _mark(each)
             if mark != self._marks.get(path):
@@ -214,9 +215,12 @@ class ProgramState(TrainerCallback):
 
     def _tell_of_addresses(self, found: Found) -> None:
         assert self._addresses is not None
+        optimizer = stepped_optimizer(self._adapter.trainer.optimizer)
+        kind = type(optimizer)
+        loads_itself = kind.load_state_dict is not torch.optim.Optimizer.load_state_dict
         for path, place in found.holders.items():
-            # What the optimizer loads by itself is of this launch, and `OptimizerStates` names the rest
-            if path.partition(".")[0] == "optimizer":
+            # Then the optimizer has put its own into this launch
+            if path == "optimizer" and loads_itself:
                 continue
             for name in self._addresses.names_in(place):
                 logger.warning(
