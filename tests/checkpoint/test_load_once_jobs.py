@@ -128,11 +128,19 @@ def test_a_complete_copy_is_not_replaced_by_a_job_that_is_slower(places):
             time.sleep(1.0)  # longer than the second one would need
             write(*arguments)
 
-        with patch.object(node_copies, "write_atomically", write_later):
+        # It holds the lock of the folder while it completes, which the second one needs before it reads
+        with (
+            reading(signals, lambda: signals.wait("second reads")),
+            patch.object(node_copies, "write_atomically", write_later),
+        ):
             return Path(hfscale.load_once(str(model), str(disk))).stat().st_ino
 
     def quick(signals):
-        with reading(signals, lambda: signals.wait("first completes")):
+        def wait():
+            signals.give("second reads")
+            signals.wait("first completes")
+
+        with reading(signals, wait):
             complete = node_copies.NodeCopies._complete
 
             def completed(self, *arguments):
