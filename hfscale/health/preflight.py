@@ -415,16 +415,9 @@ def blame_ranks(
         return _blame_phases(first, behind, phases, present, hosts)
     if first == "arrive":
         return [_blame_late(present, hosts)]
-    errors = {rank: str(note["error"]) for rank, note in present.items() if note.get("error")}
+    errors = _errors_of(present)
     if 0 < len(errors) < world_size:
-        fix = _FIXES.get(
-            first, "the exception says what this rank lacks; the other ranks did not fail"
-        )
-        failed = f"{first} failed: "
-        return [
-            rank_error(first, rank, hosts, failed + error, fix)
-            for rank, error in sorted(errors.items())
-        ]
+        return _blame_failed(errors, phases, hosts)
     reason = next(iter(errors.values()), "all wait")
     between = ", ".join(sorted(set(hosts.values())))
     problem = f"{first} ended on no rank ({reason}): the links between {between} do not carry it"
@@ -458,6 +451,25 @@ def _blame_late(present: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, st
     return Finding(level="error", check="arrival", problem=problem, fix=fix, ranks=late, host=host)
 
 
+def _errors_of(present: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Return the exception of each rank that one has ended, in the order of the ranks."""
+    return {rank: str(note["error"]) for rank, note in sorted(present.items()) if note.get("error")}
+
+
+def _blame_failed(
+    errors: Mapping[int, str], phases: Mapping[int, str], hosts: Mapping[int, str]
+) -> list[Finding]:
+    """Blame the ranks that an exception has ended, while the others were only waiting or on their way."""
+    found = []
+    for rank, error in errors.items():
+        phase = phases[rank]
+        fix = _FIXES.get(
+            phase, "the exception says what this rank lacks; the other ranks did not fail"
+        )
+        found.append(rank_error(phase, rank, hosts, f"{phase} failed: {error}", fix))
+    return found
+
+
 def _blame_phases(
     first: str,
     behind: list[int],
@@ -489,6 +501,11 @@ def _blame_phases(
     ]
     if skipping:
         return [_blame_skipping(rank, hosts, phases[rank], first) for rank in skipping]
+    errors = _errors_of(present)
+    if errors and not errors.keys() & set(behind):
+        # No rank waits for one that is behind as long as its own time limit, and one that is dead is not present: the
+        # exception is of the rank that has it, which has stopped the others where they were.
+        return _blame_failed(errors, phases, hosts)
     if first in LOCAL_PHASES or 2 * len(behind) < len(phases):
         others, _ = Counter(phases[rank] for rank in ahead).most_common(1)[0]
         return [

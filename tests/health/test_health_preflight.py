@@ -57,6 +57,15 @@ class TestBlame:
             (found,) = blame_ranks(4, HELLO, notes)
             assert "GLOO_SOCKET_IFNAME" in found.fix
 
+    def test_a_rank_with_an_exception_is_named_where_the_others_had_not_come_so_far(self):
+        """It stops them with its exception, wherever they are."""
+        for others in ("connect", "matmul"):
+            notes = at(others, "gloo", others, others)
+            notes[1]["error"] = "RuntimeError: no interface"
+            (found,) = blame_ranks(4, HELLO, notes)
+            assert (found.ranks, found.check) == ((1,), "gloo")
+            assert "gloo failed: RuntimeError: no interface" in found.message
+
     def test_a_rank_that_does_not_answer_is_named_with_its_host(self):
         (found,) = blame_ranks(4, HELLO, at("all_reduce", "all_reduce", None, "all_reduce"))
         assert (found.ranks, found.host) == ((2,), "node-1")
