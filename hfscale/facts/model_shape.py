@@ -8,6 +8,7 @@ FLOPs are those of the matrix products, where a multiply-add counts as 2. Norms,
 rotary positions are left out, as in PaLM (arXiv 2204.02311, appendix B), Megatron-LM and torchtitan.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -614,6 +615,13 @@ class ModelShape:
             r *= 2
         copies = linear.used if active else linear.copies
         return copies * r * (linear.inputs + linear.outputs)
+
+    @property
+    def common_kv_heads(self) -> int:
+        """Greatest common divisor of the key-value heads of all layers, which tensor parallelism splits: Gemma 4 has
+        fewer of them in its layers with global attention."""
+        attentions = (mixer for mixer in self.mixers if isinstance(mixer, AttentionShape))
+        return math.gcd(*(mixer.kv_heads for mixer in attentions)) or self.attention.kv_heads
 
     @property
     def attention_modules(self) -> tuple[str, ...]:

@@ -371,10 +371,10 @@ class Job(LayoutOptions):
             raise LayoutError(
                 f"{spelled('tp')} is {tp}, which does not divide {heads} attention heads: use {_divisor(heads, tp)}"
             )
-        if kv_heads % tp and tp % kv_heads:
+        common = shape.common_kv_heads
+        if common % tp and tp % common:
             raise LayoutError(
-                f"{spelled('tp')} is {tp}, which does not divide {kv_heads} key-value heads: use "
-                f"{_divisor(kv_heads, tp)}"
+                f"{spelled('tp')} is {tp}, which does not divide {common} key-value heads: use {_divisor(common, tp)}"
             )
         if pp * self.virtual_stages > self.stage_units:
             raise LayoutError(

@@ -32,7 +32,7 @@ def layouts(request: PlanRequest, gpus: int) -> Iterator[Candidate]:
     node = request.gpus_per_node
     for tp in _powers_of_two(min(node, gpus)):
         heads = shape.attention.heads
-        kv_heads = shape.attention.kv_heads
+        kv_heads = shape.common_kv_heads
         # Of Hugging Face's stack only `ParallelTrainer` copies key-value heads, and the estimates do not count that.
         if heads % tp or (kv_heads % tp and (request.stack == "hf" or tp % kv_heads)) or gpus % tp:
             continue
@@ -53,8 +53,8 @@ def layouts_with_experts(request: PlanRequest, gpus: int) -> Iterator[Candidate]
         gpus (`int`): number of GPUs that every layout uses.
     """
     for tp in _powers_of_two(min(request.gpus_per_node, gpus)):
-        attention = request.shape.attention
-        if attention.heads % tp or attention.kv_heads % tp or gpus % tp:
+        shape = request.shape
+        if shape.attention.heads % tp or shape.common_kv_heads % tp or gpus % tp:
             continue
         for cp in _powers_of_two(request.seq_len // MIN_TOKENS_PER_CP_RANK):
             if (gpus // tp) % cp or request.seq_len % (2 * cp):

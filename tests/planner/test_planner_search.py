@@ -31,6 +31,7 @@ from hfscale.planner.search import (
     best_of_layout,
     can_hold_states,
     layouts,
+    layouts_with_experts,
     search,
     usual_batch,
 )
@@ -98,6 +99,12 @@ class TestSearch:
         assert {1, 2, 16} <= sizes
         assert 4 in sizes  # 128 = 126 + 2 divides
         assert 3 not in sizes
+
+    def test_tensor_parallelism_divides_the_heads_of_every_layer(self):
+        """Gemma 4 has 8 key-value heads in layers with a window, and 2 in the others."""
+        asked = request("gemma-4-26b-a4b", gpus=8)
+        tried = [*layouts(asked, 8), *layouts_with_experts(asked, 8)]
+        assert {layout.tp for layout, _, _ in tried} == {1, 2}
 
     def test_adapters_use_data_parallelism_only(self):
         found = layouts(request(method="lora"), 8)
