@@ -271,13 +271,18 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
         return []
     saves = sum(len(attempt.saves) for attempt in run.attempts)
     restarts = run.restarts
+    if restarts:
+        name = "restarts"
+        measured = f"{restarts} restart{'s' if restarts != 1 else ''}: repeated work, and time until the relaunch"
+        fix = _how_to_lose_less(run)
+    else:
+        name = "repeated work"
+        measured = (
+            "no launch had failed, and the run went on from a checkpoint before its last step"
+        )
+        fix = "keep the last checkpoint: a larger save_total_limit, where the best one is kept too"
     overheads = (
-        (
-            "restarts",
-            run.split.get(LOST, 0.0) + run.split.get(DOWN, 0.0),
-            f"{restarts} restart{'s' if restarts != 1 else ''}: repeated work, and time until the relaunch",
-            _how_to_lose_less(run),
-        ),
+        (name, run.split.get(LOST, 0.0) + run.split.get(DOWN, 0.0), measured, fix),
         (
             "start-up",
             run.split.get(START_UP, 0.0),

@@ -239,6 +239,21 @@ def test_the_largest_bottleneck_is_first(tmp_path):
     assert "every 1 min 59 s" in found[1].fix
 
 
+def test_a_completed_run_that_is_trained_again_from_an_earlier_checkpoint_is_not_told_to_restart_better(tmp_path):
+    split = SPLIT | {"down": 0.0, "lost": 150.0}
+    again = {"event": "launch", "step": 50, "time": BEGIN + 650, "world_size": 4, "previous_alive": BEGIN + 540}
+    events = [
+        {"event": "launch", "step": 0, "time": BEGIN, "world_size": 4},
+        {"event": "end", "step": 70, "time": BEGIN + 540, "seconds": split, "status": "completed"},
+        again,
+        {"event": "end", "step": 100, "time": BEGIN + 1000, "seconds": split, "status": "completed"},
+    ]
+    run = load_run(write_run(tmp_path, events=events))
+    repeated = next(one for one in bottlenecks(run) if "work" in one.check)
+    assert "keep the last checkpoint" in repeated.fix
+    assert "hfscale run" not in repeated.fix
+
+
 def test_launches_whose_files_are_lost_count_as_restarts(tmp_path, capsys):
     """Two launches on a disk that was lost, which `hfscale run` has counted, and two of which the files remain."""
     events = [
