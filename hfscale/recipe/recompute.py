@@ -4,12 +4,22 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+)
 
 RECOMPUTE_POLICIES = ("full", "selective")
 """Values of `--recompute`."""
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_OF_THE_PROFILER = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""Operators that name a range of a profile and compute nothing. FSDP2's hooks, which `torch.utils.checkpoint` sees in
+a layer with experts, run another number of them when the layer is computed again (pytorch#185178, torchtitan#3427)."""
 _OF_TORCH = "scaled_dot_product"
 """What the names of all of torch's operators of attention contain, each of which is for one backend."""
 _FLASH_PACKAGES = "flash_attn"
@@ -46,6 +56,7 @@ def _selective_contexts() -> tuple[Any, Any]:
             CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
         )
 
+    SAC_IGNORED_OPS.update(_OF_THE_PROFILER)
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
     return contexts
 

@@ -16,6 +16,7 @@ from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.experts import expert_parallel_plan
 from hfscale.parallel.stages import StagePlan
+from hfscale.recipe.recompute import checkpointing_kwargs
 from hfscale.recipe.router_bias import BIAS
 from hfscale.trainer.expert_counter import counter_of
 from hfscale.trainer.frames import calling_trainer
@@ -90,6 +91,9 @@ def test_experts_on_two_ranks_train_and_resume_as_in_one_process(tmp_path):
 
 
 RECOMPUTED = {"activation_checkpointing": True}
+SELECTIVE = RECOMPUTED | {"activation_checkpointing_kwargs": checkpointing_kwargs("selective")}
+
+
 BIASED = {
     "family": "deepseek_v3",
     "model": {name: SMALL[name] for name in small_config("deepseek_v3").to_dict().keys() & SMALL.keys()}
@@ -148,6 +152,15 @@ def test_the_bias_of_routers_in_every_layout(tmp_path):
         {"parallel": {"tp_size": 2, "ep_size": 2}},
     ]
     check_bias(4, [layout | {"batch": 1} for layout in layouts], tmp_path)
+
+
+def test_selective_recomputation_of_spread_experts_does_not_change_the_training():
+    """FSDP2's hooks run another number of profiler operators in the recomputation (torchtitan#3427)."""
+    deepseek = {"family": BIASED["family"], "model": BIASED["model"]}
+    (expected,) = in_world(1, train, [deepseek])
+    layouts = ({"dp_replicate_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2})
+    for found in in_world(2, train, [deepseek | {"parallel": layout, "args": SELECTIVE} for layout in layouts]):
+        same(found, expected, first=FIRST, later=TOLERANCE)
 
 
 ADAPTED = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
