@@ -125,6 +125,8 @@ class Combination:
     """Whether what the backward pass needs of the layers waits in the CPU's memory."""
     expert_adapters: bool | None = None
     """Whether experts, or other parameters that PEFT wraps (`target_parameters`), have adapters."""
+    lora_dropout: bool | None = None
+    """Whether the inputs of the adapters pass a dropout."""
     merge_adapters: bool | None = None
     """Whether the adapters are merged into the model at the end."""
     optimizer: str | None = None

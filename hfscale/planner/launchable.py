@@ -6,6 +6,7 @@ from dataclasses import replace
 from hfscale.facts import support
 from hfscale.facts.compilation import why_not_compiled
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING, Combination
+from hfscale.planner.adapters import has_merged_experts
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 
 TRAINER_OPTIMIZERS = {name: row["trainer"] for name, row in OPTIMIZERS.items() if "trainer" in row}
@@ -19,13 +20,16 @@ def describe(job: Job) -> Combination:
         job (`Job`): the run.
     """
     runs_parallel_trainer = job.runs_parallel_trainer
+    adapter_part = "use_dora" if job.use_dora else "none"
+    strategy = f"zero{job.zero}" if uses_deepspeed(job) else strategy_of(job)
+    family = job.shape.model_type if job.tower is None else job.tower.model_type
     return Combination(
         planned=True,
         engine="parallel_trainer" if runs_parallel_trainer else engine_of(job.stack, pp=1),
         trl=job.task != "text",
         task=job.task,
         images=job.tower is not None,
-        strategy=f"zero{job.zero}" if uses_deepspeed(job) else strategy_of(job),
+        strategy=strategy,
         zero=job.known_zero,
         tp=job.layout.tp,
         pp=job.layout.pp,
@@ -36,7 +40,7 @@ def describe(job: Job) -> Combination:
         sequence_parallel=job.sequence_parallel if runs_parallel_trainer else None,
         loss_parallel=job.loss_parallel,
         reshard=job.reshard,
-        family=job.shape.model_type if job.tower is None else job.tower.model_type,
+        family=family,
         tp_plan=job.shape.model_type not in TENSOR_PARALLEL_PLAN_MISSING,
         precision=job.precision,
         pure=job.pure_bf16,
@@ -44,6 +48,9 @@ def describe(job: Job) -> Combination:
         compile_full=False,  # the emitted flags compile layers
         fused_loss=job.liger,
         method=job.method,
+        expert_adapters=has_merged_experts(job),
+        lora_dropout=job.lora_dropout > 0,
+        adapter_part=adapter_part,
         optimizer=job.optimizer,
         offload=job.offload,
         recompute=job.activation_checkpointing,

@@ -49,6 +49,9 @@ Replaced for the life of the object
 
 Read, called, or set once
 
+- `torch.ops.profiler._record_function_enter_new` and `_record_function_exit._RecordFunction`. By: recompute.py.
+  Reason: nothing public names the operators of a profiler's ranges, which `SAC_IGNORED_OPS` (public) leaves out. Test:
+  test_parallel_experts.py, test_selective_recomputation_of_spread_experts_does_not_change_the_training.
 - `torch._foreach_copy_`. By: `cast_weights_once`. Reason: nothing public copies many tensors in one kernel. Test:
   test_weight_casts.py, test_weights_are_cast_once_per_step_and_nothing_else_changes.
 - `torch._dynamo` with `config`, of which `optimize_ddp` is set to False. By: `compile_layers`. Reason: nothing else

@@ -1,6 +1,8 @@
 """Loading of the model and the tokenizer that a recipe's flags name, as the strategy needs them."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -425,7 +427,7 @@ def add_lora(
     from peft import get_peft_model
 
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy
-    with errors_name_flag("--lora_target_modules", args.lora_target_modules):
+    with _errors_name_adapters(args):
         adapted = get_peft_model(model, config)
     if recomputes_activations(training_args):
         # Recomputed layers need an input that requires a gradient
@@ -452,8 +454,23 @@ def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> Non
         assert adapters is not None  # they are asked for
         from peft import get_peft_model
 
-        with errors_name_flag("--lora_target_modules", args.lora_target_modules):
+        with _errors_name_adapters(args):
             get_peft_model(model, adapters)
+
+
+@contextmanager
+def _errors_name_adapters(args: ModelArguments) -> Iterator[None]:
+    """Turn what PEFT raises about a config of adapters into a UsageError that names the flag."""
+    with errors_name_flag("--lora_target_modules", args.lora_target_modules or "all-linear"):
+        try:
+            yield
+        except ValueError as error:
+            if "lora_dropout" not in str(error):
+                raise
+            raise UsageError(
+                f"--lora_dropout {args.lora_dropout} cannot be used with adapters of stacked experts, for which PEFT "
+                "has no dropout: leave it out, or name --lora_target_modules without the experts"
+            ) from None
 
 
 def cut_document_attention(

@@ -14,9 +14,10 @@ RECOMPUTE_POLICIES = ("full", "selective")
 """Values of `--recompute`."""
 
 _MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_PROFILER = torch.ops.profiler
 _OF_THE_PROFILER = (
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
+    _PROFILER._record_function_enter_new.default,
+    _PROFILER._record_function_exit._RecordFunction,
 )
 """Operators that name a range of a profile and compute nothing. FSDP2's hooks, which `torch.utils.checkpoint` sees in
 a layer with experts, run another number of them when the layer is computed again (pytorch#185178, torchtitan#3427)."""
@@ -45,16 +46,13 @@ def _selective_contexts() -> tuple[Any, Any]:
     seen: Counter[bool] = Counter()
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = _is_attention(op)
         if op in _MATMULS:
             seen[ctx.is_recompute] += 1
-            return (
-                CheckpointPolicy.MUST_SAVE
-                if seen[ctx.is_recompute] % 2
-                else CheckpointPolicy.PREFER_RECOMPUTE
-            )
-        return (
-            CheckpointPolicy.MUST_SAVE if _is_attention(op) else CheckpointPolicy.PREFER_RECOMPUTE
-        )
+            is_kept = seen[ctx.is_recompute] % 2 == 1
+        if is_kept:
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
 
     SAC_IGNORED_OPS.update(_OF_THE_PROFILER)
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)

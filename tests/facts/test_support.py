@@ -62,9 +62,9 @@ def message_of(check, *args, **kwargs):
     return None
 
 
-def planned(stack="hf", family="llama", layout=None, **options):
+def planned(stack="hf", family="llama", layout=None, model="llama-3.1-8b", **options):
     """The planner's reason for a job."""
-    shape = replace(find_model("llama-3.1-8b"), model_type=family)
+    shape = replace(find_model(model), model_type=family)
     sizes = {"seq_len": 8192, "micro_batch": 1, "global_batch": 64}
     layout = ParallelLayout(**(layout or {"dp_shard": 8}))
     splits = {"sequence_parallel": layout.tp > 1}
@@ -72,6 +72,12 @@ def planned(stack="hf", family="llama", layout=None, **options):
         return launchable.why_not(
             Job(shape=shape, gpu=accelerator("H100"), layout=layout, stack=stack, **sizes | splits | options)
         )
+
+
+def planned_adapters_of_experts(**options):
+    """The planner's reason for a job that adapts the experts of a mixture."""
+    adapted = {"method": "lora", "lora_target_modules": "all-linear", "zero": 3}
+    return planned(family="glm4_moe_lite", model="glm-4.7-flash", **adapted | options)
 
 
 def layout_of(sizes):
@@ -305,6 +311,8 @@ CASES = {
         c.recipe(model={"use_peft": True}, layout=TENSOR),
     ],
     "adapters of experts that tensor parallelism splits": lambda c: [c.adapted_experts(tp=2)],
+    "dropout before adapters of experts": lambda c: [planned_adapters_of_experts(lora_dropout=0.1)],
+    "DoRA of experts": lambda c: [planned_adapters_of_experts(use_dora=True)],
     "plans of adapters with tensor or pipeline parallelism": lambda c: [
         planned(method="lora", layout=PIPELINE, zero=3)
     ],

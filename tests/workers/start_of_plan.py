@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.launch
 import torch
 import torch.distributed as dist
 import torch.distributed.run
@@ -99,6 +100,7 @@ def main() -> None:
     """Launch."""
     torch.distributed.run.run = rank_0
     launch.simple_launcher = only_rank
+    accelerate.utils.launch.is_port_in_use = lambda _: False  # nothing is bound here, and another test may use it
     launch.launch_command(launch.launch_command_parser().parse_args(sys.argv[2:]))
 
 
