@@ -21,6 +21,7 @@ from hfscale.checkpoint.followers import Followers
 from hfscale.checkpoint.identity import check_identity, identity_of, words_of
 from hfscale.checkpoint.kept import KeptCheckpoints, committed_checkpoints
 from hfscale.checkpoint.loading import (
+    check_files,
     check_own_adapters,
     discard_conversions,
     finish_merged_load,
@@ -192,6 +193,10 @@ class SpotCheckpointCallback(AdapterCallback):
         self.check_identity(adapter.trainer, adapter.resumes_from)
         if adapter.trainer.model is not None:  # in a search `train` makes it
             self._identity = identity_of(adapter.trainer)
+            if adapter.resumes_from is not None:
+                check_files(
+                    adapter.trainer, adapter.resumes_from
+                )  # Trainer's own error names no way out
         if isinstance(Strategy.of(adapter.trainer), Native):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:

@@ -251,6 +251,39 @@ def finish_merged_load(trainer: Trainer, checkpoint: str | None) -> None:
         )
 
 
+def check_files(trainer: Trainer, checkpoint: str) -> Manifest | None:
+    """Check that the strategy of a training reads the files of a checkpoint. It needs no prepared model.
+
+    Args:
+        trainer (`Trainer`): the Trainer.
+        checkpoint (`str`): the folder.
+
+    Returns:
+        The manifest of the checkpoint; None for one of plain Trainer.
+
+    Raises:
+        LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
+        CheckpointError: the manifest of the checkpoint cannot be read.
+    """
+    running = Strategy.of(trainer).facts
+    if not (Path(checkpoint) / MANIFEST_NAME).is_file():
+        _check_plain(Path(checkpoint), running)
+        return None
+    manifest = read_manifest(checkpoint)
+    written = facts_of(manifest.strategy)
+    # By `NativeLoading` and `ParallelTrainer`, in place of Trainer's own loading
+    is_converted = running.is_set_by_script and written.is_convertible
+    if written.file_layout != running.file_layout and not is_converted:
+        name = running.name
+        conversion = f"{checkpoint} NEW_FOLDER --to {name} --world-size {trainer.args.world_size}"
+        raise LayoutError(
+            f"{checkpoint} was written under {manifest.strategy.upper()}: the Trainer, under {name.upper()}, loads no "
+            f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {conversion}` and resume "
+            "from that"
+        )
+    return manifest
+
+
 def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
     """Report what Trainer on its own does silently when it resumes. Call it when training begins.
 
@@ -278,10 +311,9 @@ def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
         return
     if is_fsdp2:
         _check_adapters(trainer.model, Path(checkpoint))
-    if not (Path(checkpoint) / MANIFEST_NAME).is_file():
-        _check_plain(Path(checkpoint), running)
+    manifest = check_files(trainer, checkpoint)
+    if manifest is None:
         return
-    manifest = read_manifest(checkpoint)
     model_only = manifest.why_model_only()
     if model_only is not None:
         logger.warning(
@@ -290,17 +322,6 @@ def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
             checkpoint,
             model_only,
             manifest.step,
-        )
-    written = facts_of(manifest.strategy)
-    # By `NativeLoading` and `ParallelTrainer`, in place of Trainer's own loading
-    is_converted = running.is_set_by_script and written.is_convertible
-    if written.file_layout != running.file_layout and not is_converted:
-        name = running.name
-        conversion = f"{checkpoint} NEW_FOLDER --to {name} --world-size {trainer.args.world_size}"
-        raise LayoutError(
-            f"{checkpoint} was written under {manifest.strategy.upper()}: the Trainer, under {name.upper()}, loads no "
-            f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {conversion}` and resume "
-            "from that"
         )
     if running.file_format == unsharded.FORMAT.name and model_only is None:
         _check_groups(trainer, Path(checkpoint))

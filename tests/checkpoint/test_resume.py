@@ -164,6 +164,22 @@ def test_a_plain_checkpoint_of_another_strategy_is_refused(plain_run):
         resumed.train(resume_from_checkpoint=str(plain_run / "checkpoint-4"))
 
 
+@pytest.mark.parametrize("by_hfscale", [True, False])
+def test_a_checkpoint_of_fsdp2_is_refused_in_one_process_before_trainer_looks_for_its_weights(run, by_hfscale):
+    """Trainer's own error says that it is supported with FSDP only, and names no way out."""
+    checkpoint = run / "checkpoint-4"
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "pytorch_model_fsdp_0").mkdir()
+    manifest = checkpoint / "hfscale_manifest.json"
+    if by_hfscale:
+        manifest.write_text(manifest.read_text().replace('"single"', '"fsdp2"'))
+    else:
+        manifest.unlink()
+    trainer = tiny_trainer(run, SpotCheckpointCallback(), max_steps=5)
+    with pytest.raises(LayoutError, match=r"FSDP2?.*SINGLE.*--to single"):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+
+
 def _resume_late(folder, appears, limit_s):
     """Resume on two ranks; on rank 1 the folder appears late or never."""
     if os.environ["RANK"] == "1":
