@@ -414,9 +414,11 @@ def launched_plan(plan: EmittedPlan, folder: Path) -> LaunchedPlan:
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         program.chmod(0o755)
+    # With another ninja, torch builds DeepSpeed's operators anew in each of the tests
+    path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
     return LaunchedPlan(
         words=["sh", str(script), *flags],
-        env=os.environ | MACHINE | {"PATH": f"{folder}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | MACHINE | {"PATH": path, "PYTHONPATH": str(REPOSITORY)},
         folder=folder,
         output=folder / "out",
     )
