@@ -301,7 +301,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
         folder (`Path`): the folder that the file is for; the launch command in its first line contains it.
     """
     job = choice.estimate.job
-    values = _model_flags(plan.model, has_adapters=job.method != "full")
+    has_reference = job.task == "grpo" and job.beta > 0
+    values = _model_flags(plan.model, needs_weights=job.method != "full" or has_reference)
     if job.task == "text":
         values["block_size"] = job.seq_len
     else:
@@ -462,7 +463,7 @@ def task_flags(job: Job) -> dict[str, Any]:
 def _teacher_flags(job: Job) -> dict[str, Any]:
     """The recipe flags of a distillation. DeepSpeed keeps the teacher in the format of the training."""
     assert job.teacher is not None, "checked by `check_task`"
-    name = _model_flags(job.teacher, has_adapters=True)["model_name_or_path"]
+    name = _model_flags(job.teacher, needs_weights=True)["model_name_or_path"]
     flags: dict[str, Any] = {
         "teacher_model_name_or_path": name,
         "max_completion_length": job.max_completion_length,
@@ -513,10 +514,11 @@ def _adapter_flags(job: Job) -> dict[str, Any]:
     return values
 
 
-def _model_flags(model: str, *, has_adapters: bool) -> dict[str, Any]:
+def _model_flags(model: str, *, needs_weights: bool) -> dict[str, Any]:
     """The recipe flag of the model: a checkpoint, or a folder with only a config, which is trained from scratch.
 
-    Adapters are trained for the weights of a checkpoint, which the folder must have by then.
+    Adapters are trained for the weights of a checkpoint, and TRL loads a reference model from it: the folder must have
+    them by then.
     """
     path = Path(model)
     folder = path.parent if path.is_file() else path
@@ -525,7 +527,7 @@ def _model_flags(model: str, *, has_adapters: bool) -> dict[str, Any]:
         if built_in:
             return {"model_name_or_path": built_in["hub"][0]}
         return {"model_name_or_path": model}
-    if has_adapters or not trains_from_scratch(model):
+    if needs_weights or not trains_from_scratch(model):
         return {"model_name_or_path": str(folder)}
     return {"config_name": str(folder)}
 

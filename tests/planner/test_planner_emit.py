@@ -24,6 +24,7 @@ from hfscale.cli import main
 from hfscale.errors import UsageError
 from hfscale.facts.families import FAMILIES as SHAPES
 from hfscale.facts.hardware import accelerator
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
@@ -103,6 +104,18 @@ def test_the_files_equal_the_shipped_ones(model, tmp_path, name):
     assert (tmp_path / "train.py").read_bytes() == (REPOSITORY / recipe).read_bytes()
     words = launched_words(tmp_path / "launch.sh", tmp_path.parent)
     assert words[-3:] == [str(tmp_path / "train.py"), "--config", str(tmp_path / "recipe.yaml")]
+
+
+@pytest.mark.parametrize(("beta", "key"), [(0.0, "config_name"), (0.04, "model_name_or_path")])
+def test_a_folder_with_only_a_config_is_named_as_a_checkpoint_where_a_reference_model_is_loaded(
+    model, tmp_path, beta, key
+):
+    completions = {"num_generations": 4, "max_completion_length": BLOCK // 2, "beta": beta}
+    emit(planned(model, task="grpo", layout=ParallelLayout(), global_batch=32, **completions), tmp_path)
+    flags = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
+    assert flags[key] == str(model)
+    model_args, _, _, args, *_ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], task="grpo")
+    args.check_method(model_args)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
