@@ -302,7 +302,8 @@ def recipe_yaml(plan: Plan, choice: Choice, folder: Path) -> str:
     """
     job = choice.estimate.job
     has_reference = job.task == "grpo" and job.beta > 0
-    values = _model_flags(plan.model, needs_weights=job.method != "full" or has_reference)
+    has_adapters = job.method != "full"
+    values = _model_flags(plan.model, needs_weights=has_adapters or has_reference)
     if job.task == "text":
         values["block_size"] = job.seq_len
     else:

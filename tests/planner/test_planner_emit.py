@@ -114,7 +114,8 @@ def test_a_folder_with_only_a_config_is_named_as_a_checkpoint_where_a_reference_
     emit(planned(model, task="grpo", layout=ParallelLayout(), global_batch=32, **completions), tmp_path)
     flags = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     assert flags[key] == str(model)
-    model_args, _, _, args, *_ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")], task="grpo")
+    words = ["--config", str(tmp_path / "recipe.yaml"), "--reward_functions", "rewards.py:is_correct"]
+    model_args, _, _, args, *_ = parse_arguments(words, task="grpo")
     args.check_method(model_args)
 
 
