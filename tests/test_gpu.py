@@ -52,7 +52,7 @@ def test_the_recipe_trains_in_bf16_and_knows_the_gpu(python, tmp_path):
     record = json.loads((tmp_path / "out" / "scaling.jsonl").read_text().splitlines()[-1])
     assert 0 < record["scaling/mfu"] < 1
     assert 0 < record["gpu/memory_peak_gib"] < torch.cuda.get_device_properties(0).total_memory / 2**30
-    assert done.lines("hfscale: strategy") == ["hfscale: strategy single on 1 processes (cuda)"]
+    assert done.lines("hfscale: strategy") == ["hfscale: strategy single on 1 process (cuda)"]
 
 
 @pytest.fixture

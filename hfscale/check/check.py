@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hfscale.core import distributed
+from hfscale.core.counts import counted
 from hfscale.core.findings import Finding, has_errors
 from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import print_line
@@ -111,7 +112,7 @@ class CheckReport:
             hosts = len({note["host"] for note in self.ranks.values()})
             if self.ok:
                 lines.append("gloo connects all ranks")
-            subject = f"{self.world_size} ranks on {hosts} node{'s' if hosts != 1 else ''}"
+            subject = f"{self.world_size} ranks on {counted(hosts, 'node')}"
         else:
             lines.append(
                 "ranks and links are not checked by one process: accelerate launch -m hfscale check"
@@ -119,7 +120,7 @@ class CheckReport:
         errors = sum(finding.level == "error" for finding in self.findings)
         verdict = "fit to train"
         if not self.ok:
-            verdict = f"not fit to train: {errors} error{'s' if errors > 1 else ''}"
+            verdict = f"not fit to train: {counted(errors, 'error')}"
         return "\n".join([*lines, f"{subject}: {verdict} ({self.seconds:.1f} s)"])
 
 

@@ -8,6 +8,7 @@ import typer
 
 from hfscale import __version__
 from hfscale.check.doctor import DoctorReport, examine
+from hfscale.core.counts import counted
 
 
 def run(as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False) -> int:
@@ -41,7 +42,7 @@ def _text(report: DoctorReport) -> str:
     elif report.features["ScalingCallback"] is not None:
         verdict = f"the callbacks do not work here: {report.features['ScalingCallback']}"
     else:
-        verdict = f"{errors} error{'s' if errors > 1 else ''} to fix"
+        verdict = f"{counted(errors, 'error')} to fix"
     return "\n".join([*lines, "", verdict])
 
 

@@ -30,6 +30,7 @@ from hfscale.checkpoint.pickles import load_archive
 from hfscale.checkpoint.resumable import why_not_resumable
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
 from hfscale.core.collectives import START
+from hfscale.core.counts import counted
 from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME, PARAMETERS_NAME
@@ -154,10 +155,10 @@ def _convert(source: Path, target: Path, manifest: Manifest, strategy: str, rank
             f"{error}; launch with the config that the run started with, {_START_OVER}"
         ) from None
     logger.info(
-        "%s was written under %s by %d processes and has been converted for %s on %d: %.1f s",
+        "%s was written under %s by %s and has been converted for %s on %d: %.1f s",
         source.name,
         manifest.strategy,
-        manifest.world_size,
+        counted(manifest.world_size, "process"),
         strategy,
         ranks,
         time.monotonic() - began,

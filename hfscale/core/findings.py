@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hfscale.core.counts import nouns
+
 Level = Literal["error", "warning", "note"]
 UNEVEN_BATCHES_FIX = "sort sequences by length or pack them"
 """What to do where ranks wait for each other because their batches differ."""
@@ -130,7 +132,7 @@ def name_ranks(ranks: Iterable[int], host: str | None = None) -> str:
     names = ", ".join(map(str, listed[:8])) + (
         f" and {len(listed) - 8} more" if len(listed) > 8 else ""
     )
-    return f"rank{'s' if len(listed) > 1 else ''} {names}" + (f" ({host})" if host else "")
+    return f"{nouns(len(listed), 'rank')} {names}" + (f" ({host})" if host else "")
 
 
 def has_errors(findings: Iterable[Finding]) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from hfscale.core.counts import counted
 from hfscale.core.findings import Finding
 
 _ROOT = Path("/")
@@ -82,7 +83,7 @@ def why_torch_sees_none(
     Returns:
         `Finding`: an error; a note if CUDA_VISIBLE_DEVICES hides all GPUs.
     """
-    count = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+    count = counted(len(gpus), "GPU")
     if visible is not None and visible.strip() in ("", "-1"):
         problem = f"CUDA_VISIBLE_DEVICES={visible} hides {count}"
         return Finding(level="note", check="gpu", problem=problem, fix="unset it to use them")

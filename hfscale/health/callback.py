@@ -23,6 +23,7 @@ from hfscale.core import distributed
 from hfscale.core.alarms import DISK, HEALTH, LOSS, raise_alarm
 from hfscale.core.best_effort import best_effort
 from hfscale.core.collectives import TRAINING
+from hfscale.core.counts import counted
 from hfscale.core.exchanges import OneProcess
 from hfscale.core.findings import Finding, blamed_hosts, join_errors
 from hfscale.core.late import late
@@ -155,7 +156,7 @@ class CommHealthCallback(AdapterCallback):
                 f"the ranks start at different steps {steps}: they do not see the same "
                 "output_dir; put it on storage that all machines share"
             )
-        running = f"strategy {strategy.name} on {args.world_size} processes ({args.device.type})"
+        running = f"strategy {strategy.name} on {counted(args.world_size, 'process')} ({args.device.type})"
         if args.world_size > 1:
             running += f": {strategy.describe()}"
         if args.logging_nan_inf_filter:  # Trainer's default: one line says both

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hfscale.core import tables
+from hfscale.core.counts import counted
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.text_files import read_json
 from hfscale.errors import ConfigFileError, StorageError
@@ -92,7 +93,7 @@ class Match:
             if self.mode == "weak"
             else f"strong scaling, {per_gpu * self.baseline.world_size:,} tokens per step"
         )
-        gpus = f"{self.baseline.world_size} GPU{'s' if self.baseline.world_size > 1 else ''}"
+        gpus = counted(self.baseline.world_size, "GPU")
         return f"{self.baseline.tokens_per_s_per_gpu:,.0f} tokens/s/GPU on {gpus} ({scaling})"
 
 

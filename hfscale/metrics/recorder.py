@@ -16,6 +16,7 @@ import psutil
 
 from hfscale.core.alarms import RESTART, Alarm, listen, raise_alarm
 from hfscale.core.best_effort import best_effort, return_counts, take_counts
+from hfscale.core.counts import counted
 from hfscale.core.findings import Finding
 from hfscale.core.launch_variables import launch_number
 from hfscale.core.lives import lives_of
@@ -130,7 +131,7 @@ class RunRecorder:
             raise_alarm(
                 RESTART,
                 f"launch {launches + 1} begins at step {state.global_step} "
-                f"on {args.world_size} process{'es' if args.world_size > 1 else ''}",
+                f"on {counted(args.world_size, 'process')}",
                 step=state.global_step,
                 level="note",
             )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from hfscale.core.counts import counted
 from hfscale.core.versions import allows_tf32, is_lora_layer, recomputes_activations
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.hardware import Dtype, match_device_name, peak_tflops
@@ -188,7 +189,7 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return device.type
     threads = torch.get_num_threads()
-    return f"cpu, {threads} thread{'s' if threads > 1 else ''}"
+    return f"cpu, {counted(threads, 'thread')}"
 
 
 def describe_workload(trainer: "Trainer", *, sequence_length: int, tokens_per_gpu: int) -> Workload:

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from hfscale.core.best_effort import best_effort
+from hfscale.core.counts import counted
 from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME
 from hfscale.errors import HfScaleError, UsageError
@@ -190,7 +191,7 @@ def _summary_rows(
         rows.append(
             (
                 "throughput",
-                f"{statistics.median(rates):,.0f} tokens/s per process, {processes} processes",
+                f"{statistics.median(rates):,.0f} tokens/s per process, {counted(processes, 'process')}",
             )
         )
     utilisation = [entry["scaling/mfu"] for entry in history if "scaling/mfu" in entry]

@@ -15,6 +15,7 @@ from hfscale.checkpoint.resumable import (
 )
 from hfscale.checkpoint.resume import find_resumable
 from hfscale.core.collectives import START
+from hfscale.core.counts import counted
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.run_memory import RunMemory
@@ -209,8 +210,8 @@ def keep_global_batch(
     if world_size != trained_by:
         instead = f"instead of {trained_by}"
     logger.info(
-        "%d processes %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
-        world_size,
+        "%s %s: the global batch stays %d sequences, by %d per device x %d accumulation steps",
+        counted(world_size, "process"),
         instead,
         wanted,
         args.per_device_train_batch_size,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from hfscale.core.counts import nouns
+
 _SET_PARENT_DEATH_SIGNAL = 1  # of prctl(2), as the next one
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 1.0
@@ -141,4 +143,4 @@ def describe(processes: Collection[psutil.Process]) -> str:
             shown.append(f"{process.pid} ({process.name()}, {process.status()})")
         except psutil.Error:
             shown.append(str(process.pid))
-    return f"process{'es' if len(shown) > 1 else ''} {', '.join(shown)}"
+    return f"{nouns(len(shown), 'process')} {', '.join(shown)}"

@@ -33,6 +33,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hfscale.core.connections import Address, Connection
+from hfscale.core.counts import nouns
 from hfscale.core.final_errors import PREEMPTED
 from hfscale.core.records import unix_time
 from hfscale.recovery.connections import Server, receive
@@ -230,7 +231,7 @@ class Coordinator:
 
     def _missing(self) -> str:
         missing = [str(node) for node in range(self._nodes) if node not in self._ready]
-        return f"node{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
+        return f"{nouns(len(missing), 'node')} {', '.join(missing)}"
 
     def _meet(self) -> list[int] | None:
         """Wait for all nodes, or for some time; return those that take part, or None if they are too few."""

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from pathlib import Path
 
+from hfscale.core.counts import counted
 from hfscale.report.formatting import count, duration, usd
 from hfscale.report.run_data import Run, load_run
 from hfscale.report.summary import layout_of
@@ -56,7 +57,7 @@ def _time(run: Run) -> str | None:
     if run.wall_s is None:
         return None
     restarts = run.restarts
-    text = f"{duration(run.wall_s)}, {restarts} restart{'s' if restarts != 1 else ''}"
+    text = f"{duration(run.wall_s)}, {counted(restarts, 'restart')}"
     if all(attempt.world_size for attempt in run.attempts):
         hours = sum((one.ended - one.begun) * (one.world_size or 0) for one in run.attempts) / 3600
         text += f", {hours:,.3g} process-hours"

@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.counts import counted
 from hfscale.report.formatting import count, percent
 from hfscale.report.html import (
     Part,
@@ -110,7 +111,7 @@ def _sweep_row(row: Mapping[str, Any]) -> str:
             f'<p class="note"><b>{escape(finding["cause"])}</b>: {escape(finding["numbers"])}; '
             f"{escape(finding['fix'])}.</p>"
         )
-    title = f"{row['gpus']} GPU{'s' if row['gpus'] > 1 else ''}: {count(row['tokens_per_s_per_gpu'])} tokens/s/GPU"
+    title = f"{counted(row['gpus'], 'GPU')}: {count(row['tokens_per_s_per_gpu'])} tokens/s/GPU"
     return (
         f"<section><h2>{escape(title)}</h2>{stacked_bar([kept, *lost], label=title)}{finding_text}"
         f'<p class="note">Repeats differ by {percent(row["spread"])}.</p></section>'

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hfscale.core.counts import counted
 from hfscale.report.formatting import duration, percent, size
 from hfscale.report.page import write_comparison, write_page
 from hfscale.report.prediction import Prediction, comparison, predict
@@ -225,7 +226,7 @@ def _launches(found: Run) -> "Table":
             f"{attempt.world_size} processes" if attempt.world_size else "",
             f"up {duration(attempt.ended - attempt.begun)}",
             f"lost {duration(lost_s)}" if lost_s > 0 else "",
-            f"{len(attempt.saves)} save{'s' if len(attempt.saves) != 1 else ''}",
+            counted(len(attempt.saves), "save"),
         )
     return table
 

@@ -7,6 +7,7 @@ from html import escape
 from typing import TypeVar
 
 from hfscale.core.alarms import KINDS
+from hfscale.core.counts import counted
 from hfscale.core.findings import Finding
 from hfscale.core.lives import DOWN, LOST, PAUSED
 from hfscale.metrics.goodput import START_UP, USEFUL_PHASE
@@ -212,7 +213,7 @@ def _timeline(run: Run, most: int | None) -> str:
     began = datetime.datetime.fromtimestamp(begin, tz=datetime.UTC).strftime(_MINUTE)
     saves = sum(len(attempt.saves) for attempt in run.attempts)
     restarts = run.restarts
-    summary = f"{duration(end - begin)} from {began}; {restarts} restart{'s' if restarts != 1 else ''}, {saves} saves."
+    summary = f"{duration(end - begin)} from {began}; {counted(restarts, 'restart')}, {counted(saves, 'save')}."
     legend = ""
     if saves or restarts:
         legend = _note("Blue work was kept, red work was repeated; the light marks are saves.")

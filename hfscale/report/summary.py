@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hfscale.core.counts import counted
 from hfscale.core.findings import Finding
 from hfscale.core.lives import DOWN, LOST, PAUSED
 from hfscale.core.recovery_times import RECOVERY_PARTS
@@ -124,15 +125,12 @@ def layout_of(run: Run) -> str | None:
     if not run.facts.get("strategy") or not run.facts.get("world_size"):
         return None
     number = int(run.facts["world_size"])
-    return f"{run.facts['strategy']} on {number} process{'es' if number > 1 else ''}"
+    return f"{run.facts['strategy']} on {counted(number, 'process')}"
 
 
 def failures(run: Run) -> str | None:
     """Return one line about the work that failed without ending the run; None if nothing did."""
-    found = [
-        f"{name} ({number} time{'s' if number > 1 else ''})"
-        for name, number in sorted(run.failures.items())
-    ]
+    found = [f"{name} ({counted(number, 'time')})" for name, number in sorted(run.failures.items())]
     return f"failed without ending the run: {', '.join(found)}" if found else None
 
 
@@ -140,7 +138,7 @@ def left_out(run: Run) -> str | None:
     """Return one line about values in the files of the run that cannot be right; None if there are none."""
     if not run.left_out:
         return None
-    return f"left out: {run.left_out} value{'s' if run.left_out > 1 else ''} in its files that cannot be right"
+    return f"left out: {counted(run.left_out, 'value')} in its files that cannot be right"
 
 
 def _unknown(name: str, note: str) -> Tile:
@@ -232,7 +230,7 @@ def _time(run: Run) -> Tile:
     if run.wall_s is None:
         return _unknown("Time", "no launch is recorded")
     number = run.launches
-    note = f"{number} launch{'es' if number > 1 else ''}"
+    note = counted(number, "launch")
     return Tile(name="Time", value=duration(run.wall_s), note=note, number=run.wall_s)
 
 
@@ -273,7 +271,7 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
     restarts = run.restarts
     if restarts:
         name = "restarts"
-        measured = f"{restarts} restart{'s' if restarts != 1 else ''}: repeated work, and time until the relaunch"
+        measured = f"{counted(restarts, 'restart')}: repeated work, and time until the relaunch"
         fix = _how_to_lose_less(run)
     else:
         name = "repeated work"
@@ -292,7 +290,7 @@ def _outside_the_steps(run: Run) -> Sequence[Finding]:
         (
             "saves",
             run.split.get("save", 0.0),
-            f"training waited for {saves} save{'s' if saves != 1 else ''}",
+            f"training waited for {counted(saves, 'save')}",
             "save less often, to a faster disk, or asynchronously",
         ),
         (

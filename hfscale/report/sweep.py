@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from hfscale.core.counts import counted
 from hfscale.core.findings import Finding
 from hfscale.core.flags import read_yaml_mapping, split_off_config
 from hfscale.core.records import read_events, read_records
@@ -263,9 +264,7 @@ def run_sweep(sweep: Sweep, *, log: Callable[[str], None]) -> list[Measurement]:
             _one_run(sweep, number, kept)
             _read(found[number], kept)
             rate = found[number].rates[-1]
-            log(
-                f"{number} process{'es' if number > 1 else ''}, repeat {repeat + 1}: {rate:,.0f} tokens/s/GPU"
-            )
+            log(f"{counted(number, 'process')}, repeat {repeat + 1}: {rate:,.0f} tokens/s/GPU")
     return list(found.values())
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import Trainer
 
+from hfscale.core.counts import counted
 from hfscale.core.versions import is_peft_model, sequence_parallel_size
 from hfscale.trainer.state import model_of
 
@@ -50,9 +51,9 @@ def why_loss_grows(trainer: Trainer, micro_batches: int | None = None) -> str | 
     if not _drops_item_count(type(base)):
         return None
     return (
-        f"{type(base).__name__} does not divide its loss by num_items_in_batch, as Trainer expects: with {processes} "
-        f"processes and {micro_batches} micro-batches per step, loss and gradients are {factor} "
-        "times too large; set model.accepts_loss_kwargs = False before the Trainer is made"
+        f"{type(base).__name__} does not divide its loss by num_items_in_batch, as Trainer expects: with "
+        f"{counted(processes, 'process')} and {counted(micro_batches, 'micro-batch')} per step, loss and "
+        f"gradients are {factor} times too large; set model.accepts_loss_kwargs = False before the Trainer is made"
     )
 
 

@@ -216,7 +216,7 @@ class TestConversion:
         whole = tmp_path / "whole"
         launch(Run(layout=Layout(), arguments=single), model, whole)
         printed = launch(Run(layout=EXPERTS), model, lose_the_end(whole))
-        assert "was written under single by 1 processes and has been converted for native on 2" in printed
+        assert "was written under single by 1 process and has been converted for native on 2" in printed
         assert_same_end(whole, trained)
 
     @pytest.mark.world(2)

@@ -206,7 +206,7 @@ def test_fewer_processes_keep_the_global_batch_the_samples_and_the_rate(uninterr
         shutil.rmtree(tmp_path / "out" / f"checkpoint-{step}")
     done = python(RECIPE, *QUICK, "--output_dir", "out")
     assert done.code == 0, done.err[-4000:]
-    assert "1 processes instead of 2: the global batch stays 4 sequences, by 2 per device x 2" in done.err
+    assert "1 process instead of 2: the global batch stays 4 sequences, by 2 per device x 2" in done.err
     expected, found = losses(uninterrupted[0]), losses(tmp_path / "out")
     assert found == pytest.approx(expected, abs=2e-5)
     assert found != pytest.approx({step: loss + 1e-3 for step, loss in expected.items()}, abs=2e-5)

@@ -35,7 +35,7 @@ def test_the_loss_of_bert_grows_and_a_line_says_how_to_change_it(tmp_path, caplo
     assert TEXT not in caplog.text
     grown = first_loss(tmp_path, bert(), CommHealthCallback(), accumulation=4)
     assert grown == pytest.approx(4 * whole, rel=1e-4)
-    assert f"{TEXT}, as Trainer expects: with 1 processes and 4 micro-batches per step" in caplog.text
+    assert f"{TEXT}, as Trainer expects: with 1 process and 4 micro-batches per step" in caplog.text
     caplog.clear()
     repaired = first_loss(tmp_path, bert(is_repaired=True), CommHealthCallback(), accumulation=4)
     assert repaired == pytest.approx(whole, rel=1e-4)
