@@ -47,6 +47,12 @@ Replaced for the life of the object
   weights of a layer where it runs, and forgets them with each forward pass. Test: test_weight_casts.py,
   test_weights_are_cast_once_per_step_and_nothing_else_changes.
 
+Replaced for a moment
+
+- `peft.tuners.lora.layer._get_in_out_features`. By: `add_lora`. Reason: nothing public tells PEFT 0.21 that a matrix
+  which transformers shards over replicas (HSDP) is complete where it is used. Test: test_recipe_native.py,
+  test_adapters_of_the_attention_train_resume_and_export_like_one_process.
+
 Read, called, or set once
 
 - `torch.ops.profiler._record_function_enter_new` and `_record_function_exit._RecordFunction`. By: recompute.py.

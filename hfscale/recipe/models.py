@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -427,7 +428,7 @@ def add_lora(
     from peft import get_peft_model
 
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy
-    with _errors_name_adapters(args):
+    with _errors_name_adapters(args), _adapters_of_whole_matrices(model):
         adapted = get_peft_model(model, config)
     if recomputes_activations(training_args):
         # Recomputed layers need an input that requires a gradient
@@ -456,6 +457,34 @@ def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> Non
 
         with _errors_name_adapters(args):
             get_peft_model(model, adapters)
+
+
+@contextmanager
+def _adapters_of_whole_matrices(model: PreTrainedModel) -> Iterator[None]:
+    """Let adapters have the shape of the matrix that a rank computes with, where transformers shards it over replicas.
+
+    PEFT 0.21 takes the shape of a rank's shard unless the only dimension of its mesh is `fsdp`
+    (`_get_in_out_features`; huggingface/peft#3578).
+    """
+    layout = native_layout(model)
+    if layout is None or layout.dp_replicate == 1:
+        yield
+        return
+    from peft.tuners.lora import layer
+
+    layers: Any = layer
+    of_shard = layers._get_in_out_features
+
+    def of_matrix(module: nn.Module) -> Any:
+        if isinstance(module, nn.Linear):
+            return module.in_features, module.out_features
+        return of_shard(module)
+
+    layers._get_in_out_features = of_matrix
+    try:
+        yield
+    finally:
+        layers._get_in_out_features = of_shard
 
 
 @contextmanager

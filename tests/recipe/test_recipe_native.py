@@ -153,7 +153,15 @@ def test_adapters_of_the_attention_train_resume_and_export_like_one_process(work
     default = ATTENTION[:2]  # the attention, where transformers shards the model
     run_recipe(again, "native", 2, "--config_name", "qwen3_moe", *SAVING, "--fsdp_size", "2", *default)
     assert logged(again, "loss") == pytest.approx(logged(single, "loss"), abs=1e-5)
-    stored = [load_file(folder / "out" / "adapter_model.safetensors") for folder in (single, run, again)]
+    replicas = train(
+        workplace,
+        tmp_path / "replicas",
+        4,
+        *("--dp_replicate_size", "2", "--fsdp_size", "2", "--per_device_train_batch_size", str(GLOBAL_BATCH // 4)),
+        *ATTENTION,
+    )
+    assert logged(replicas, "loss") == pytest.approx(logged(single, "loss"), abs=1e-5)
+    stored = [load_file(folder / "out" / "adapter_model.safetensors") for folder in (single, run, again, replicas)]
     for adapters in stored[1:]:
         assert adapters.keys() == stored[0].keys()
         for name, weight in adapters.items():

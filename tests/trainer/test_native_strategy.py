@@ -4,7 +4,12 @@ import json
 
 import pytest
 from native_runs import STEPS, Layout, Run, launch, make_model, records
-from tiny import LENGTH
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
+from tiny import LENGTH, tiny_model
+
+from hfscale.errors import UsageError
+from hfscale.trainer.strategies import native
 
 SINGLE = Layout()
 LAYOUTS = [
@@ -80,3 +85,13 @@ def test_stragglers_are_looked_for_where_a_rank_computes_alone(trained, layout):
     is_timed = layout.ep == layout.tp == 1
     assert ("stragglers are not looked for: under native" in printed) is not is_timed
     assert ("scaling/straggler_skew" in logs(folder)[-1]) is is_timed
+
+
+def test_adapters_of_a_part_of_a_matrix_are_refused():
+    """PEFT makes them where transformers shards a matrix over replicas (peft#3578)."""
+    model = get_peft_model(tiny_model(), LoraConfig(target_modules=["q_proj"]))
+    native._check_adapters(model)
+    layer = next(module for module in model.modules() if isinstance(module, LoraLayer))
+    layer.out_features //= 2
+    with pytest.raises(UsageError, match=r"q_proj have \d+ outputs instead of \d+.*dp_replicate_size"):
+        native._check_adapters(model)

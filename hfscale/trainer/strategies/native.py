@@ -11,9 +11,10 @@ from hfscale.core.versions import (
     distributed_sizes,
     divides_expert_gradients_twice,
     installed,
+    is_lora_layer,
     is_peft_model,
 )
-from hfscale.errors import StrategyMismatchError
+from hfscale.errors import StrategyMismatchError, UsageError
 from hfscale.facts.support import Combination
 from hfscale.trainer.strategies.fsdp2 import ShardedByLayers, has_distributed_parameters
 from hfscale.trainer.strategies.requested import requested
@@ -121,6 +122,8 @@ class Native(ShardedByLayers):
                 "distributed_config; "
                 "launch with torchrun, or load it without"
             )
+        if self.layout.tp == 1 and is_peft_model(self.trainer.model):
+            _check_adapters(self.trainer.model)
 
     def combination(self, environ: Mapping[str, str] = os.environ) -> Combination:
         """Describe the training; rules know tensor parallelism as another strategy."""
@@ -152,6 +155,21 @@ def native_layout(model: object) -> NativeLayout | None:
     """
     sizes = distributed_sizes(model)
     return None if sizes is None else NativeLayout(**sizes)
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse adapters of a part of a matrix, whose products have another shape than those of the matrix."""
+    for name, module in model.named_modules():
+        matrix = getattr(module, "base_layer", None)
+        if not (is_lora_layer(module) and isinstance(matrix, nn.Linear)):
+            continue
+        if module.out_features == matrix.out_features:
+            continue
+        raise UsageError(
+            f"the adapters of {name} have {module.out_features} outputs instead of {matrix.out_features}: PEFT takes "
+            "the shape of a shard where distributed_config has replicas (huggingface/peft#3578); load the model "
+            "without dp_replicate_size, or train it with recipes/sharded"
+        )
 
 
 def why_expert_gradients_are_small(model: Any, device_type: str) -> str | None:
