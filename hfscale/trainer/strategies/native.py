@@ -161,15 +161,18 @@ def _check_adapters(model: Any) -> None:
     """Refuse adapters of a part of a matrix, whose products have another shape than those of the matrix."""
     for name, module in model.named_modules():
         matrix = getattr(module, "base_layer", None)
-        if not (is_lora_layer(module) and isinstance(matrix, nn.Linear)):
+        if not is_lora_layer(module):
             continue
-        if module.out_features == matrix.out_features:
+        if not isinstance(matrix, nn.Linear):
             continue
-        raise UsageError(
-            f"the adapters of {name} have {module.out_features} outputs instead of {matrix.out_features}: PEFT takes "
-            "the shape of a shard where distributed_config has replicas (huggingface/peft#3578); load the model "
-            "without dp_replicate_size, or train it with recipes/sharded"
-        )
+        outputs = module.out_features
+        expected = matrix.out_features
+        if outputs == expected:
+            continue
+        problem = f"the adapters of {name} have {outputs} outputs instead of {expected}"
+        cause = "PEFT takes the shape of a shard where distributed_config has replicas (huggingface/peft#3578)"
+        fix = "load the model without dp_replicate_size, or train it with recipes/sharded"
+        raise UsageError(f"{problem}: {cause}; {fix}")
 
 
 def why_expert_gradients_are_small(model: Any, device_type: str) -> str | None:
