@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from hfscale.core.spelling import spelled
 from hfscale.core.written_files import LAUNCH_FILE, write_files
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
+from hfscale.facts.support import find_rule
 from hfscale.planner.adapters import target_modules
 from hfscale.planner.extras import trains_from_scratch
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
 from hfscale.planner.launchable import (
     TRAINER_OPTIMIZERS,
     compiles_by_default,
+    describe,
     recipe_of,
     uses_deepspeed,
     why_not,
@@ -501,6 +504,9 @@ def stage_flags(job: Job) -> dict[str, Any]:
         flags["virtual_stages"] = job.virtual_stages
     if job.sequence_parallel:
         flags["sequence_parallel"] = True
+    unchecked = replace(describe(job), check_parity=False)
+    if find_rule(unchecked, "check_parity") is not None:  # no test has compared it with one process
+        flags["check_parity"] = True
     return flags
 
 

@@ -25,6 +25,7 @@ from hfscale.errors import UsageError
 from hfscale.facts.families import FAMILIES as SHAPES
 from hfscale.facts.hardware import accelerator
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.models import find_model
 from hfscale.facts.support import TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import plan_stages
 from hfscale.parallel.dry_run import dry_run
@@ -35,8 +36,9 @@ from hfscale.planner.activations import (
     new_gradient_bytes,
     transient_bytes,
 )
-from hfscale.planner.emit import emit
+from hfscale.planner.emit import emit, stage_flags
 from hfscale.planner.frameworks import find_framework
+from hfscale.planner.job import Job
 from hfscale.planner.launchable import why_not
 from hfscale.planner.layouts import layouts
 from hfscale.planner.memory import GIB, state_bytes
@@ -104,6 +106,15 @@ def test_the_files_equal_the_shipped_ones(model, tmp_path, name):
     assert (tmp_path / "train.py").read_bytes() == (REPOSITORY / recipe).read_bytes()
     words = launched_words(tmp_path / "launch.sh", tmp_path.parent)
     assert words[-3:] == [str(tmp_path / "train.py"), "--config", str(tmp_path / "recipe.yaml")]
+
+
+@pytest.mark.parametrize(("family", "asks"), [("qwen3_moe", False), ("qwen3_5_moe_text", True)])
+def test_experts_that_no_test_has_compared_are_launched_with_the_comparison(model, tmp_path, family, asks):
+    """The recipe refuses to spread them without it."""
+    shape = replace(find_model("qwen3-30b-a3b"), model_type=family)
+    sizes = {"seq_len": 4096, "micro_batch": 1, "global_batch": 64, "expert_parallel": 8}
+    job = Job(shape=shape, gpu=accelerator("H100"), layout=ParallelLayout(dp_shard=64, pp=8), **sizes)
+    assert stage_flags(job).get("check_parity", False) is asks
 
 
 @pytest.mark.parametrize(("beta", "key"), [(0.0, "config_name"), (0.04, "model_name_or_path")])
