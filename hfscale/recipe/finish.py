@@ -3,6 +3,8 @@
 import shlex
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,8 @@ from hfscale.core.best_effort import best_effort
 from hfscale.core.counts import counted
 from hfscale.core.redaction import redact_argv
 from hfscale.core.run_files import JSONL_NAME
-from hfscale.errors import HfScaleError, UsageError
+from hfscale.core.spelling import spelled
+from hfscale.errors import HfScaleError, MissingDependencyError, UsageError
 from hfscale.metrics.progress import use_compact_progress
 from hfscale.recipe.arguments import RecipeTrainingArguments, RecipeTrainingMixin
 from hfscale.recipe.compilation import compile_layers
@@ -83,9 +86,25 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     average_router_loss(trainer)
     balance_by_bias(trainer)
     _make_image_batches(trainer)
-    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    with _errors_name_packing():
+        metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     end_if_preempted(scaling)
     return metrics
+
+
+@contextmanager
+def _errors_name_packing() -> Iterator[None]:
+    """Name the flag where layers that carry a state along the sequence miss the kernel that keeps documents apart.
+
+    transformers raises it in the first step, from the first of these layers (`integrations/hub_kernels.py`).
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "packed sequences apart" not in str(error):
+            raise
+        unpacked = spelled("packing", False)
+        raise MissingDependencyError(f"{error} Or give {unpacked}") from None
 
 
 def finish_run(

@@ -16,6 +16,7 @@ from tiny import tiny_trainer
 from hfscale import ScalingCallback
 from hfscale.core.disk_errors import storage_error
 from hfscale.core.run_files import LOCK_NAME
+from hfscale.core.spelling import speaking
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
 from hfscale.recipe import finish
 from hfscale.recipe.entrypoint import check_output_dir, missing_dependency
@@ -278,3 +279,12 @@ def test_the_summary_has_the_evaluation_that_says_something(tmp_path, metrics, r
     callback = ScalingCallback()
     rows = finish._summary_rows(tiny_trainer(tmp_path, callback), callback, metrics)
     assert [found for found in rows if found[0].startswith("evaluation")] == [row]
+
+
+def test_packing_without_the_kernel_that_keeps_documents_apart_is_one_line():
+    message = "`causal_conv1d_fn` can't keep packed sequences apart without `causal_conv1d`. Install `causal_conv1d`."
+    with pytest.raises(MissingDependencyError, match="Or give --packing false"), speaking("recipe"):
+        with finish._errors_name_packing():
+            raise ValueError(message)
+    with pytest.raises(ValueError, match="another"), finish._errors_name_packing():
+        raise ValueError("another")
