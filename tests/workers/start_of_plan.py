@@ -86,7 +86,9 @@ def start(script: Path, flags: list[str], world_size: int) -> None:
     tokens = getattr(data_args if task == "text" else args, LENGTHS[task])
     config = load_config(model_args, None, block_size=tokens, length_flag=f"--{LENGTHS[task]}")
     if stages is not None:
-        check_config(config, layout, stages, sequence_parallel=others[0].sequence_parallel)
+        parallel = others[0]
+        split = {"sequence_parallel": parallel.sequence_parallel, "checks_parity": parallel.check_parity}
+        check_config(config, layout, stages, **split)
     else:
         check_model(layout, config, args, block_size=tokens)
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * layout.data_parallel_size
