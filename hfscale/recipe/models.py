@@ -29,7 +29,7 @@ from hfscale.checkpoint.load_once import weights_to_load
 from hfscale.core import distributed
 from hfscale.core.collectives import START
 from hfscale.core.logging import get_logger
-from hfscale.core.spelling import speaking
+from hfscale.core.spelling import speaking, spelled
 from hfscale.core.versions import is_fsdp_enabled, recomputes_activations
 from hfscale.core.vocabulary import knows_no_text
 from hfscale.errors import CheckpointError, UsageError
@@ -421,14 +421,14 @@ def add_lora(
         MissingDependencyError: PEFT is not installed or too old.
     """
     has_experts = number_of_experts(model.config.get_text_config()) is not None
-    config = args.lora_config(
-        model, attention_only=has_experts and native_layout(model) is not None
-    )
+    layout = native_layout(model)
+    config = args.lora_config(model, attention_only=has_experts and layout is not None)
     assert config is not None  # it is asked for
+    has_replicas = layout is not None and layout.dp_replicate > 1
     from peft import get_peft_model
 
     set_seed(training_args.seed)  # the state of the generator after loading depends on the strategy
-    with _errors_name_adapters(args), _adapters_of_whole_matrices(model):
+    with _errors_name_adapters(args), _adapters_of_whole_matrices(has_replicas=has_replicas):
         adapted = get_peft_model(model, config)
     if recomputes_activations(training_args):
         # Recomputed layers need an input that requires a gradient
@@ -460,14 +460,13 @@ def check_adapted_modules(args: ModelArguments, config: PreTrainedConfig) -> Non
 
 
 @contextmanager
-def _adapters_of_whole_matrices(model: PreTrainedModel) -> Iterator[None]:
+def _adapters_of_whole_matrices(*, has_replicas: bool) -> Iterator[None]:
     """Let adapters have the shape of the matrix that a rank computes with, where transformers shards it over replicas.
 
     PEFT 0.21 takes the shape of a rank's shard unless the only dimension of its mesh is `fsdp`
     (`_get_in_out_features`; huggingface/peft#3578).
     """
-    layout = native_layout(model)
-    if layout is None or layout.dp_replicate == 1:
+    if not has_replicas:
         yield
         return
     from peft.tuners.lora import layer
@@ -496,9 +495,11 @@ def _errors_name_adapters(args: ModelArguments) -> Iterator[None]:
         except ValueError as error:
             if "lora_dropout" not in str(error):
                 raise
+            given = spelled("lora_dropout", args.lora_dropout)
+            modules = spelled("lora_target_modules")
             raise UsageError(
-                f"--lora_dropout {args.lora_dropout} cannot be used with adapters of stacked experts, for which PEFT "
-                "has no dropout: leave it out, or name --lora_target_modules without the experts"
+                f"{given} cannot be used with adapters of stacked experts, for which PEFT has no dropout: leave it "
+                f"out, or name {modules} without the experts"
             ) from None
 
 

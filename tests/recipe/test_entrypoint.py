@@ -18,8 +18,9 @@ from hfscale.core.disk_errors import storage_error
 from hfscale.core.run_files import LOCK_NAME
 from hfscale.core.spelling import speaking
 from hfscale.errors import MissingDependencyError, StorageError, UsageError
-from hfscale.recipe import finish
+from hfscale.recipe import finish, models
 from hfscale.recipe.entrypoint import check_output_dir, missing_dependency
+from hfscale.recipe.model_arguments import ModelArguments
 
 
 @contextmanager
@@ -288,3 +289,10 @@ def test_packing_without_the_kernel_that_keeps_documents_apart_is_one_line():
         raise ValueError(message)
     with pytest.raises(ValueError, match="another"), finish._errors_name_packing():
         raise ValueError("another")
+
+
+def test_dropout_of_adapters_of_experts_names_the_flag():
+    args = ModelArguments(use_peft=True, lora_dropout=0.05)
+    refused = pytest.raises(UsageError, match=r"--lora_dropout 0\.05 .* name --lora_target_modules")
+    with speaking("recipe"), refused, models._errors_name_adapters(args):
+        raise ValueError("lora.ParamWrapper does not work with lora_dropout != 0.")
