@@ -194,9 +194,8 @@ class SpotCheckpointCallback(AdapterCallback):
         if adapter.trainer.model is not None:  # in a search `train` makes it
             self._identity = identity_of(adapter.trainer)
             if adapter.resumes_from is not None:
-                check_files(
-                    adapter.trainer, adapter.resumes_from
-                )  # Trainer's own error names no way out
+                # Before Trainer loads them, whose own error names no way out
+                check_files(adapter.trainer, adapter.resumes_from)
         if isinstance(Strategy.of(adapter.trainer), Native):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:

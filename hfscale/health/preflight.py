@@ -503,8 +503,8 @@ def _blame_phases(
         return [_blame_skipping(rank, hosts, phases[rank], first) for rank in skipping]
     errors = _errors_of(present)
     if errors and not errors.keys() & set(behind):
-        # No rank waits for one that is behind as long as its own time limit, and one that is dead is not present: the
-        # exception is of the rank that has it, which has stopped the others where they were.
+        # It is no consequence of the ranks behind: a time-out would come after the end of the pre-flight, and a dead
+        # rank would not be present. The exception has stopped the others where they were.
         return _blame_failed(errors, phases, hosts)
     if first in LOCAL_PHASES or 2 * len(behind) < len(phases):
         others, _ = Counter(phases[rank] for rank in ahead).most_common(1)[0]

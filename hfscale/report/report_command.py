@@ -223,7 +223,7 @@ def _launches(found: Run) -> "Table":
         table.add_row(
             f"  {number}.",
             f"from step {attempt.first_step}",
-            f"{attempt.world_size} processes" if attempt.world_size else "",
+            counted(attempt.world_size, "process") if attempt.world_size else "",
             f"up {duration(attempt.ended - attempt.begun)}",
             f"lost {duration(lost_s)}" if lost_s > 0 else "",
             counted(len(attempt.saves), "save"),
