@@ -31,6 +31,7 @@ Each is loaded when it is first used. Behind them:
 | `onebit`, `sign_mean` | 1-bit Adam and LAMB; the average of signs that they exchange |
 | `kernels`, `compilation`, `fused_loss` | attention, loss and compiled layers by default; the loss in chunks |
 | `weight_casts` | one cast of weights per optimizer step instead of one per micro-batch |
+| `document_attention`, `document_masks` | attention that is cut between documents; masks without a wait for the GPU |
 | `router_loss`, `router_bias` | how the experts of a mixture are balanced: by a loss, or by the bias of their router |
 | `trl`, `rewards`, `teacher` | TRL's arguments, records and reference models; reward functions; teachers |
 | `vision`, `images`, `pictures` | arguments, batches with images and the embedded default of `recipes/vision` |
@@ -49,6 +50,10 @@ Replaced for the life of the object
 
 Replaced for a moment
 
+- `transformers.masking_utils.find_packed_sequence_indices`, during the training. By: `documents_are_known`. Reason:
+  nothing public tells transformers that a batch holds one document per row, or several, so that it waits for the GPU
+  in each forward pass to see whether positions restart. Test: test_document_masks.py,
+  test_a_step_without_a_log_waits_for_nothing.
 - `peft.tuners.lora.layer._get_in_out_features`. By: `add_lora`. Reason: nothing public tells PEFT 0.21 that a matrix
   which transformers shards over replicas (HSDP) is complete where it is used. Test: test_recipe_native.py,
   test_adapters_of_the_attention_train_resume_and_export_like_one_process.

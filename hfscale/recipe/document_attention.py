@@ -12,6 +12,7 @@ along the sequence. `cut_attention` refuses them.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,30 +90,57 @@ def reason_not_to_cut(model: PreTrainedModel) -> str | None:
 
 
 class _Seen(Exception):  # noqa: N818 (not an error)
-    """Ends a forward when it is known whether its mask is cut; False also where no mask was made."""
+    """Ends a forward when it is known whether its mask is cut."""
 
-    def __init__(self, *, is_made: bool, is_cut: bool) -> None:
+    def __init__(self, *, is_cut: bool) -> None:
         super().__init__()
-        self.is_made = is_made
         self.is_cut = is_cut
 
 
-def _reason_of_masks(model: PreTrainedModel) -> str | None:
-    """Let the decoder make a mask for a row of two documents, and return why it is not cut between them.
+class NoMaskError(Exception):
+    """A decoder has reached its layers and has made no mask."""
 
-    The decoder runs on a CPU and without memory for its parameters, only until the mask is made.
-    """
+
+def _reason_of_masks(model: PreTrainedModel) -> str | None:
+    """Let the decoder make a mask for a row of two documents, and return why it is not cut between them."""
 
     def look(*, mask_function: Any, **_: Any) -> None:
         second = torch.tensor(3)
         first = torch.tensor(1)  # positions in the row
-        raise _Seen(
-            is_made=True,
-            is_cut=not bool(mask_function(torch.tensor(0), torch.tensor(0), second, first)),
-        )
+        raise _Seen(is_cut=not bool(mask_function(torch.tensor(0), torch.tensor(0), second, first)))
+
+    inputs = {
+        "inputs_embeds": torch.zeros(1, 4, model.config.get_text_config().hidden_size),
+        "position_ids": torch.tensor([[0, 1, 0, 1]]),
+    }
+    try:
+        run_until_mask(model, inputs, look)
+    except _Seen as seen:
+        return None if seen.is_cut else "it makes its masks without position_ids"
+    except NoMaskError:
+        return "it makes attention masks of its own"
+    except Exception as error:  # whatever a model raises for inputs that it does not expect
+        return f"its masks cannot be examined ({type(error).__name__})"
+    return "it makes attention masks of its own"
+
+
+def run_until_mask(
+    model: PreTrainedModel, inputs: dict[str, Any], at_mask: Callable[..., Any]
+) -> None:
+    """Run the decoder of a model on a CPU and without memory for its parameters, until it makes its mask.
+
+    Args:
+        model (`PreTrainedModel`): a causal language model, also one on the meta device, sharded, or partitioned by
+            ZeRO-3; it stays as it is.
+        inputs (`dict[str, Any]`): keywords of the decoder.
+        at_mask (`Callable`): called with what a mask function of transformers gets; it raises.
+
+    Raises:
+        NoMaskError: it has made none before its first layer.
+    """
 
     def stop(*_: Any) -> None:
-        raise _Seen(is_made=False, is_cut=False)
+        raise NoMaskError
 
     decoder = model.base_model
     layers = max(
@@ -123,27 +151,16 @@ def _reason_of_masks(model: PreTrainedModel) -> str | None:
         name: torch.zeros((), dtype=tensor.dtype).expand(full_shape(tensor))
         for name, tensor in (*decoder.named_parameters(), *decoder.named_buffers())
     }
-    inputs = {
-        "inputs_embeds": torch.zeros(1, 4, model.config.get_text_config().hidden_size),
-        "position_ids": torch.tensor([[0, 1, 0, 1]]),
-        "use_cache": False,
-    }
     original: Any = attention_implementation(model.config)
     AttentionInterface.register(_PROBE, stop)
-    AttentionMaskInterface.register(_PROBE, look)
+    AttentionMaskInterface.register(_PROBE, at_mask)
     try:
         model.set_attn_implementation(_PROBE)
         with torch.no_grad():
-            functional_call(decoder, tensors, kwargs=inputs)
-    except _Seen as seen:
-        if seen.is_made:
-            return None if seen.is_cut else "it makes its masks without position_ids"
-    except Exception as error:  # whatever a model raises for inputs that it does not expect
-        return f"its masks cannot be examined ({type(error).__name__})"
+            functional_call(decoder, tensors, kwargs={"use_cache": False, **inputs})
     finally:
         before_layers.remove()
         model.set_attn_implementation(original)
-    return "it makes attention masks of its own"
 
 
 def is_dense(name: str) -> bool:

@@ -23,6 +23,7 @@ from hfscale.metrics.progress import use_compact_progress
 from hfscale.recipe.arguments import RecipeTrainingArguments, RecipeTrainingMixin
 from hfscale.recipe.compilation import compile_layers
 from hfscale.recipe.compression import compress_gradients, store_gradients_in_buckets
+from hfscale.recipe.document_masks import documents_are_known
 from hfscale.recipe.entrypoint import end_if_preempted
 from hfscale.recipe.export import MERGED, save_final_model
 from hfscale.recipe.kernels import Kernels, choose_loss
@@ -86,7 +87,7 @@ def train(trainer: "Trainer", checkpoint: str | None) -> dict[str, float] | None
     average_router_loss(trainer)
     balance_by_bias(trainer)
     _make_image_batches(trainer)
-    with _errors_name_packing():
+    with _errors_name_packing(), documents_are_known(trainer):
         metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     end_if_preempted(scaling)
     return metrics

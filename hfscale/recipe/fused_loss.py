@@ -109,10 +109,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needs = [has_backward and need for need in ctx.needs_input_grad[:3]]
         gradients = [
-            torch.zeros_like(tensor) if need and tensor is not None else None
+            torch.empty_like(tensor) if need and tensor is not None else None
             for tensor, need in zip((hidden, weight, bias), needs, strict=True)
         ]
         of_hidden, of_weight, of_bias = gradients
+        if of_bias is not None:
+            of_bias.zero_()
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), CHUNK_TOKENS):
@@ -134,7 +136,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if of_hidden is not None:
                     torch.mm(logits, weight, out=of_hidden[rows])
                 if of_weight is not None:
-                    of_weight.addmm_(logits.T, hidden[rows])
+                    # The first part overwrites what the memory held
+                    of_weight.addmm_(logits.T, hidden[rows], beta=min(start, 1))
                 if of_bias is not None:
                     of_bias += logits.sum(0)
                 del logits  # before the logits of the next part are made
