@@ -2,6 +2,9 @@
 
 from hfscale.facts.support import LISTS
 
+_TRIED_TASKS = ("text", "sft", "dpo")
+"""Tasks whose steps had the losses of layers that are not compiled (tests/recipe/test_compilation_strategies.py)."""
+
 
 def why_not_compiled(
     *, task: str, family: str, method: str, strategy: str, ranks_per_replica: int, precision: str
@@ -11,7 +14,7 @@ def why_not_compiled(
     What is left out may work with `--torch_compile_regional true`: it was not tried, or not found to be faster.
 
     Args:
-        task (`str`): `text`, or the task of a Trainer of TRL.
+        task (`str`): `text`, or the task of a Trainer of TRL, such as `sft`.
         family (`str`): the model's family, transformers' `model_type`.
         method (`str`): which parameters train: `full`, `lora` or `qlora`.
         strategy (`str`): the strategy, by its name in a checkpoint's manifest.
@@ -19,7 +22,7 @@ def why_not_compiled(
         precision (`str`): format of the matrix products.
     """
     reasons = {
-        "it was not tried with Trainers of TRL": task != "text",
+        f"it was not tried with the task {task}": task not in _TRIED_TASKS,
         "ranks share matrices or sequences": ranks_per_replica > 1,
         f"it was not tried with models of the family {family}": family
         not in LISTS["compiled_families"],

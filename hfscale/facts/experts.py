@@ -7,7 +7,7 @@ from hfscale.errors import LayoutError
 
 DISPATCH_STYLE = "ep_dispatch_experts"
 """The style of transformers' expert-parallel plans that sends tokens to the ranks of their experts."""
-_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names that the configs of transformers have for the number of routed experts."""
 
 
@@ -17,7 +17,9 @@ def number_of_experts(config: Any) -> int | None:
     Args:
         config (`PreTrainedConfig`): the config of the language model.
     """
-    return next((count for name in _COUNTS if (count := getattr(config, name, None))), None)
+    return next(
+        (count for name in COUNTS_OF_EXPERTS if (count := getattr(config, name, None))), None
+    )
 
 
 def spreads_experts(config: Any) -> bool:

@@ -20,7 +20,7 @@ from hfscale.core.spelling import spelled
 from hfscale.core.written_files import LAUNCH_FILE, write_files
 from hfscale.errors import UsageError
 from hfscale.facts.models import catalogue
-from hfscale.facts.support import find_rule
+from hfscale.facts.support import LISTS, find_rule
 from hfscale.planner.adapters import target_modules
 from hfscale.planner.extras import trains_from_scratch
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
@@ -439,7 +439,10 @@ def learning_rate(job: Job) -> float:
 def task_flags(job: Job) -> dict[str, Any]:
     """Build the flags of TRL that belong to the job's task."""
     if job.task == "sft":
-        return {"max_length": job.seq_len, "packing": True}
+        packs = (
+            job.shape.model_type not in LISTS["documents_mixed"]
+        )  # the recipe refuses to pack these
+        return {"max_length": job.seq_len, "packing": packs}
     if job.task == "dpo":
         flags: dict[str, Any] = {"max_length": job.seq_len}
         if job.precompute_ref_log_probs:

@@ -224,8 +224,8 @@ class RecipeTrainingMixin(_TrainingArguments):
     records: ClassVar[str | None] = None
     """With TRL, the kind of records that its trainer needs: a key of `hfscale.recipe.trl.COLUMNS`."""
 
-    task: ClassVar[str | None] = None
-    """With TRL, what a step trains on, where the kind of records does not tell it."""
+    task: ClassVar[str] = "text"
+    """What a step trains on, as the rules of what works with what name it."""
 
     reads_images: ClassVar[bool] = False
     """Whether the model reads images with its text, so that its class is one of image-text models."""
@@ -362,6 +362,11 @@ class RecipeTrainingMixin(_TrainingArguments):
             use_peft (`bool`): whether adapters of the language model are trained.
         """
         freeze_beside_text(model)
+
+    @property
+    def flattens_rows(self) -> bool:
+        """Whether a Trainer of TRL puts the rows of a batch one after another."""
+        return False
 
     def keep_global_batch(
         self, checkpoint: str | None, *, data_parallel_size: int | None = None

@@ -19,9 +19,6 @@ from hfscale.trainer.strategies.description import offload_device
 from hfscale.trainer.strategies.requested import deepspeed_config, requested
 from hfscale.trainer.strategies.zero import check_hpz
 
-_TASKS = {"chat": "sft", "pictures": "sft", "preference": "dpo", "prompt": "grpo"}
-"""Kind of records of one of TRL's trainers -> its task."""
-
 
 def check_compatibility(
     model_args: ModelArguments,
@@ -74,7 +71,6 @@ def _describe(
         method = "lora"
     else:
         method = "full"
-    task = args.task or _TASKS.get(args.records or "", "text")
     return replace(
         describe_arguments(args),
         strategy=strategy_of(layout, by_launcher),
@@ -83,7 +79,7 @@ def _describe(
         expert_parallel=layout.ep if isinstance(layout, NativeParallelLayout) else None,
         method=method,
         trl=args.records is not None,
-        task=task,
+        task=args.task,
         attention=model_args.attn_implementation,
         launcher_attention=launcher_attention(by_launcher),
         precision=args.mixed_precision,

@@ -15,11 +15,7 @@ from hfscale.core.logging import get_logger
 from hfscale.core.versions import is_at_least
 from hfscale.facts.compilation import why_not_compiled
 from hfscale.islands.callback import DiLoCoCallback
-from hfscale.recipe.arguments import (
-    RecipeTrainingArguments,
-    RecipeTrainingMixin,
-    use_regional_compilation,
-)
+from hfscale.recipe.arguments import RecipeTrainingMixin, use_regional_compilation
 from hfscale.recipe.document_attention import is_flash_attention
 from hfscale.recipe.kernels import Kernels, why_split
 from hfscale.trainer.attention import attention_implementation
@@ -47,6 +43,9 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
         # torch would cut the graph of a layer where a bucket of DDP is full, and then fails to compile it for another
         # number of rows (torch 2.13), or at flex attention (before). DDP sends the gradients of each layer anyway.
         torch._dynamo.config.load_config({"optimize_ddp": False})
+        # accelerate launch says False where no flag asks for anything: each length would be compiled anew, and after
+        # eight of them torch runs the layers uncompiled. None compiles the second length for all others.
+        plugin.dynamic = plugin.dynamic or None
 
 
 def _choose(trainer: Trainer, kernels: Kernels) -> None:
@@ -79,7 +78,7 @@ def _why_not(trainer: Trainer, args: RecipeTrainingMixin, kernels: Kernels) -> s
         return "Triton, a GPU for which it writes kernels, and a C compiler with the headers of Python are needed"
     run = strategy.combination()
     reason = why_split(trainer) or why_not_compiled(
-        task="text" if isinstance(args, RecipeTrainingArguments) else "trl",
+        task=args.task,
         family=str(run.family),
         method="qlora" if run.quantized else "full",
         strategy=strategy.name,

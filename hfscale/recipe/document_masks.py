@@ -19,6 +19,7 @@ from hfscale.recipe.arguments import RecipeTrainingMixin
 from hfscale.recipe.document_attention import NoMaskError, is_dense, run_until_mask
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.strategies import Strategy
+from hfscale.trainer.strategies.tensors import unsharded_twin
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -124,7 +125,7 @@ def _numbers_tokens(model: PreTrainedModel) -> bool:
     ids = torch.tensor([[0, 0, 0], [padding, padding, 0]])
     try:
         with replaced(masking_utils, _FIND, end):
-            run_until_mask(model, {"input_ids": ids}, at_mask)
+            run_until_mask(unsharded_twin(model), {"input_ids": ids}, at_mask)
     except _Positions as made:
         return bool((made.positions == torch.arange(3)).all())
     except Exception:  # whatever a model raises for inputs that it does not expect

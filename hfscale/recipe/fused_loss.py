@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 from hfscale.core.versions import is_peft_model
 from hfscale.recipe.weight_casts import CastOnceLinear
 from hfscale.trainer.hooks import wrap_prediction_steps
+from hfscale.trainer.strategies.tensors import unsharded_twin
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -336,24 +337,13 @@ def reason_not_to_chunk(model: Any) -> str | None:
     if not isinstance(base, PreTrainedModel):
         return "it is not a model of transformers"
     if isinstance(base, FSDPModule):
-        base = _unsharded_twin(base)
+        base = unsharded_twin(base)
     head = base.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is no plain linear layer ({type(head).__name__})"
     if base.loss_function is not ForCausalLMLoss:
         return "its loss is not that of a causal language model"
     return _reason_of_logits(base, head)
-
-
-def _unsharded_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the class and config of one that transformers has sharded, without weights.
-
-    A forward pass of a part of the sharded one would begin FSDP2's own initialisation there.
-    """
-    plain: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-    with torch.device("meta"):
-        twin: PreTrainedModel = plain(model.config)
-    return twin
 
 
 def _base_of(model: Any) -> Any:
@@ -386,7 +376,7 @@ def loss_takes_number_of_tokens(model: PreTrainedModel) -> bool:
     Args:
         model (`PreTrainedModel`): a model, which may be sharded.
     """
-    twin = _unsharded_twin(model)
+    twin = unsharded_twin(model)
     head = twin.get_output_embeddings()
     if twin.loss_function is not ForCausalLMLoss or not isinstance(head, nn.Linear):
         return False

@@ -46,6 +46,7 @@ from hfscale.recipe.arguments import (
     errors_name_flag,
 )
 from hfscale.recipe.document_attention import cut_attention, is_dense
+from hfscale.recipe.flattened_rows import cut_flattened_rows
 from hfscale.recipe.kernels import Kernels, use_fast_document_attention
 from hfscale.recipe.layout import (
     check_model,
@@ -264,6 +265,8 @@ def load_model(
             freeze_beside_text(model)
     weigh_tokens_equally(model)
     if data_args is None:
+        if isinstance(training_args, RecipeTrainingMixin) and training_args.flattens_rows:
+            cut_flattened_rows(model, model_args, training_args)
         return model
     if data_args.document_attention and model_args.attn_implementation is None and not empty:
         use_fast_document_attention(model, Kernels.here(training_args))

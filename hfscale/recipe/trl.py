@@ -57,17 +57,25 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 class SFTArguments(RecipeTrainingMixin, SFTConfig):
     """TRL's `SFTConfig` with the defaults and checks of the recipes."""
 
+    task: ClassVar[str] = "sft"
     records: ClassVar[str | None] = "chat"
 
     def __post_init__(self) -> None:
         require_positive(self, "max_length")
         super().__post_init__()
 
+    @property
+    def flattens_rows(self) -> bool:
+        """Whether TRL puts the rows of a batch one after another."""
+        packs_documents = self.packing and self.packing_strategy != "wrapped"
+        return bool(self.padding_free or packs_documents)
+
 
 @dataclass(kw_only=True)
 class DPOArguments(RecipeTrainingMixin, DPOConfig):
     """TRL's `DPOConfig` with the defaults and checks of the recipes."""
 
+    task: ClassVar[str] = "dpo"
     records: ClassVar[str | None] = "preference"
 
     def __post_init__(self) -> None:
@@ -80,6 +88,7 @@ class DPOArguments(RecipeTrainingMixin, DPOConfig):
 class GRPOArguments(RecipeTrainingMixin, GRPOConfig):
     """TRL's `GRPOConfig` with the defaults and checks of the recipes."""
 
+    task: ClassVar[str] = "grpo"
     records: ClassVar[str | None] = "prompt"
 
     def __post_init__(self) -> None:
@@ -150,7 +159,7 @@ class DistillationArguments(RecipeTrainingMixin, DistillationConfig):
     """TRL's `DistillationConfig` with the defaults and checks of the recipes, and how the teacher is kept."""
 
     records: ClassVar[str | None] = "prompt"
-    task: ClassVar[str | None] = "distillation"
+    task: ClassVar[str] = "distillation"
 
     teacher_dtype: str = flag(
         "Format of the teacher's weights. auto: that of its checkpoint.",

@@ -31,7 +31,7 @@ class VisionArguments(RecipeTrainingMixin, SFTConfig):
     """TRL's `SFTConfig` for records with images, with the defaults and checks of the recipes."""
 
     records: ClassVar[str | None] = "pictures"
-    task: ClassVar[str | None] = "sft"
+    task: ClassVar[str] = "sft"
     reads_images: ClassVar[bool] = True
 
     max_length: int | None = flag(

@@ -14,3 +14,12 @@ def attention_implementation(config: "PreTrainedConfig") -> str | None:
     """
     name: str | None = config._attn_implementation
     return name
+
+
+def forget_attention_implementation(config: "PreTrainedConfig") -> None:
+    """Let transformers choose the attention implementation of the next model that is made from a config.
+
+    Args:
+        config (`PreTrainedConfig`): the config of a model; changed in place.
+    """
+    config._attn_implementation = None

@@ -220,7 +220,7 @@ CASES = {
     "SFT and GRPO of some mixtures of experts": lambda c: [planned(task="sft", family="phimoe")],
     "GRPO and distillation under DDP with compiled layers": lambda c: [
         planned(task="grpo", compile=True, layout={"dp_replicate": 8}),
-        c.recipe(DDP | REGIONAL, torch_compile=True, records="prompt"),
+        c.recipe(DDP | REGIONAL, torch_compile=True, task="grpo"),
     ],
     "images with QLoRA": lambda c: [c.recipe(model=QLORA, reads_images=True)],
     "images with torch.compile": lambda c: [c.recipe(DDP, torch_compile=True, reads_images=True)],

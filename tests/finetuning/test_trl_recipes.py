@@ -188,6 +188,15 @@ def test_every_strategy_trains_the_same(uninterrupted):
     assert values(uninterrupted("dpo", "ddp"), "dpo")["loss"][0] == pytest.approx(math.log(2), abs=1e-5)
 
 
+@pytest.mark.parametrize(("recipe", "strategy"), [("sft", "ddp"), ("sft", "fsdp2"), ("dpo", "ddp"), ("dpo", "fsdp2")])
+def test_compiled_layers_train_as_the_others(uninterrupted, workplace, tmp_path, recipe, strategy):
+    folder = shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    flags = {"torch_compile_regional": "true", "torch_compile_backend": "aot_eager"}
+    assert run(folder, recipe, strategy, **flags) == [0, 0], recipe_runs.output(folder)[-6000:]
+    for key, wanted in values(uninterrupted(recipe, strategy), recipe).items():
+        assert values(folder, recipe)[key] == pytest.approx(wanted, rel=1e-4, abs=1e-6), key
+
+
 @pytest.mark.parametrize(
     ("recipe", "strategy", "ranks"), [("sft", "zero3", 1), ("dpo", "fsdp2", 4), ("sft", "ddp", 1)]
 )

@@ -147,6 +147,13 @@ def test_the_recipe_accepts_every_flag(model, tmp_path, name):
     assert args.optim == {"zero1": "adamw_bnb_8bit", "zero2": "sgd"}.get(name, "adamw_torch_fused")
 
 
+@pytest.mark.parametrize(("name", "packs"), [("qwen3-8b", True), ("gpt-oss-20b", False)])
+def test_conversations_are_packed_where_the_recipe_does_not_refuse(tmp_path, name, packs):
+    """recipes/sft refuses to pack documents that would see each other."""
+    emit(plan(name, gpu="H100-80GB", gpus=8, seq_len=4096, global_batch=64, task="sft"), tmp_path)
+    assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["packing"] is packs
+
+
 @pytest.mark.parametrize("gpu", [accelerator("MI300X"), replace(accelerator("H100-80GB"), device_names=())])
 def test_layers_are_not_compiled_on_what_is_no_nvidia_gpu(tmp_path, gpu):
     found = plan("qwen3-8b", gpu=gpu, gpus=8, seq_len=4096, global_batch=64)
@@ -162,7 +169,8 @@ def test_layers_are_not_compiled_on_what_is_no_nvidia_gpu(tmp_path, gpu):
         ("qwen3-8b", {"compile": False}, False, {"fused_loss": "chunked"}),
         ("gemma-2-9b", {}, True, {"use_liger_kernel": True}),  # it changes its logits
         ("qwen3-30b-a3b", {}, None, {"fused_loss": "chunked"}),
-        ("qwen3-8b", {"task": "sft"}, None, {}),
+        ("qwen3-8b", {"task": "sft"}, True, {}),
+        ("qwen3-8b", {"task": "grpo"}, None, {}),
     ],
 )
 def test_a_plan_says_whether_layers_are_compiled_and_how_the_loss_is_computed(tmp_path, name, options, compiled, loss):

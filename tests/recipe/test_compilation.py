@@ -122,6 +122,32 @@ def test_what_the_launcher_asked_for_stays(tmp_path: Path, monkeypatch: pytest.M
     assert trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.AOT_EAGER
 
 
+DYNAMIC = "ACCELERATE_DYNAMO_USE_DYNAMIC"
+
+
+@pytest.mark.parametrize(("by_launcher", "expected"), [("False", None), ("True", True)])
+def test_what_the_launcher_says_where_nothing_is_asked_does_not_compile_each_length(
+    by_launcher: str, expected: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch` says False; then torch compiles eight lengths, and runs the others uncompiled."""
+    monkeypatch.setenv(DYNAMIC, by_launcher)
+    monkeypatch.setenv(REGIONAL, "true")
+    trainer = make_trainer(tmp_path, torch_compile_regional=True, torch_compile_backend="aot_eager")
+    compile_layers(trainer, GPU)
+    plugin = trainer.accelerator.state.dynamo_plugin
+    assert plugin.dynamic is expected
+    torch._dynamo.reset()
+    counters.clear()
+    model = compile_regions(tiny_model(use_cache=False), **plugin.to_kwargs())
+    graphs = []
+    for length in (16, 24, 20, 28, 12):
+        rows = torch.randint(3, 60, (2, length))
+        model(input_ids=rows, labels=rows).loss.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert len(set(graphs[1:])) == 1
+
+
 ISLANDS = DiLoCoCallback(islands=2, island_rank=0, rendezvous="localhost:1", every_steps=4)
 
 

@@ -13,7 +13,14 @@ from tiny import tiny_model
 from torch import nn
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, masking_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    LlamaModel,
+    TrainerCallback,
+    masking_utils,
+)
 
 from hfscale.recipe.document_masks import _KnownDocuments, _numbers_tokens, documents_are_known
 
@@ -79,19 +86,24 @@ def test_decoders_number_the_tokens_of_a_row(family: str) -> None:
     assert model.config._attn_implementation == before
 
 
-def from_padding(model: PreTrainedModel) -> None:
-    """Let a decoder number tokens by what they are, as those of the RoBERTa family do."""
+class NumbersByPadding(LlamaModel):
+    """A decoder that numbers tokens by what they are, as those of the RoBERTa family do."""
 
-    def number(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        ids = kwargs["input_ids"]
-        return args, kwargs | {"position_ids": (ids != model.config.pad_token_id).cumsum(-1)}
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        positions = (input_ids != self.config.pad_token_id).cumsum(-1)
+        return super().forward(input_ids, **(kwargs | {"position_ids": positions}))
 
-    model.base_model.register_forward_pre_hook(number, with_kwargs=True)
+
+class OfPadding(LlamaForCausalLM):
+    """A causal language model with this decoder."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = NumbersByPadding(config)
 
 
 def test_a_decoder_that_numbers_tokens_by_what_they_are_is_left_alone(tmp_path: Path) -> None:
-    model = tiny_model(use_cache=False, pad_token_id=0)
-    from_padding(model)
+    model = OfPadding(tiny_model(use_cache=False, pad_token_id=0).config)
     assert not _numbers_tokens(model)
     reads = Reads()
     counted = ReadsOfSteps(reads)

@@ -162,3 +162,24 @@ def full_numel(parameter: torch.Tensor) -> int:
         parameter (`torch.Tensor`): a parameter; of one that ZeRO-3 has partitioned, the tensor itself is empty.
     """
     return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def class_without_shards(module: nn.Module) -> Any:
+    """Return the class that a module had before FSDP2 sharded it; its own where nothing has.
+
+    Args:
+        module (`nn.Module`): any module.
+    """
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
+def unsharded_twin(model: Any) -> Any:
+    """Return a model of the class and config of one that transformers has sharded, without weights.
+
+    A forward pass of a part of the sharded one would begin FSDP2's own initialisation there.
+
+    Args:
+        model (`PreTrainedModel`): any model.
+    """
+    with torch.device("meta"):
+        return class_without_shards(model)(model.config)
