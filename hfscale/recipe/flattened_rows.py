@@ -101,7 +101,8 @@ def _keeps_apart(model: PreTrainedModel, device: torch.device) -> bool:
     for name in COUNTS_OF_EXPERTS:
         if (getattr(config, name, None) or 0) > _EXPERTS:
             setattr(config, name, _EXPERTS)
-    config.pad_token_id = None
+    if config.pad_token_id is not None:
+        config.pad_token_id = 0
     config.use_cache = False
     forget_attention_implementation(config)
     with torch.random.fork_rng():

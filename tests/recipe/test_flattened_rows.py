@@ -20,7 +20,7 @@ from hfscale.recipe.trl import DPOArguments, SFTArguments
 
 APART = ["gemma3_text", "gpt2", "gpt_neo", "lfm2", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"]
 MIXED = LISTS["documents_mixed"]
-SIZES = {"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1}}
+SIZES = {"mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1}, "zaya": {"num_experts_per_tok": 1}}
 CPU = torch.device("cpu")
 
 

@@ -170,7 +170,8 @@ def class_without_shards(module: nn.Module) -> Any:
     Args:
         module (`nn.Module`): any module.
     """
-    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    kinds = type(module).__mro__
+    return next(kind for kind in kinds if not issubclass(kind, FSDPModule))
 
 
 def unsharded_twin(model: Any) -> Any:
@@ -181,5 +182,7 @@ def unsharded_twin(model: Any) -> Any:
     Args:
         model (`PreTrainedModel`): any model.
     """
+    plain = class_without_shards(model)
+    config = model.config
     with torch.device("meta"):
-        return class_without_shards(model)(model.config)
+        return plain(config)
