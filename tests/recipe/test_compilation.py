@@ -233,6 +233,31 @@ def test_a_compiled_layer_has_no_graph_break_and_the_same_gradients(family: str)
     assert not counters["graph_break"]
 
 
+RARELY = ("mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
+MIXTURES = ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.faults) for name in RARELY)]
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.faults) for name in MIXTURES[1:]] + MIXTURES[:1]
+)
+def test_experts_compile_once_though_their_tokens_change_with_each_batch(family: str, implementation: str) -> None:
+    model = build_model(small_config(family), seed=5, dtype=torch.float32).train()
+    model.set_experts_implementation(implementation)
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = compile_regions(copy.deepcopy(model), backend="aot_eager")
+    graphs = []
+    for seed in range(3):
+        rows = torch.randint(3, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(seed))
+        batch = {"input_ids": rows, "labels": rows}
+        assert loss_and_norm(compiled, batch) == pytest.approx(loss_and_norm(model, batch), rel=1e-5)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert len(set(graphs)) == 1
+    assert not counters["graph_break"]
+
+
 def packed_rows(seed: int, rows: int, length: int) -> dict[str, torch.Tensor]:
     """Return rows of random documents, of which the positions tell the boundaries."""
     generator = torch.Generator().manual_seed(seed)
