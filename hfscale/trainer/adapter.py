@@ -26,6 +26,7 @@ from hfscale.trainer.checkpoint_changes import CheckpointChanges
 from hfscale.trainer.collector import Judge, LogCollector, LogPart
 from hfscale.trainer.evaluation_changes import EvaluationChanges
 from hfscale.trainer.expert_adapters import spread_expert_adapters
+from hfscale.trainer.flattened_rows import why_documents_mix
 from hfscale.trainer.frames import calling_trainer, resumed_from
 from hfscale.trainer.fsdp2_loading import gather_head_with_root, name_layers_that_are_there
 from hfscale.trainer.generation_server import check_generation_servers
@@ -536,9 +537,9 @@ class TrainerAdapter:
                     "the tokenizer has special tokens only, as transformers makes it where a model's folder has none: "
                     "load the one that the model was trained with"
                 )
-            grows = why_loss_grows(self.trainer)
-            if grows is not None:
-                logger.warning(grows)
+            for warning in (why_loss_grows(self.trainer), why_documents_mix(self.trainer)):
+                if warning is not None:
+                    logger.warning(warning)
             return loop(*args, **kwargs)
 
         self.changes.replace(self.trainer, "_inner_training_loop", note_and_train)

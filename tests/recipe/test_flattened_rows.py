@@ -14,9 +14,10 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from hfscale.errors import UnsupportedModelError
 from hfscale.facts.support import LISTS
 from hfscale.recipe import flattened_rows
-from hfscale.recipe.flattened_rows import _boundaries, _reason_not_to_flatten, cut_flattened_rows
+from hfscale.recipe.flattened_rows import _reason_not_to_flatten, cut_flattened_rows
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.trl import DPOArguments, SFTArguments
+from hfscale.trainer.flattened_rows import boundaries
 
 APART = ["gemma3_text", "gpt2", "gpt_neo", "lfm2", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"]
 MIXED = LISTS["documents_mixed"]
@@ -53,7 +54,7 @@ def test_what_it_shows_is_what_happens_in_a_batch_of_trl(family: str) -> None:
             logits.append(model(**batch, use_cache=False).logits[0, 5:])
         ids = batch.pop("input_ids")
         assert ids.shape == (1, 12)
-        given = _boundaries(CPU)
+        given = boundaries(CPU)
         assert batch.keys() == given.keys()
         for name, value in batch.items():
             assert torch.equal(value, given[name]) if isinstance(value, torch.Tensor) else value == given[name], name
