@@ -302,7 +302,7 @@ CHECKS = (
         limit=0.0,
         title="recompilation",
         problem="torch.compile compiles in every log, at least {value:.0f} graphs in the last ones",
-        fix="pad or pack the batches to equal lengths, or compile with dynamic=True",
+        fix="pad or pack batches to equal lengths, or let a graph take all (accelerate launch --dynamo_use_dynamic)",
         key="health/compiled_graphs",
     ),
     _Check(
