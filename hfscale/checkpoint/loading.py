@@ -361,7 +361,9 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return  # Trainer names what is wrong with the file
     ranks = data_ranks(trainer)
-    earlier_ranks = manifest.world_size * ranks // args.world_size
+    earlier_ranks = _earlier_data_ranks(manifest, ranks, args.world_size)
+    if earlier_ranks is None:
+        return
     rows = len(data)
     now = _rows_of_pass(rows, args.train_batch_size, ranks)
     earlier = _rows_of_pass(rows, per_device, earlier_ranks)
@@ -379,6 +381,17 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
             args.train_batch_size,
             now,
         )
+
+
+def _earlier_data_ranks(manifest: Manifest, ranks: int, processes: int) -> int | None:
+    """Return how many ranks of the earlier launch trained on different sequences; None if that is not known.
+
+    A manifest does not say how many ranks shared a sequence: as many as now, unless that does not divide them.
+    """
+    if manifest.world_size == 1:
+        return 1
+    sharing = processes // ranks
+    return None if manifest.world_size % sharing else manifest.world_size // sharing
 
 
 def _rows_of_pass(rows: int, per_device: int, ranks: int) -> int:

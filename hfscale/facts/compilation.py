@@ -3,7 +3,12 @@
 from hfscale.facts.support import LISTS
 
 _TRIED_TASKS = ("text", "sft", "dpo")
-"""Tasks whose steps had the losses of layers that are not compiled (tests/recipe/test_compilation_strategies.py)."""
+"""Tasks whose steps had the losses of layers that are not compiled (tests/recipe/test_compilation_strategies.py,
+tests/finetuning/test_trl_recipes.py)."""
+
+_TRIED_IN_4_BITS = ("single", "ddp")
+"""Strategies under which layers with bitsandbytes' weights compute the same (tests/versions/quantized.py, on one
+process; DDP leaves the layers as they are)."""
 
 
 def why_not_compiled(
@@ -26,7 +31,9 @@ def why_not_compiled(
         "ranks share matrices or sequences": ranks_per_replica > 1,
         f"it was not tried with models of the family {family}": family
         not in LISTS["compiled_families"],
-        "the weights of the base model are quantized": method == "qlora",
+        f"it was not tried with 4-bit weights and {strategy}": (
+            method == "qlora" and strategy not in _TRIED_IN_4_BITS
+        ),
         f"it was not tried with {strategy}": strategy not in LISTS["compiled_strategies"],
         "it was not tried in fp16": precision == "fp16",
     }

@@ -25,7 +25,7 @@ from transformers import set_seed
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import store
-from hfscale.checkpoint.loading import readable_checkpoint
+from hfscale.checkpoint.loading import _earlier_data_ranks, readable_checkpoint
 from hfscale.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, update_manifest, wait_until_visible
 from hfscale.core.run_memory import FOLDER_VARIABLE, RunMemory
@@ -502,6 +502,16 @@ def train_on_rank(folder, rows):
     """Train for a step, and save."""
     torch.set_num_threads(1)
     trainer_of(folder, rows, max_steps=1, save_strategy="steps", save_steps=1).train()
+
+
+@pytest.mark.parametrize(
+    ("earlier", "ranks", "processes", "expected"),
+    [(1, 2, 4, 1), (2, 2, 4, 1), (8, 2, 4, 4), (4, 4, 4, 4), (2, 1, 1, 2), (3, 2, 4, None)],
+)
+def test_ranks_that_shared_a_sequence_are_counted_once(earlier, ranks, processes, expected):
+    """One process without tensor parallelism continues on four with it: a division by zero ended such a run."""
+    manifest = Manifest(step=2, strategy="parallel", world_size=earlier, global_batch_size=8, files={})
+    assert _earlier_data_ranks(manifest, ranks, processes) == expected
 
 
 @pytest.mark.world(2)

@@ -133,6 +133,7 @@ CORNERS = (
     ),
     Corner(name="newest", pins=NEWEST, python="python3.11"),
     Corner(name="newest-python-3.13", pins=NEWEST, python="python3.13"),
+    Corner(name="bitsandbytes", pins=("bitsandbytes==0.50.2",), script="quantized.py"),
     Corner(name="ray", pins=("ray==2.60.0",), script="ray_train.py"),
     Corner(name="llama-factory", program="llamafactory==0.9.5", python="python3.11"),
     Corner(name="ms-swift", program="ms-swift==4.6.0", python="python3.11"),
