@@ -5,11 +5,12 @@
 (`Kernels`), so that a machine without a GPU can test the choice.
 """
 
+import time
 from typing import Any
 
 import torch
 from accelerate.utils import DynamoBackend
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from hfscale.core.logging import get_logger
 from hfscale.core.versions import is_at_least
@@ -46,6 +47,46 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
         # accelerate launch says False where no flag asks for anything: each length would be compiled anew, and after
         # eight of them torch runs the layers uncompiled. None compiles the second length for all others.
         plugin.dynamic = plugin.dynamic or None
+        trainer.add_callback(CompilationProgress())
+
+
+class CompilationProgress(TrainerCallback):
+    """Says before the first step of a launch that it takes longer, and after it how long it took."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._is_done = False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say it, before the first step.
+
+        Args:
+            args (`TrainingArguments`): those of the Trainer.
+            state (`TrainerState`): its state.
+            control (`TrainerControl`): its control.
+            kwargs (`Any`): what else Trainer passes.
+        """
+        if self._begun is None:
+            self._begun = time.perf_counter()
+            logger.info("layers: the first step compiles them, which takes longer than a step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Say how long it took, after the first step.
+
+        Args:
+            args (`TrainingArguments`): those of the Trainer.
+            state (`TrainerState`): its state.
+            control (`TrainerControl`): its control.
+            kwargs (`Any`): what else Trainer passes.
+        """
+        if self._is_done or self._begun is None:
+            return
+        self._is_done = True
+        logger.info(
+            "layers: the first step took %.1f s; later launches find what Inductor has compiled, as long as its "
+            "cache is kept (TORCHINDUCTOR_CACHE_DIR: a folder that outlives the machine)",
+            time.perf_counter() - self._begun,
+        )
 
 
 def _choose(trainer: Trainer, kernels: Kernels) -> None:

@@ -1,6 +1,7 @@
 """Whether layers are compiled where no flag says so, and that compiled layers compute what the others do."""
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,16 @@ def test_what_the_launcher_asked_for_stays(tmp_path: Path, monkeypatch: pytest.M
     trainer = make_trainer(tmp_path)
     compile_layers(trainer, GPU)
     assert trainer.accelerator.state.dynamo_plugin.backend == DynamoBackend.AOT_EAGER
+
+
+def test_the_first_step_of_a_launch_says_that_it_compiles(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    flags = {"torch_compile_regional": True, "torch_compile_backend": "aot_eager", "max_steps": 3}
+    trainer = make_trainer(tmp_path, model=tiny_model(use_cache=False), **flags)
+    compile_layers(trainer, GPU)
+    trainer.train()
+    before, after = (line for line in log.messages if "the first step" in line)
+    assert before == "layers: the first step compiles them, which takes longer than a step"
+    assert re.match(r"layers: the first step took \d+\.\d s; later launches find", after)
 
 
 DYNAMIC = "ACCELERATE_DYNAMO_USE_DYNAMIC"
