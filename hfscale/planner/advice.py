@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hfscale.core.spelling import spelled
 from hfscale.facts.hardware import peak_tflops
+from hfscale.facts.support import LISTS
 from hfscale.planner.cost import (
     MTBF_GPU_HOURS,
     RESTART_S,
@@ -258,8 +259,8 @@ def _of_the_choice(job: Job, request: PlanRequest) -> list[str]:
         )
     if job.compile and job.stack == "hf" and request.compile is None:
         found.append(
-            "layers are compiled, as the recipes do for plain text on NVIDIA GPUs; for packed conversations, whose "
-            "attention is cut, plan with --no-compile"
+            "layers are compiled, as the recipes do on NVIDIA GPUs; where FlashAttention cuts between packed "
+            "documents they are not: plan that with --no-compile"
         )
     bits = []
     if job.optimizer != request.optimizer:
@@ -377,7 +378,8 @@ def _of_the_task(job: Job) -> list[str]:
     if job.task == "sft":
         return [
             "sft: a training step with the loss on part of the tokens, with the memory and time of plain training, "
-            "except that TRL computes the loss in tiles, without all logits"
+            "except that TRL computes the loss in tiles, without all logits",
+            *_of_packing(job.shape.model_type),
         ]
     if job.task == "dpo":
         passes = (
@@ -406,6 +408,20 @@ def _of_the_task(job: Job) -> list[str]:
         "(vLLM and rewards are not estimated)",
         f"grpo: beta {job.beta:g}, {penalty}; the old policy's log-probabilities are those of the training pass",
     ]
+
+
+def _of_packing(family: str) -> list[str]:
+    """What recipes/sft needs to pack conversations, or why it does not."""
+    if family in LISTS["documents_mixed"]:
+        return [
+            f"sft: conversations are not packed, since those of {family} would see each other; padding is not counted"
+        ]
+    if family in LISTS["documents_need_kernel"]:
+        return [
+            f"sft: packed conversations of {family} need causal-conv1d (pip install causal-conv1d); without it, give "
+            "the recipe --packing false"
+        ]
+    return []
 
 
 def _of_the_images(job: Job) -> str:

@@ -147,11 +147,21 @@ def test_the_recipe_accepts_every_flag(model, tmp_path, name):
     assert args.optim == {"zero1": "adamw_bnb_8bit", "zero2": "sgd"}.get(name, "adamw_torch_fused")
 
 
-@pytest.mark.parametrize(("name", "packs"), [("qwen3-8b", True), ("gpt-oss-20b", False)])
-def test_conversations_are_packed_where_the_recipe_does_not_refuse(tmp_path, name, packs):
+@pytest.mark.parametrize(
+    ("name", "packs", "said"),
+    [
+        ("qwen3-8b", True, None),
+        ("gpt-oss-20b", False, "those of gpt_oss would see each other"),
+        ("qwen3.5-4b", True, "need causal-conv1d (pip install causal-conv1d)"),
+    ],
+)
+def test_conversations_are_packed_where_the_recipe_does_not_refuse(tmp_path, name, packs, said):
     """recipes/sft refuses to pack documents that would see each other."""
-    emit(plan(name, gpu="H100-80GB", gpus=8, seq_len=4096, global_batch=64, task="sft"), tmp_path)
+    found = plan(name, gpu="H100-80GB", gpus=8, seq_len=4096, global_batch=64, task="sft")
+    emit(found, tmp_path)
     assert yaml.safe_load((tmp_path / "recipe.yaml").read_text())["packing"] is packs
+    lines = [line for line in found.assumptions if "packed" in line and "sft: " in line]
+    assert [said in line for line in lines] == ([] if said is None else [True])
 
 
 @pytest.mark.parametrize("gpu", [accelerator("MI300X"), replace(accelerator("H100-80GB"), device_names=())])
