@@ -47,13 +47,19 @@ def compile_layers(trainer: Trainer, kernels: Kernels) -> None:
         # accelerate launch says False where no flag asks for anything: each length would be compiled anew, and after
         # eight of them torch runs the layers uncompiled. None compiles the second length for all others.
         plugin.dynamic = plugin.dynamic or None
-        trainer.add_callback(CompilationProgress())
+        is_kept = plugin.backend == DynamoBackend.INDUCTOR
+        trainer.add_callback(CompilationProgress(is_kept=is_kept))
 
 
 class CompilationProgress(TrainerCallback):
-    """Says before the first step of a launch that it takes longer, and after it how long it took."""
+    """Says before the first step of a launch that it takes longer, and after it how long it took.
 
-    def __init__(self) -> None:
+    Args:
+        is_kept (`bool`): whether what is compiled stays in a folder for later launches.
+    """
+
+    def __init__(self, *, is_kept: bool) -> None:
+        self._is_kept = is_kept
         self._begun: float | None = None
         self._is_done = False
 
@@ -82,11 +88,12 @@ class CompilationProgress(TrainerCallback):
         if self._is_done or self._begun is None:
             return
         self._is_done = True
-        logger.info(
-            "layers: the first step took %.1f s; later launches find what Inductor has compiled, as long as its "
-            "cache is kept (TORCHINDUCTOR_CACHE_DIR: a folder that outlives the machine)",
-            time.perf_counter() - self._begun,
+        where = (
+            "; later launches find what was compiled in Inductor's cache (TORCHINDUCTOR_CACHE_DIR: a folder that "
+            "outlives the machine)"
         )
+        seconds = time.perf_counter() - self._begun
+        logger.info("layers: the first step took %.1f s%s", seconds, where if self._is_kept else "")
 
 
 def _choose(trainer: Trainer, kernels: Kernels) -> None:
