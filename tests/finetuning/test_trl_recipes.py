@@ -18,6 +18,7 @@ from forked_ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from hfscale.checkpoint.store import verify
+from hfscale.core.counts import counted
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.facts.layout import split_batch
 from hfscale.recipe import corpus
@@ -205,7 +206,9 @@ def test_another_number_of_processes_keeps_the_losses(uninterrupted, tmp_path, r
     folder = interrupted(whole, tmp_path)
     target = "single" if ranks == 1 else strategy
     assert run(folder, recipe, target, ranks=ranks) == [0] * ranks, recipe_runs.output(folder)[-6000:]
-    assert f"{ranks} processes instead of 2: the global batch stays 4 sequences" in recipe_runs.output(folder)
+    assert f"{counted(ranks, 'process')} instead of 2: the global batch stays 4 sequences" in recipe_runs.output(
+        folder
+    )
     for key, wanted in values(whole, recipe).items():
         assert values(folder, recipe)[key] == pytest.approx(wanted, abs=2e-3), key
 
