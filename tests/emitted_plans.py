@@ -33,6 +33,7 @@ from plan_requests import Request, random_request
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
 from hfscale.cli import main
+from hfscale.core.counts import counted
 from hfscale.facts.schedules import supports
 from hfscale.recipe import corpus
 
@@ -373,7 +374,8 @@ def start(plan: EmittedPlan, folder: Path) -> Finished:
     if strategy == "parallel" and plan.recipe != "tp_pp":
         strategy = "native"  # what a run calls the tensor parallelism of transformers
     (line,) = done.lines("hfscale: strategy")
-    assert line.split(": ")[1] == f"strategy {strategy} on {ranks} processes (cpu)", (plan.title, line)
+    started = counted(ranks, "process")
+    assert line.split(": ")[1] == f"strategy {strategy} on {started} (cpu)", (plan.title, line)
     status = json.loads((folder / "out" / "hfscale_status.json").read_text(encoding="utf-8"))
     assert (status["status"], status["step"]) == ("completed", 2), (plan.title, status)
     return done

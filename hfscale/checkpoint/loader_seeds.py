@@ -5,6 +5,7 @@ workers (`persistent_workers`) draws once in an uninterrupted run, and Trainer r
 again at the next epoch or evaluation. All random numbers after it, such as those of dropout, would then differ.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,7 +43,18 @@ def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
             _use_own_generator(loader, state.global_step)
         started[name] = True
 
+    def take_started() -> Callable[[], None]:
+        held = dict(started)
+
+        def put_back() -> None:
+            started.clear()
+            started.update(held)
+
+        return put_back
+
     adapter.evaluations.on_eval_dataloader("seeds", at_evaluation)
+    # The launch that makes it up draws the seed, as the uninterrupted run did
+    adapter.evaluations.put_back_if_cut("started loaders", take_started)
     if adapter.resumes_from is not None and _keeps_workers(train_dataloader):
         _use_own_generator(train_dataloader, state.global_step)
 

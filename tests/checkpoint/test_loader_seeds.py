@@ -1,10 +1,15 @@
 """Runs with data loader workers and dropout resume bit-equal, over epochs and evaluations."""
 
+import math
+import os
+import signal
+
 import pytest
 from tiny import RandomTokens, StopAt, logged, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint.preemption.stop import PreemptionStop
 
 STEPS, EPOCH = 10, 4
 SETS = {"one": RandomTokens(8), "two": RandomTokens(4)}
@@ -34,13 +39,15 @@ def train(folder, *callbacks, eval_dataset=SETS, resume=None):
 
 
 class StopInEvaluation(TrainerCallback):
-    """Asks for a stop, by the stop file, in the first batch of the first evaluation."""
+    """Asks for a stop in the first batch of the first evaluation."""
 
-    def __init__(self, file):
-        self._file = file
+    def __init__(self):
+        self._is_asked = False
 
     def on_prediction_step(self, *args, **kwargs):
-        self._file.touch()
+        if not self._is_asked:
+            self._is_asked = True
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +66,16 @@ def test_losses_are_those_of_an_uninterrupted_run(plain, tmp_path, stop_at):
     assert train(tmp_path, SpotCheckpointCallback(), resume=str(tmp_path / f"checkpoint-{stop_at}")) == plain
 
 
-def test_losses_are_those_of_an_uninterrupted_run_after_a_stop_in_an_evaluation(tmp_path):
+@pytest.mark.parametrize("is_cut", [False, True], ids=["finished", "cut short"])
+def test_losses_are_those_of_an_uninterrupted_run_after_a_stop_in_an_evaluation(tmp_path, monkeypatch, is_cut):
+    """The launch that makes it up draws the seed of its loader, which the cut one has drawn and put back."""
+    if is_cut:
+        monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
+        monkeypatch.setattr(PreemptionStop, "_evaluation_left_s", lambda self: math.inf)
     plain = train(tmp_path / "plain", eval_dataset=SETS["one"])
-    stop = tmp_path / "stop"
-    spot = SpotCheckpointCallback(on_preemption="return", stop_file=str(stop))
-    train(tmp_path, spot, StopInEvaluation(stop), eval_dataset=SETS["one"])
+    spot = SpotCheckpointCallback(on_preemption="return")
+    train(tmp_path, spot, StopInEvaluation(), eval_dataset=SETS["one"])
     assert spot.preempted is not None
-    resume = str(tmp_path / "checkpoint-2")
-    assert train(tmp_path, SpotCheckpointCallback(), eval_dataset=SETS["one"], resume=resume) == plain
+    checkpoint = tmp_path / "checkpoint-2"
+    assert ('"missing"' in (checkpoint / "trainer_state.json").read_text()) == is_cut
+    assert train(tmp_path, SpotCheckpointCallback(), eval_dataset=SETS["one"], resume=str(checkpoint)) == plain
