@@ -255,6 +255,16 @@ def _ignored(*_: Any) -> None:
     pass
 
 
+def _memory_format(owner: Any, name: Any) -> None:
+    """Stand for `getattr`, by which Python 3.11.2 (that of Debian 12) writes the members of an enum.
+
+    Raises:
+        _ForbiddenNameError: it would get anything but one of torch's memory formats.
+    """
+    if owner is not _ignored or name not in _MEMORY_FORMATS:
+        raise _ForbiddenNameError("builtins.getattr")
+
+
 def _size(sizes: Any) -> Any:
     if type(sizes) is not tuple:
         raise ValueError("a shape is not a tuple")
@@ -271,6 +281,7 @@ def _path(*parts: str) -> str:
     return "/".join(parts)
 
 
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _METADATA_PLACEHOLDERS: dict[tuple[str, str], Any] = {
@@ -283,6 +294,7 @@ _METADATA_PLACEHOLDERS: dict[tuple[str, str], Any] = {
     (_METADATA, "TensorProperties"): _TensorProperties,
     (_METADATA, "StorageMeta"): _Fields,
     (_METADATA, "_MEM_FORMAT_ENCODING"): _ignored,
+    ("builtins", "getattr"): _memory_format,
     (_FILESYSTEM, "_StorageInfo"): _Fields,
     ("torch.serialization", "_get_layout"): _ignored,
     ("torch", "Size"): _size,

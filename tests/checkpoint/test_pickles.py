@@ -22,7 +22,12 @@ from forked_ranks import run_ranks
 from tiny import tiny_trainer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
 
 from hfscale import SpotCheckpointCallback
 from hfscale.checkpoint.formats.parameter_names import model_of_config
@@ -425,6 +430,37 @@ def _check_metadata_under_a_limit(folder, limit):
         read_dcp_metadata(folder)
     assert "MemoryError" not in str(caught.value)
     assert len(str(caught.value)) < 1000
+
+
+class OfDebian:
+    """Is pickled as Python 3.11.2, that of Debian 12, pickles a member of an enum."""
+
+    def __init__(self, owner, name):
+        self.arguments = owner, name
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "is_taken"),
+    [
+        (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT", True),
+        (_MEM_FORMAT_ENCODING, "__class__", False),
+        (_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT.__class__", False),
+        (Metadata, "TORCH_CONTIGUOUS_FORMAT", False),
+        (OrderedDict, "fromkeys", False),
+    ],
+)
+def test_memory_formats_are_read_as_every_python_writes_them(tmp_path, owner, name, is_taken):
+    folder, metadata = distributed(tmp_path, {"value": torch.ones(2)})
+    metadata.planner_data = {"a member": OfDebian(owner, name)}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    if is_taken:
+        assert read_dcp_metadata(folder)["value"].shape == (2,)
+    else:
+        with pytest.raises(CheckpointError, match=r"builtins\.getattr"):
+            read_dcp_metadata(folder)
 
 
 @pytest.mark.parametrize("kind", metadata_bombs())
