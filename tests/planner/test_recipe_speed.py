@@ -37,4 +37,5 @@ def test_predicted_is_what_the_recipe_does_by_default():
     assert not by_default("sharded/llama-3.1-8b-full.yaml", is_text=False).compile
     experts = by_default("sharded/mixtral-8x7b-full.yaml")
     assert (experts.liger, experts.compile) == (True, False)
-    assert not by_default("sft/qwen3-8b-full.yaml").compile
+    assert by_default("sft/qwen3-8b-full.yaml").compile
+    assert not by_default("grpo/qwen3-4b-full.yaml").compile
