@@ -38,4 +38,3 @@ def test_predicted_is_what_the_recipe_does_by_default():
     experts = by_default("sharded/mixtral-8x7b-full.yaml")
     assert (experts.liger, experts.compile) == (True, False)
     assert by_default("sft/qwen3-8b-full.yaml").compile
-    assert not by_default("grpo/qwen3-4b-full.yaml").compile
