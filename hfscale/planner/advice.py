@@ -418,8 +418,9 @@ def _of_packing(family: str) -> list[str]:
         ]
     if family in LISTS["documents_need_kernel"]:
         return [
-            f"sft: packed conversations of {family} need causal-conv1d (pip install causal-conv1d); without it, give "
-            "the recipe --packing false"
+            f"sft: packed conversations of {family} need kernels of other packages: causal-conv1d, and those that "
+            "transformers names in the first step, such as flash-linear-attention; without them, give the recipe "
+            "--packing false"
         ]
     return []
 

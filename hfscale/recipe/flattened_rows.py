@@ -62,8 +62,11 @@ def _reason_not_to_flatten(model: PreTrainedModel, device: torch.device) -> str 
         config.get_text_config() is not config
     ):  # what small models of several modalities need is not known
         return reason_not_to_cut(model)
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     try:
-        is_apart = documents_are_apart(model, device)
+        is_apart = documents_are_apart(model, device, collator)
     except Exception as error:  # whatever a model raises for sizes that it does not expect
         if "packed sequences apart" in str(error):  # transformers, where a kernel is not installed
             return None

@@ -6,7 +6,7 @@ before it.
 """
 
 import copy
-from collections.abc import Set
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,11 +24,9 @@ _FIRST, _SECOND = 5, 7
 """Tokens of two documents."""
 _TOLERANCE = 1e-4
 """Relative difference of logits in fp32 that rounding explains."""
-_POSITIONS = "position_ids"
-_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_NUMBERS = "seq_idx"
-BOUNDARIES = frozenset({_POSITIONS, *_LENGTHS, _NUMBERS})
-"""Keywords by which transformers' models learn where documents begin."""
+_OF_LIBRARIES = ("transformers", "trl")
+
+Collator = Callable[[list[dict[str, Any]]], dict[str, Any]]
 
 
 def why_documents_mix(trainer: Trainer) -> str | None:
@@ -38,8 +36,8 @@ def why_documents_mix(trainer: Trainer) -> str | None:
         trainer (`Trainer`): prepared for training. Models of several modalities are not examined, nor is
             FlashAttention, which has no mask.
     """
-    passed = _boundaries_passed(trainer.data_collator)
-    if not passed:
+    collator: Any = trainer.data_collator
+    if not _flattens_rows(collator):
         return None
     model: Any = model_of(trainer)
     base = model.get_base_model() if is_peft_model(model) else model
@@ -47,58 +45,60 @@ def why_documents_mix(trainer: Trainer) -> str | None:
         return None
     if "flash" in str(attention_implementation(base.config)):
         return None
+    name = type(base).__name__
     try:
-        is_apart = documents_are_apart(base, trainer.args.device, passed)
-    except Exception:  # whatever a model raises for sizes that it does not expect
-        return None
+        is_apart = documents_are_apart(base, trainer.args.device, collator)
+    except Exception as error:  # whatever a model raises for sizes that it does not expect
+        return (
+            f"whether documents that are packed one after another see each other in {name} is not known: a small "
+            f"model of its config could not be tried ({type(error).__name__})"
+        )
     if is_apart:
         return None
     return (
-        f"{type(base).__name__} does not cut its attention where documents begin: those that are packed one after "
-        f"another see each other; train without packing and padding_free"
+        f"{name} does not cut its attention where documents begin: those that are packed one after another see each "
+        "other; train without packing and padding_free"
     )
 
 
-def _boundaries_passed(collator: Any) -> Set[str]:
-    """Return the keywords that a collator without padding passes; none for any other collator."""
-    if isinstance(collator, DataCollatorWithFlattening):
-        asked = vars(collator)
-        found = {_POSITIONS} if asked["return_position_ids"] else set()
-        if asked.get("return_flash_attn_kwargs"):
-            found.update(_LENGTHS)
-        if asked.get("return_seq_idx"):
-            found.add(_NUMBERS)
-        return found
-    return BOUNDARIES if getattr(collator, "padding_free", False) is True else frozenset()  # TRL's
+def _flattens_rows(collator: Any) -> bool:
+    """Return whether a collator of a library, which draws and counts nothing, puts the rows one after another."""
+    if type(collator).__module__.partition(".")[0] not in _OF_LIBRARIES:
+        return False
+    is_of_trl = getattr(collator, "padding_free", False) is True
+    return is_of_trl or isinstance(collator, DataCollatorWithFlattening)
 
 
-def documents_are_apart(
-    model: PreTrainedModel, device: torch.device, passed: Set[str] = BOUNDARIES
-) -> bool:
+def documents_are_apart(model: PreTrainedModel, device: torch.device, collator: Collator) -> bool:
     """Return whether a document has the same logits after two others: those of a small model of the same config.
 
     Args:
         model (`PreTrainedModel`): a causal language model of one modality, which may be sharded; it stays as it is.
         device (`torch.device`): where the small model runs. Some layers need a GPU.
-        passed (`Set[str]`): which of `BOUNDARIES` the model is called with.
+        collator (`Callable`): puts the rows of a batch one after another; it decides what tells the model where
+            documents begin.
 
     Raises:
         Exception: whatever a model raises for sizes, or a device, that it does not expect.
     """
-    keywords = {name: value for name, value in boundaries(device).items() if name in passed}
     with torch.random.fork_rng(devices=[]):  # everything is drawn on the CPU
         torch.default_generator.manual_seed(0)
         small = _small_model(model, device)
         first, other, second = (
-            torch.randint(_VOCABULARY, (1, length)).to(device)
+            torch.randint(1, _VOCABULARY, (length,)).tolist()
             for length in (_FIRST, _FIRST, _SECOND)
         )
     logits = []
     with torch.no_grad():
         for before in (first, other):
-            row = torch.cat([before, second], 1)
-            of_row = small(input_ids=row, **keywords).logits[0]
-            logits.append(of_row[_FIRST:])
+            batch = collator([{"input_ids": before}, {"input_ids": second}])
+            inputs = {
+                name: value.to(device) if isinstance(value, torch.Tensor) else value
+                for name, value in batch.items()
+                if name != "labels"
+            }
+            of_row = small(**inputs).logits[0]
+            logits.append(of_row[_FIRST : _FIRST + _SECOND])
     after_first, after_other = logits
     difference = (after_first - after_other).abs().max()
     return bool(difference <= _TOLERANCE * after_first.abs().max())
@@ -119,22 +119,3 @@ def _small_model(model: PreTrainedModel, device: torch.device) -> Any:
         small = class_without_shards(model)(config)
     switch_dropout_off(small)
     return small.to(device=device, dtype=torch.float32).eval()
-
-
-def boundaries(device: torch.device) -> dict[str, Any]:
-    """Return what TRL's collator passes with two documents.
-
-    Args:
-        device (`torch.device`): the device of the tensors.
-    """
-    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])
-    lengths = torch.tensor([0, _FIRST, _FIRST + _SECOND], dtype=torch.int32, device=device)
-    of_token = torch.repeat_interleave(torch.arange(2), torch.tensor([_FIRST, _SECOND]))
-    return {
-        _POSITIONS: positions.unsqueeze(0).to(device),
-        "cu_seq_lens_q": lengths,
-        "cu_seq_lens_k": lengths,
-        "max_length_q": _SECOND,
-        "max_length_k": _SECOND,
-        _NUMBERS: of_token.unsqueeze(0).to(device=device, dtype=torch.int32),
-    }

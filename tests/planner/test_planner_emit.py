@@ -152,7 +152,7 @@ def test_the_recipe_accepts_every_flag(model, tmp_path, name):
     [
         ("qwen3-8b", True, None),
         ("gpt-oss-20b", False, "those of gpt_oss would see each other"),
-        ("qwen3.5-4b", True, "need causal-conv1d (pip install causal-conv1d)"),
+        ("qwen3.5-4b", True, "need kernels of other packages: causal-conv1d"),
     ],
 )
 def test_conversations_are_packed_where_the_recipe_does_not_refuse(tmp_path, name, packs, said):

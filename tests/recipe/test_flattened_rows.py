@@ -8,7 +8,7 @@ import pytest
 import torch
 from parallel_families import small_config
 from test_fast_defaults import kernels
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hfscale.errors import UnsupportedModelError
@@ -17,7 +17,7 @@ from hfscale.recipe import flattened_rows
 from hfscale.recipe.flattened_rows import _reason_not_to_flatten, cut_flattened_rows
 from hfscale.recipe.model_arguments import ModelArguments
 from hfscale.recipe.trl import DPOArguments, SFTArguments
-from hfscale.trainer.flattened_rows import boundaries
+from hfscale.trainer.flattened_rows import documents_are_apart
 
 APART = ["gemma3_text", "gpt2", "gpt_neo", "lfm2", "llama", "mistral", "mixtral", "phi3", "qwen3", "qwen3_moe"]
 MIXED = LISTS["documents_mixed"]
@@ -40,8 +40,17 @@ def test_a_small_model_shows_whether_documents_see_each_other(family: str) -> No
     assert (reason is None) == (family in APART)
 
 
+@pytest.mark.parametrize("family", LISTS["documents_need_kernel"])
+def test_transformers_itself_says_that_a_kernel_is_missing(family: str) -> None:
+    """Then the recipe leaves it to the training, and a plan says it."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family))
+    with pytest.raises(ValueError, match="can't keep packed sequences apart without"):
+        documents_are_apart(model, CPU, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True))
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_oss", "jamba"])
-def test_what_it_shows_is_what_happens_in_a_batch_of_trl(family: str) -> None:
+def test_what_it_shows_is_what_happens_in_a_packed_batch(family: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(family)).eval()
     collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
@@ -52,12 +61,6 @@ def test_what_it_shows_is_what_happens_in_a_batch_of_trl(family: str) -> None:
         del batch["labels"]
         with torch.no_grad():
             logits.append(model(**batch, use_cache=False).logits[0, 5:])
-        ids = batch.pop("input_ids")
-        assert ids.shape == (1, 12)
-        given = boundaries(CPU)
-        assert batch.keys() == given.keys()
-        for name, value in batch.items():
-            assert torch.equal(value, given[name]) if isinstance(value, torch.Tensor) else value == given[name], name
     assert torch.allclose(*logits, atol=1e-5) == (family in APART)
 
 

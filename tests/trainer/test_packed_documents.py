@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hfscale import ScalingCallback
-from hfscale.trainer.flattened_rows import BOUNDARIES, _boundaries_passed
+from hfscale.trainer import flattened_rows
 
 FLATTENING = DataCollatorWithFlattening()
 OF_TRL = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
@@ -24,16 +24,14 @@ def documents() -> list[dict[str, list[int]]]:
     return [{"input_ids": row} for row in rows]
 
 
-def train(family: str, collator: Any, folder: Path) -> None:
+def train(family: str, collator: Any, folder: Path, *callbacks: Any) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(family))
     args = TrainingArguments(
         output_dir=str(folder), use_cpu=True, report_to=[], max_steps=1, per_device_train_batch_size=2
     )
     args.remove_unused_columns = False
-    Trainer(
-        model=model, args=args, train_dataset=documents(), data_collator=collator, callbacks=[ScalingCallback()]
-    ).train()
+    Trainer(model=model, args=args, train_dataset=documents(), data_collator=collator, callbacks=[*callbacks]).train()
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def train(family: str, collator: Any, folder: Path) -> None:
 def test_a_script_is_told_that_documents_see_each_other(
     family: str, collator: Any, mixes: bool, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    train(family, collator, tmp_path)
+    train(family, collator, tmp_path, ScalingCallback())
     found = [record for record in log.records if "see each other" in record.message]
     assert len(found) == mixes
     if found:
@@ -57,15 +55,30 @@ def test_a_script_is_told_that_documents_see_each_other(
         assert found[0].message.startswith("GptOssForCausalLM does not cut its attention")
 
 
-def test_a_model_is_called_with_what_the_collator_passes() -> None:
-    for options, expected in (
-        ({}, {"position_ids"}),
-        ({"return_position_ids": False}, set()),
-        ({"return_flash_attn_kwargs": True, "return_seq_idx": True}, set(BOUNDARIES)),
-    ):
-        collator = DataCollatorWithFlattening(**options)
-        assert set(_boundaries_passed(collator)) == expected
-        passed = collator([dict(row) for row in documents()]).keys() & BOUNDARIES
-        assert passed == expected
-    assert _boundaries_passed(OF_TRL) == BOUNDARIES
-    assert not _boundaries_passed(PADDED)
+def test_where_it_cannot_be_tried_that_is_said(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(flattened_rows, "_small_model", fail)
+    train("llama", FLATTENING, tmp_path, ScalingCallback())
+    (line,) = (line for line in log.messages if "see each other" in line)
+    assert line.endswith("is not known: a small model of its config could not be tried (ZeroDivisionError)")
+
+
+class Counts(DataCollatorWithFlattening):
+    """A collator of a script, which counts its batches."""
+
+    calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+def test_a_collator_of_a_script_is_not_called_before_the_training(tmp_path: Path) -> None:
+    plain, collator = Counts(), Counts()
+    train("gpt_oss", plain, tmp_path / "plain")
+    train("gpt_oss", collator, tmp_path / "run", ScalingCallback())
+    assert collator.calls == plain.calls > 0
