@@ -38,6 +38,7 @@ from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resumed_files import ResumedFiles
 from hfscale.checkpoint.retention import keeps_weights_apart
 from hfscale.checkpoint.run_status import RunStatus
+from hfscale.checkpoint.same_rows import check_ranks
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.starting import (
     finish_load,
@@ -46,6 +47,7 @@ from hfscale.checkpoint.starting import (
     refuse_to_discard,
 )
 from hfscale.checkpoint.state_formats import states_in_saved_formats
+from hfscale.checkpoint.state_order import states_by_name
 from hfscale.checkpoint.store import (
     archive,
     checkpoint_step,
@@ -192,6 +194,7 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.at_training_end(self._forget_check)
         self.check_identity(adapter.trainer, adapter.resumes_from)
         if adapter.trainer.model is not None:  # in a search `train` makes it
+            check_ranks(adapter.trainer)
             self._identity = identity_of(adapter.trainer)
             if adapter.resumes_from is not None:
                 # Before Trainer loads them, whose own error names no way out
@@ -206,6 +209,7 @@ class SpotCheckpointCallback(AdapterCallback):
                 lambda: torch.serialization.safe_globals(safe_globals())
             )
             adapter.checkpoints.load_states_in(lambda: states_in_saved_formats(adapter))
+            adapter.checkpoints.load_states_in(lambda: states_by_name(adapter))
         dataset = adapter.trainer.train_dataset
         if is_own_stream(dataset) or is_hub_stream(dataset):
             from hfscale.checkpoint.stream_position import track_stream

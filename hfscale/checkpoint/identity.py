@@ -6,6 +6,7 @@ paths and versions of libraries are not; nor is the size of the vocabulary, whic
 unknown, on either side, is not compared.
 """
 
+import datetime
 import json
 import sys
 from collections.abc import Iterable, Mapping
@@ -16,17 +17,26 @@ import xxhash
 from torch.utils.data import IterableDataset
 from transformers import PretrainedConfig, Trainer
 
+from hfscale.checkpoint.data_order.order import restored_places
+from hfscale.checkpoint.dataset_rows import SAMPLE, labels_of, row_hashes
+from hfscale.checkpoint.identity_differences import (
+    ASPECTS,
+    DATE,
+    HASH,
+    differences,
+    is_of_another_day,
+)
 from hfscale.checkpoint.loading import CONVERSIONS
 from hfscale.checkpoint.manifest import Identity, read_manifest
 from hfscale.core.collectives import START
+from hfscale.core.logging import get_logger
 from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_peft_model, sizes_of_layers
 from hfscale.errors import ParameterError, UsageError
 from hfscale.trainer.state import model_of, unwrap_compiled
 
-ASPECTS = ("trainer", "model", "adapter", "tokenizer", "data")
-"""The parts of an identity; each of them is a word of `resume_with_other`."""
+logger = get_logger(__name__)
 
 _LIBRARIES = ("transformers", "trl", "sentence_transformers")
 """A subclass of a user has the task of the class of these libraries that it extends."""
@@ -41,7 +51,6 @@ _SIZES = (
     "num_local_experts",
 )
 _SAMPLED_TOKENS = 64
-_HASH = "content_hash"
 _SAMPLED_COLUMNS = (
     "input_ids",
     "prompt_ids",
@@ -67,6 +76,8 @@ def identity_of(trainer: Trainer) -> Identity:
         "tokenizer": _tokenizer_properties(getattr(trainer, "processing_class", None)),
         "data": _data_properties(trainer.train_dataset),
     }
+    if found["data"] and _writes_date(getattr(trainer, "processing_class", None)):
+        found["data"][DATE] = datetime.date.today().isoformat()
     return {aspect: properties for aspect, properties in found.items() if properties}
 
 
@@ -117,7 +128,20 @@ def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
     manifest = read_manifest(checkpoint)
     before = manifest.identity or {}
     now = identity_of(trainer) if before else {}
-    found = differences(before, now)
+    if trainer.state.global_step:  # the same process has trained on them, and may have changed them
+        restored = set(now.get("data", {}))
+    else:
+        restored = {f"{SAMPLE}.{place}" for place in restored_places(checkpoint)}
+    found = differences(before, now, restored)
+    if is_of_another_day(before, now, restored):
+        days = (before["data"][DATE], now["data"][DATE])
+        logger.warning(
+            "the chat template writes the date into each conversation: the rows of this launch say %s, and those that "
+            "%s was trained on %s, so their tokens differ",
+            *reversed(days),
+            checkpoint,
+        )
+        found.pop("data", None)
     processes = (manifest.world_size, trainer.args.world_size)
     is_data_ignored = trainer.args.ignore_data_skip or _are_shares(before, now, processes)
     for aspect in {*allowed, "data"} if is_data_ignored else allowed:
@@ -129,26 +153,6 @@ def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
             f"{shown} is of another run: {'; '.join(found.values())}: use another {spelled('output_dir')}, or, to "
             f"resume from it nevertheless, give {spelled('resume_with_other')} {' '.join(found)}"
         )
-
-
-def differences(before: Identity, now: Identity) -> dict[str, str]:
-    """Return how two identities differ, as far as both are known: a clause for each of `ASPECTS` that does.
-
-    Args:
-        before (`Identity`): that of a checkpoint.
-        now (`Identity`): that of the Trainer that resumes from it.
-    """
-    found = {}
-    for aspect in ASPECTS:
-        old, new = before.get(aspect, {}), now.get(aspect, {})
-        changed = [name for name in old if name in new and old[name] != new[name]]
-        if changed:
-            details = [
-                "content" if name == _HASH else f"{name} {old[name]} -> {new[name]}"
-                for name in changed
-            ]
-            found[aspect] = f"another {aspect} ({', '.join(details)})"
-    return found
 
 
 def _are_shares(before: Identity, now: Identity, processes: tuple[int, int]) -> bool:
@@ -172,7 +176,7 @@ def _model_properties(trainer: Trainer) -> dict[str, str | int]:
     if not isinstance(config, PretrainedConfig):
         return {}
     text = config.get_text_config()
-    found: dict[str, str | int] = {"model_type": config.model_type}
+    found: dict[str, str | int] = {"model_type": config.model_type, **labels_of(config)}
     for name in _SIZES:
         values = sizes_of_layers(text, name)
         if len(values) == 1:
@@ -206,7 +210,16 @@ def _tokenizer_properties(tokenizer: Any) -> dict[str, str | int]:
     sampled = sorted(
         {number * (size - 1) // _SAMPLED_TOKENS for number in range(_SAMPLED_TOKENS + 1)}
     )
-    return {"vocab_size": size, _HASH: _hash(tokenizer.convert_ids_to_tokens(sampled))}
+    return {"vocab_size": size, HASH: _hash(tokenizer.convert_ids_to_tokens(sampled))}
+
+
+def _writes_date(tokenizer: Any) -> bool:
+    """Return whether the chat template of a tokenizer or processor writes the date of today, as that of Llama 3.2."""
+    templates = [
+        getattr(each, "chat_template", None)
+        for each in (tokenizer, getattr(tokenizer, "tokenizer", None))
+    ]
+    return any("strftime_now" in str(template) for template in templates if template)
 
 
 def _data_properties(dataset: Any) -> dict[str, str | int]:
@@ -225,8 +238,9 @@ def _data_properties(dataset: Any) -> dict[str, str | int]:
     if not all(hasattr(part, "__len__") for part in parts):
         return {"kind": "stream"}
     found: dict[str, str | int] = {"kind": "rows", "rows": sum(len(part) for part in parts)}
+    found |= row_hashes(dataset)
     sample = [_sampled_rows(part) for part in parts]
-    return found | {_HASH: _hash(sample)} if all(sample) else found
+    return found | {HASH: _hash(sample)} if all(sample) else found
 
 
 def _sampled_rows(dataset: Any) -> list[Any]:

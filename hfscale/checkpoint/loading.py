@@ -17,11 +17,9 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
 
 from hfscale.checkpoint.best import STATE_NAME
-from hfscale.checkpoint.contents import parameter_names
-from hfscale.checkpoint.conversion import can_read, convert, read_origin
+from hfscale.checkpoint.conversion import can_read, convert
 from hfscale.checkpoint.formats import dcp, format_written, unsharded
 from hfscale.checkpoint.formats.merged import load_merged
-from hfscale.checkpoint.formats.parameter_names import read_parameter_names
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.view import canonical_name
 from hfscale.checkpoint.formats.zero import is_universal
@@ -33,7 +31,7 @@ from hfscale.core.collectives import START
 from hfscale.core.counts import counted
 from hfscale.core.launch_variables import launch_number
 from hfscale.core.logging import get_logger
-from hfscale.core.run_files import MANIFEST_NAME, PARAMETERS_NAME
+from hfscale.core.run_files import MANIFEST_NAME
 from hfscale.core.text_files import read_json
 from hfscale.core.versions import is_peft_model, what_is_missing
 from hfscale.errors import (
@@ -324,8 +322,6 @@ def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:
             model_only,
             manifest.step,
         )
-    if running.file_format == unsharded.FORMAT.name and model_only is None:
-        _check_groups(trainer, Path(checkpoint))
     _warn_of_other_passes(trainer, Path(checkpoint), manifest)
     if growing_batch_state(trainer.state):
         return  # the state says how much has been seen
@@ -401,36 +397,6 @@ def _rows_of_pass(rows: int, per_device: int, ranks: int) -> int:
     batch = per_device * ranks
     batches = -(-rows // batch)
     return batches * batch
-
-
-def _check_groups(trainer: Trainer, checkpoint: Path) -> None:
-    """Check that the states of a converted checkpoint went to the parameters that they belong to.
-
-    torch's optimizers load states by the number of the parameter, without looking at names.
-
-    Raises:
-        CheckpointError: this optimizer has its parameters in other groups or in another order.
-    """
-    if read_origin(checkpoint) is None or not (checkpoint / PARAMETERS_NAME).is_file():
-        return
-    own = parameter_names(trainer)
-    stored = read_parameter_names(checkpoint).groups
-    if own is None or own.groups == stored:
-        return
-    # The first parameter that would get the states of another one says most
-    pairs = zip(
-        [name for group in own.groups for name in group],
-        [name for group in stored for name in group],
-        strict=False,
-    )
-    differing = next((pair for pair in pairs if pair[0] != pair[1]), None)
-    what = f"{len(stored)} parameter groups, and this optimizer has {len(own.groups)}"
-    if differing is not None:
-        what = f"the states of '{differing[1]}' where this optimizer has '{differing[0]}'"
-    raise CheckpointError(
-        f"{checkpoint} has {what}: make the optimizer with the groups of the run that wrote it, in the same order, "
-        f"{_START_OVER}"
-    )
 
 
 def check_own_adapters(trainer: Trainer) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hfscale.checkpoint.cadence import DEFAULT_EVERY_MINUTES
-from hfscale.checkpoint.identity import ASPECTS, check_words
+from hfscale.checkpoint.identity import check_words
+from hfscale.checkpoint.identity_differences import ASPECTS
 from hfscale.checkpoint.preemption.clouds import check_cloud
 from hfscale.checkpoint.preemption.stop import STOP_FILE_NAME
 from hfscale.core.options import Options, option, positive, positive_or_none

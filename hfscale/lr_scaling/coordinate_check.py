@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfscale.lr_scaling.narrow_config import config_at_width
 from hfscale.lr_scaling.width import initialize_at_width, split_groups
 from hfscale.lr_scaling.width_rules import width_rules
-from hfscale.trainer.small_model import config_at_width, switch_dropout_off
+from hfscale.trainer.small_model import switch_dropout_off
 
 TOLERANCE = 0.1
 """The slope beyond which activations are not flat."""

@@ -19,8 +19,8 @@ from transformers.modeling_utils import PreTrainedModel
 
 from hfscale.errors import ParameterError, UsageError
 from hfscale.lr_scaling.callback import LRScalingCallback
+from hfscale.lr_scaling.narrow_config import config_at_width
 from hfscale.lr_scaling.width import initialize_at_width
-from hfscale.trainer.small_model import config_at_width
 
 _LAST = 10
 """The last one in so many steps gives the loss of a trial."""

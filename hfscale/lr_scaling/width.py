@@ -19,6 +19,7 @@ from hfscale.core.options import names_of
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import is_fsdp_enabled
 from hfscale.errors import ParameterError, UsageError
+from hfscale.lr_scaling.narrow_config import config_at_width
 from hfscale.lr_scaling.options import LRScalingOptions
 from hfscale.lr_scaling.width_probes import scale_values
 from hfscale.lr_scaling.width_rules import (
@@ -28,7 +29,6 @@ from hfscale.lr_scaling.width_rules import (
     plain_config,
     width_rules,
 )
-from hfscale.trainer.small_model import config_at_width
 from hfscale.trainer.strategies.tensors import full_shape, is_distributed_tensor
 
 _split: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()

@@ -28,8 +28,8 @@ from transformers.pytorch_utils import Conv1D
 from hfscale.core.versions import sizes_of_layers
 from hfscale.errors import UnsupportedModelError, UsageError
 from hfscale.facts.experts import number_of_experts
+from hfscale.lr_scaling.narrow_config import config_at_width
 from hfscale.lr_scaling.width_probes import embedding_factor, norm_before_head
-from hfscale.trainer.small_model import config_at_width
 
 KEY = "hfscale_base_width"
 """The entry of a model's config with the width for which it was initialised."""

@@ -15,7 +15,7 @@ from hfscale.core.alarms import HEALTH, Alarm, listen
 from hfscale.core.best_effort import count_failure
 from hfscale.core.options import takes_options
 from hfscale.core.redaction import redact_json
-from hfscale.metrics.options import AlertOptions
+from hfscale.metrics.added_options import AlertOptions
 from hfscale.metrics.webhook import Webhook
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 

@@ -20,7 +20,7 @@ from hfscale.core.options import takes_options
 from hfscale.core.phases import COMPUTE, EVALUATE
 from hfscale.core.records import WRITING, append_record, begin_lines
 from hfscale.errors import HfScaleError, UsageError
-from hfscale.metrics.options import SampleOptions
+from hfscale.metrics.added_options import SampleOptions
 from hfscale.metrics.prompts import Prompt
 from hfscale.metrics.wandb_run import log_samples
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter

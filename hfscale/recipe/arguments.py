@@ -29,7 +29,8 @@ from hfscale.errors import HfScaleError, MissingDependencyError, ParameterError,
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.options import IslandOptions
-from hfscale.metrics.options import AlertOptions, ProfilerOptions, SampleOptions
+from hfscale.metrics.added_options import AlertOptions, SampleOptions
+from hfscale.metrics.options import ProfilerOptions
 from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
 from hfscale.recipe.fused_loss import FUSED_LOSSES
 from hfscale.recipe.modalities import freeze_beside_text

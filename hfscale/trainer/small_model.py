@@ -3,8 +3,6 @@
 The vocabulary stays, so that the user's data fits.
 """
 
-import copy
-import math
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +11,6 @@ import torch
 from torch import nn
 
 from hfscale.core.versions import sizes_of_layers
-from hfscale.errors import ParameterError
 
 _LAYERS = (
     "num_hidden_layers",
@@ -26,17 +23,6 @@ _LAYERS = (
 )
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
 """Names that configs have for the widths inside a layer."""
-_WITH_THE_WIDTH = (
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    *WIDTHS,
-    "shared_expert_intermediate_size",
-    "shared_intermediate_size",
-    "ffn_hidden_size",
-    "word_embed_proj_dim",
-)
-"""Names that configs have for what grows with the width of a model whose heads keep their size."""
 _MAX_LAYERS = 2
 _MAX_HEADS = 4
 _SCALE = 0.02
@@ -110,41 +96,6 @@ def _narrower(config: Any, divisor: int) -> None:
             setattr(config, name, 2 * config.hidden_size)
 
 
-def config_at_width(config: Any, width: int, *, named: str = "base_width") -> Any:
-    """Return a copy of a config for a narrower model: fewer heads of the same size, and all widths divided alike.
-
-    Args:
-        config (`PreTrainedConfig`): the config of a causal language model.
-        width (`int`): the `hidden_size` of the copy.
-        named (`str`): the parameter that gave it, for the message.
-
-    Raises:
-        ParameterError: the sizes of the config cannot be divided by the same number.
-    """
-    hidden = config.hidden_size
-    sizes = {}
-    for name in _WITH_THE_WIDTH:
-        values = sizes_of_layers(config, name)
-        if len(values) > 1:
-            rule = f"the {name} of its layers differ ({', '.join(map(str, values))}), and no width is tuned at"
-            raise ParameterError(named, width, rule)
-        size = values[0] if values else None
-        # A single key-value head serves all heads at every width
-        if isinstance(size, int) and not (name == "num_key_value_heads" and size == 1):
-            sizes[name] = size
-    step = hidden // math.gcd(*sizes.values())
-    if width % step or not 0 < width <= hidden:
-        rule = (
-            f"it must be a multiple of {step} up to {hidden}, by which the heads and widths of this "
-            f"{config.model_type} can be divided"
-        )
-        raise ParameterError(named, width, rule)
-    narrow = copy.deepcopy(config)
-    for name, size in sizes.items():
-        setattr(narrow, name, size * width // hidden)
-    return narrow
-
-
 def _divides_alike(fewer: int, heads: int, groups: Any, divisor: int) -> bool:
     """Return whether a smaller number of heads, and its key-value heads, divide by a number where all heads do."""
     if heads % divisor == 0 and fewer % divisor:
@@ -162,12 +113,22 @@ def start_equally(model: nn.Module) -> None:
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1 or (
-                parameter.numel() and bool((parameter != parameter[..., :1]).any())
-            ):
-                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * _SCALE)
+            if parameter.dim() <= 1 and _is_constant(parameter):
+                continue
+            seed = zlib.crc32(name.encode())
+            generator = torch.Generator()
+            generator.manual_seed(seed)
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(drawn * _SCALE)
     switch_dropout_off(model)
+
+
+def _is_constant(parameter: torch.Tensor) -> bool:
+    """Return whether all elements are equal, as those of a norm or a bias that was not trained."""
+    if parameter.numel() <= 1:
+        return True
+    differs = parameter != parameter[..., :1]
+    return not differs.any()
 
 
 def switch_dropout_off(model: nn.Module) -> None:

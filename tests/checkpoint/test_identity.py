@@ -5,6 +5,7 @@ import shutil
 from dataclasses import fields
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,7 +16,8 @@ from transformers import Gemma4TextConfig, Trainer, TrainerCallback, default_dat
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import identity
 from hfscale.checkpoint.conversion import convert
-from hfscale.checkpoint.identity import ASPECTS, check_identity, identity_of
+from hfscale.checkpoint.identity import check_identity, identity_of
+from hfscale.checkpoint.identity_differences import ASPECTS
 from hfscale.checkpoint.loading import CONVERSIONS
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.store import verify
@@ -290,6 +292,90 @@ def test_no_random_number_is_drawn_for_the_identity(tmp_path):
     assert not calls
 
 
+class Ordered(RandomTokens):
+    """Rows in an order that no seed determines, and that a callback may draw again."""
+
+    def __init__(self):
+        super().__init__()
+        self.shuffle()
+
+    def shuffle(self):
+        self.order = torch.from_numpy(np.random.default_rng().permutation(len(self)))
+
+    def __getitem__(self, index):
+        return super().__getitem__(int(self.order[index]))
+
+
+def test_rows_that_a_launch_has_shuffled_anew_are_not_those_of_the_checkpoint(tmp_path):
+    trainer_of(tmp_path, data=Ordered()).train()
+    with pytest.raises(UsageError, match=r"another data \(other rows, order or numbers in order: "):
+        trainer_of(tmp_path, data=Ordered(), max_steps=6).train(resume_from_checkpoint=True)
+    trainer_of(tmp_path, data=Ordered(), other=["data"], max_steps=6).train(resume_from_checkpoint=True)
+
+
+def test_rows_that_the_process_has_shuffled_itself_are(tmp_path):
+    """As in a notebook, whose cell is run again."""
+    trainer = trainer_of(tmp_path, data=Ordered())
+    trainer.train()
+    trainer.train_dataset.shuffle()
+    trainer.args.max_steps = 6
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 6
+
+
+class ShufflesEachEpoch(TrainerCallback):
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        if state.epoch:
+            train_dataloader.dataset.shuffle()
+
+
+def test_an_order_that_the_checkpoint_restores_is_not_compared(tmp_path):
+    """Each epoch draws its order: that of the epoch of the checkpoint is in it."""
+
+    def begin(**arguments):
+        trainer = trainer_of(tmp_path, data=Ordered(), per_device_train_batch_size=16, save_steps=1, **arguments)
+        trainer.add_callback(ShufflesEachEpoch())
+        return trainer
+
+    first = begin(max_steps=6)
+    first.train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = begin(max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.log_history[-2]["loss"] == first.state.log_history[-2]["loss"]
+
+
+def test_labels_with_other_numbers_are_another_model(tmp_path):
+    def model(names):
+        return tiny_model(id2label=dict(enumerate(names)))
+
+    trainer_of(tmp_path, model=model(["cat", "dog", "horse"])).train()
+    with pytest.raises(UsageError, match=r"another model \(its labels have other numbers: does a set order them\?\)"):
+        trainer_of(tmp_path, model=model(["dog", "cat", "horse"]), max_steps=5).train(resume_from_checkpoint=True)
+    trainer_of(tmp_path, model=model(["a cat", "a dog", "a horse"]), max_steps=5).train(resume_from_checkpoint=True)
+
+
+DATED = "{{ strftime_now('%Y-%m-%d') }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def test_tokens_of_a_template_that_writes_the_date_differ_on_another_day(tmp_path, caplog):
+    """As those of Llama 3.2 and gpt-oss: a run that goes on after midnight is not refused."""
+    trainer_of(tmp_path, tokenizer=tiny_tokenizer(chat_template=DATED)).train()
+    resumed = trainer_of(tmp_path, tokenizer=tiny_tokenizer(chat_template=DATED), data=rows(64, shift=1), max_steps=5)
+    with pytest.raises(UsageError, match=r"another data \(content\)"):
+        check_identity(resumed, str(tmp_path / "checkpoint-4"))
+    manifest = tmp_path / "checkpoint-4" / MANIFEST_NAME
+    fields = json.loads(manifest.read_text())
+    fields["identity"]["data"]["date"] = "2026-11-28"
+    manifest.write_text(json.dumps(fields))
+    check_identity(resumed, str(tmp_path / "checkpoint-4"))
+    (line,) = [record.getMessage() for record in caplog.records if "writes the date" in record.getMessage()]
+    assert "2026-11-28" in line
+    fewer = trainer_of(tmp_path, tokenizer=tiny_tokenizer(chat_template=DATED), data=rows(40), max_steps=5)
+    with pytest.raises(UsageError, match="rows 64 -> 40"):
+        check_identity(fewer, str(tmp_path / "checkpoint-4"))
+
+
 def test_a_larger_vocabulary_is_the_same_model_and_tokenizer(tmp_path):
     extended, model = tiny_tokenizer(), tiny_model()
     extended.add_tokens(["<new>", "<newer>"])
@@ -375,7 +461,9 @@ def test_an_unknown_word_is_refused_and_all_words_are_in_the_help_of_the_recipes
 def test_a_data_set_of_several_parts_counts_all_rows(tmp_path):
     plain = tiny_trainer(tmp_path)
     plain.train_dataset = {"a": RandomTokens(10), "b": RandomTokens(5)}
-    assert identity_of(plain)["data"] == {"kind": "rows", "rows": 15}
+    found = identity_of(plain)["data"]
+    assert (found["kind"], found["rows"]) == ("rows", 15)
+    assert {"sample.a.rows", "sample.b.rows"} <= set(found)
 
 
 def test_files_of_the_checkpoint_are_those_of_plain_trainer(run):

@@ -63,6 +63,8 @@ logger = get_logger(__name__)
 
 NAME = "data_order"
 """The file of a rank is `data_order_RANK.json`."""
+_DATASET = "data1."
+"""What the paths of the dataset's values begin with: `DataState` numbers the objects that own values."""
 
 
 class DataOrder(BatchListener, TrainerCallback):
@@ -384,6 +386,24 @@ def _read(checkpoint: Path) -> dict[str, Any] | None:
     if rank != distributed.rank():
         saved["launch"] = {}  # that of another rank: only the beginning of the pass counts
     return saved
+
+
+def restored_places(checkpoint: Path) -> set[str]:
+    """Return the attributes of the dataset that a resume from a checkpoint sets, by the path from the dataset.
+
+    Args:
+        checkpoint (`Path`): a checkpoint directory.
+    """
+    places: set[str] = set()
+    saved = _read(checkpoint)
+    if saved is None:
+        return places
+    for path, names in saved["now"].get("values", {}).items():
+        for name in names:
+            place = f"{path}.{name}"
+            if place.startswith(_DATASET):
+                places.add(place.removeprefix(_DATASET))
+    return places
 
 
 def _as_json(states: States) -> dict[str, Any]:

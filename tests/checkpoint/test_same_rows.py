@@ -1,0 +1,24 @@
+"""All ranks train on one dataset, or the training does not begin."""
+
+import json
+
+import pytest
+from conftest import REPOSITORY
+
+
+@pytest.mark.world(2)
+def test_ranks_with_other_rows_or_labels_do_not_train(tmp_path, launch):
+    done = launch(2, REPOSITORY / "tests" / "workers" / "rows_of_ranks.py")
+    assert done.code == 0, done.err[-3000:]
+    outcomes, others = (json.loads((tmp_path / f"outcomes-{rank}.json").read_text()) for rank in range(2))
+    assert {name for name, outcome in outcomes.items() if outcome == "trained"} == {
+        "equal",
+        "own loader",
+        "dispatched",
+    }
+    assert outcomes == others, "every rank stops, with the same line"
+    assert "rank 1 does not train on the data of rank 0" in outcomes["shuffled"]
+    assert "in rows: " in outcomes["shuffled"]
+    assert "in indices: " in outcomes["split"]
+    assert "(56 rows, rank 0 64)" in outcomes["numbers"]
+    assert "its labels have other numbers" in outcomes["labels"]
