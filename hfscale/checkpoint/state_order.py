@@ -7,12 +7,12 @@ seed in each: without an error where their shapes are equal, as those of adapter
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME
 
 from hfscale.checkpoint.contents import parameter_names
 from hfscale.checkpoint.formats import unsharded
@@ -76,7 +76,7 @@ def _other_order(trainer: Trainer, checkpoint: str | None) -> tuple[Groups, Grou
     """Return the names of the parameters of the optimizer and of a checkpoint by group, where they differ."""
     if checkpoint is None:
         return None
-    files = (Path(checkpoint) / PARAMETERS_NAME, Path(checkpoint) / OPTIMIZER_NAME)
+    files = (Path(checkpoint) / PARAMETERS_NAME, Path(checkpoint) / unsharded.OPTIMIZER_NAME)
     if not all(file.is_file() for file in files):
         return None
     if Strategy.of(trainer).facts.file_format != unsharded.FORMAT.name:
@@ -96,7 +96,7 @@ def _same_parameters(own: Groups, stored: Groups) -> bool:
 def _describe(checkpoint: str, own: Groups, stored: Groups) -> str:
     """Return how the groups differ: the first parameter that would get the states of another one says most."""
     what = f"{len(stored)} parameter groups, and this optimizer has {len(own)}"
-    for mine, theirs in zip(sum(own, []), sum(stored, []), strict=False):
+    for mine, theirs in zip(chain(*own), chain(*stored), strict=False):
         if mine != theirs:
             what = f"the states of '{theirs}' where this optimizer has '{mine}'"
             break
