@@ -22,7 +22,10 @@ from hfscale.checkpoint.dataset_rows import SAMPLE, labels_of, row_hashes
 from hfscale.checkpoint.identity_differences import (
     ASPECTS,
     DATE,
+    EVALUATION,
     HASH,
+    changed_evaluation,
+    describe_samples,
     differences,
     is_of_another_day,
 )
@@ -64,7 +67,7 @@ _SAMPLED_COLUMNS = (
 
 
 def identity_of(trainer: Trainer) -> Identity:
-    """Return what a Trainer trains: for each of `ASPECTS` that is known, its properties by name.
+    """Return what a Trainer trains: for each of `ASPECTS` that is known, and the evaluation, its properties by name.
 
     Args:
         trainer (`Trainer`): any Trainer, before or during its training.
@@ -78,6 +81,8 @@ def identity_of(trainer: Trainer) -> Identity:
     }
     if found["data"] and _writes_date(getattr(trainer, "processing_class", None)):
         found["data"][DATE] = datetime.date.today().isoformat()
+    if trainer.args.eval_strategy != "no":
+        found[EVALUATION] = {**row_hashes(trainer.eval_dataset)}
     return {aspect: properties for aspect, properties in found.items() if properties}
 
 
@@ -132,6 +137,14 @@ def _check(trainer: Trainer, checkpoint: Path, allowed: frozenset[str]) -> None:
         restored = set(now.get("data", {}))
     else:
         restored = {f"{SAMPLE}.{place}" for place in restored_places(checkpoint)}
+    other_evaluation = changed_evaluation(before, now)
+    if other_evaluation:
+        logger.warning(
+            "the evaluation data are not those of %s (%s), so that its metrics, and the best checkpoint, cannot be "
+            "compared with later ones",
+            checkpoint,
+            describe_samples(other_evaluation),
+        )
     found = differences(before, now, restored)
     if is_of_another_day(before, now, restored):
         days = (before["data"][DATE], now["data"][DATE])

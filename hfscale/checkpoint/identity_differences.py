@@ -7,6 +7,8 @@ from hfscale.checkpoint.manifest import Identity
 
 ASPECTS = ("trainer", "model", "adapter", "tokenizer", "data")
 """The parts of an identity; each of them is a word of `resume_with_other`."""
+EVALUATION = "evaluation"
+"""The part that says what the evaluation reads. It may change: then its metrics are others."""
 HASH = "content_hash"
 DATE = "date"
 """The property of data whose chat template writes the date into each conversation."""
@@ -30,6 +32,18 @@ def differences(before: Identity, now: Identity, restored: Container[str] = ()) 
         if details:
             found[aspect] = f"another {aspect} ({details})"
     return found
+
+
+def changed_evaluation(before: Identity, now: Identity) -> list[str]:
+    """Return the places of the evaluation data that hold other rows.
+
+    Args:
+        before (`Identity`): that of a checkpoint.
+        now (`Identity`): that of the Trainer that resumes from it.
+    """
+    old = before.get(EVALUATION, {})
+    new = now.get(EVALUATION, {})
+    return _changed(old, new, ())
 
 
 def is_of_another_day(before: Identity, now: Identity, restored: Container[str]) -> bool:

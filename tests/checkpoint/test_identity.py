@@ -36,12 +36,13 @@ def rows(count=64, shift=0):
     return datasets.Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
-def trainer_of(folder, *, kind=Trainer, model=None, data=None, tokenizer=None, other=(), **arguments):
+def trainer_of(folder, *, kind=Trainer, model=None, data=None, evaluation=None, tokenizer=None, other=(), **arguments):
     """Return a Trainer with the callback, on `rows()` unless other data are given."""
     return kind(
         model=model if model is not None else tiny_model(),
         args=tiny_arguments(folder, **(SAVING | arguments)),
         train_dataset=rows() if data is None else data,
+        eval_dataset=evaluation,
         callbacks=[SpotCheckpointCallback(resume_with_other=other)],
         processing_class=tokenizer,
         data_collator=default_data_collator,
@@ -343,6 +344,21 @@ def test_an_order_that_the_checkpoint_restores_is_not_compared(tmp_path):
     resumed = begin(max_steps=6)
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.log_history[-2]["loss"] == first.state.log_history[-2]["loss"]
+
+
+def test_other_evaluation_data_are_said(tmp_path, caplog):
+    """As a sample of them that each launch draws."""
+
+    def begin(first, **arguments):
+        chosen = rows().select(range(first, first + 20))
+        return trainer_of(tmp_path, evaluation=chosen, eval_strategy="steps", eval_steps=2, **arguments)
+
+    begin(0).train()
+    begin(0, max_steps=5).train(resume_from_checkpoint=True)
+    assert "evaluation data" not in caplog.text
+    begin(9, max_steps=6).train(resume_from_checkpoint=True)
+    (line,) = [each.getMessage() for each in caplog.records if "evaluation data are not" in each.getMessage()]
+    assert "in input_ids, labels" in line
 
 
 def test_labels_with_other_numbers_are_another_model(tmp_path):
