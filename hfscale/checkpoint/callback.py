@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
+from hfscale.checkpoint.equal_ranks import check_ranks
 from hfscale.checkpoint.evaluations import (
     ends_epoch,
     note_made,
@@ -38,7 +39,6 @@ from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resumed_files import ResumedFiles
 from hfscale.checkpoint.retention import keeps_weights_apart
 from hfscale.checkpoint.run_status import RunStatus
-from hfscale.checkpoint.same_rows import check_ranks
 from hfscale.checkpoint.saving import TrainerSaving
 from hfscale.checkpoint.starting import (
     finish_load,

@@ -1,6 +1,6 @@
 """Begins trainings whose ranks have the same or other rows, and writes what hfscale says of each into outcomes.json.
 
-accelerate launch … tests/workers/rows_of_ranks.py
+accelerate launch … tests/workers/unequal_ranks.py
 """
 
 import json
@@ -47,6 +47,14 @@ def labelled():
     return tiny_model(id2label=dict(enumerate(names)), label2id={name: n for n, name in enumerate(names)})
 
 
+def with_heads():
+    """Return a model with heads that each rank has made in another order."""
+    model = tiny_model()
+    names = ["cat", "dog"][:: 1 if rank() == 0 else -1]
+    model.heads = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in names})
+    return model
+
+
 def part():
     return random_split(RandomTokens(), [32, 32], generator=torch.Generator().manual_seed(rank()))[0]
 
@@ -57,6 +65,7 @@ CASES = {
     "split": lambda: {"train_dataset": part()},
     "numbers": lambda: {"train_dataset": RandomTokens(64 - 8 * rank())},
     "labels": lambda: {"model": labelled()},
+    "heads": lambda: {"model": with_heads()},
     "own loader": lambda: {"kind": OwnLoader, "train_dataset": Shuffled()},
     "dispatched": lambda: {"train_dataset": Shuffled(), "accelerator_config": {"dispatch_batches": True}},
 }
