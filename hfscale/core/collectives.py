@@ -42,6 +42,8 @@ _ARRIVAL_POLL_S = 0.02
 PATIENCE_S = 60.0
 """Seconds that a rank with an error waits for the others to learn of it. They may wait in a collective of another
 library that this rank has left by its error: then only the end of its process ends theirs."""
+_IN_VAIN = "_hfscale_waited_in_vain"
+"""Attribute of an error with which this rank has waited for the others, which did not come."""
 
 
 class Channel(Exchanges):
@@ -306,9 +308,12 @@ class Channel(Exchanges):
             store.delete_key(self._arrived)
         self._arrived = key = f"arrived/{self._entered}"
         store.add(key, 1)
-        until = time.monotonic() + PATIENCE_S
+        # An error passes several exchanges on its way out, and the others come to none of them
+        patience_s = 0.0 if hasattr(error, _IN_VAIN) else PATIENCE_S
+        until = time.monotonic() + patience_s
         while error is not None and store.add(key, 0) < world_size():
             if time.monotonic() > until:
+                setattr(error, _IN_VAIN, True)
                 raise error
             time.sleep(0.01)
 

@@ -164,6 +164,30 @@ def test_a_rank_that_fails_before_a_collective_of_another_library_raises_though_
 
 
 @pytest.mark.world(2)
+def test_an_error_waits_once_for_the_others_and_not_at_each_exchange_on_its_way_out(tmp_path):
+    """As that of a Trainer's own `_save_checkpoint`, which two channels learn of."""
+
+    def fail():
+        collectives.PATIENCE_S = 1.0
+        other = collectives.Channel("saving", timedelta(minutes=1))
+        if rank() == 0:
+            time.sleep(30)  # it waits elsewhere
+            return
+        began = time.monotonic()
+        with pytest.raises(OSError, match="No space left on device") as raised, TRAINING.agreed("write"):
+            raise OSError(28, "No space left on device")
+        first = time.monotonic() - began
+        with pytest.raises(OSError, match="No space left on device"):
+            other.combine_outcomes("files", None, len, error=raised.value)
+        assert first >= 1.0
+        assert time.monotonic() - began < first + 0.5
+        raise SystemExit(3)
+
+    codes, texts = in_ranks(fail, tmp_path, ends_all=True)
+    assert codes[1] == 3, texts[1]
+
+
+@pytest.mark.world(2)
 def test_exchanges_leave_no_keys_in_the_store(tmp_path):
     def exchange():
         store = dist.distributed_c10d._get_default_store()
