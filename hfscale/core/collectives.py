@@ -309,7 +309,9 @@ class Channel(Exchanges):
         self._arrived = key = f"arrived/{self._entered}"
         store.add(key, 1)
         # An error passes several exchanges on its way out, and the others come to none of them
-        patience_s = 0.0 if hasattr(error, _IN_VAIN) else PATIENCE_S
+        patience_s = PATIENCE_S
+        if hasattr(error, _IN_VAIN):
+            patience_s = 0.0
         until = time.monotonic() + patience_s
         while error is not None and store.add(key, 0) < world_size():
             if time.monotonic() > until:
