@@ -30,8 +30,23 @@ ARGUMENTS = (
     "eval_steps",
     "bf16",
     "fp16",
+    "per_device_train_batch_size",
+    "dataloader_drop_last",
+    "learning_rate",
+    "lr_scheduler_type",
+    "lr_scheduler_kwargs",
+    "warmup_steps",
+    "optim",
+    "optim_args",
+    "weight_decay",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "max_grad_norm",
+    "label_smoothing_factor",
 )
-"""The arguments of Trainer that decide when the ranks meet, and what they compute."""
+"""The arguments of Trainer that decide when the ranks meet, what they compute, and how replicas are stepped: a node
+with an older config would train on without an error. A script may give each rank a seed of its own."""
 STRATEGY = "the launcher's strategy"
 
 
@@ -78,6 +93,12 @@ def _shown(value: Any) -> str:
     """Return a value as text; of an object whose text is another one in each process, its type."""
     if value is None:
         return "not given"
+    if isinstance(value, dict):
+        items = []
+        for name in sorted(value, key=str):
+            shown = _shown(value[name])
+            items.append(f"{name}={shown}")
+        return ", ".join(items)
     is_plain = isinstance(value, bool | int | float | str | tuple | list)
     return str(value) if is_plain else type(value).__name__
 
@@ -85,9 +106,10 @@ def _shown(value: Any) -> str:
 def _check(ranks: list[Mapping[str, str]]) -> None:
     first = ranks[0]
     for number, other in enumerate(ranks):
-        names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if names:
-            name = names[0]
-            values = f"{first.get(name)} on rank 0, {other.get(name)} on rank {number}"
+        for name in {**first, **other}:
+            mine, theirs = first.get(name), other.get(name)
+            if mine == theirs:
+                continue
             named = name if name == STRATEGY else spelled(name)
+            values = f"{mine} on rank 0, {theirs} on rank {number}"
             raise UsageError(f"{named} differs: {values}; give the same on all ranks")

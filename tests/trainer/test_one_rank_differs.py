@@ -87,6 +87,7 @@ def train(folder, own):
             parts[part] = PARTS[part][0](**options)
         if "supervised" in own:
             os.environ["HFSCALE_RUN_MEMORY"] = str(RunMemory.create(folder).folder)
+    told = own.get("arguments", {}) if own.get("rank") == rank else {}
     output_dir = folder / "out"
     if own.get("rank") == rank and "file" in own:
         output_dir = folder / "own"
@@ -94,7 +95,7 @@ def train(folder, own):
         (output_dir / own["file"]).write_text("{}")
     scaling = ScalingCallback(**parts)
     arguments = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
-    tiny_trainer(output_dir, scaling, **arguments, per_device_train_batch_size=2).train()
+    tiny_trainer(output_dir, scaling, **{**arguments, "per_device_train_batch_size": 2, **told}).train()
 
 
 def check(folder, own):
@@ -118,6 +119,23 @@ def test_an_option_on_one_rank_is_one_line(tmp_path):
     codes, logs = check(tmp_path, {"rank": "1", "options": {"comm_health": {"replay_every_steps": 2}}})
     assert max(codes) == 1
     assert "replay_every_steps differs: not given on rank 0, 2 on rank 1" in "".join(logs)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("learning_rate", 0.5, "0.01 on rank 0, 0.5 on rank 1"),
+        ("lr_scheduler_kwargs", {"power": 2}, "on rank 0, power=2 on rank 1"),
+        ("per_device_train_batch_size", 4, "2 on rank 0, 4 on rank 1"),
+    ],
+)
+def test_an_argument_of_trainer_on_one_rank_is_one_line(tmp_path, name, value, shown):
+    """As a node with an older config has it: its replica of the model would be stepped in another way."""
+    codes, logs = check(tmp_path, {"rank": "1", "arguments": {name: value}})
+    assert max(codes) == 1
+    text = "".join(logs)
+    assert f"{name} differs: " in text
+    assert shown in text
 
 
 @pytest.mark.long
