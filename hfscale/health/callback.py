@@ -355,7 +355,7 @@ class CommHealthCallback(AdapterCallback):
 
         Args:
             state (`TrainerState`): the state of the Trainer.
-            logs (`Mapping[str, float]`): the keys that Trainer logs; loss and gradient norm are exchanged.
+            logs (`Mapping[str, float]`): the keys that Trainer logs, of which some are exchanged.
             seconds (`Mapping[str, float]`): seconds of each phase since the previous log.
 
         Returns:
@@ -363,7 +363,11 @@ class CommHealthCallback(AdapterCallback):
         """
         assert self._monitor is not None  # it ends with the training, as the collector does
         return self._monitor.numbers(
-            state.global_step, logs.get("loss"), logs.get("grad_norm"), seconds
+            state.global_step,
+            logs.get("loss"),
+            logs.get("grad_norm"),
+            seconds,
+            logs.get("learning_rate"),
         )
 
     def judge(self, columns: Arrays, state: TrainerState) -> dict[str, Any]:

@@ -141,6 +141,38 @@ def compare_replicas(
     return found
 
 
+def compare_learning_rates(rates: npt.ArrayLike, step: int) -> list[Finding]:
+    """Find ranks that step their replica with another learning rate.
+
+    Each rank has a scheduler of its own, and a schedule or a callback that follows a loss of its rank, or how far its
+    data are, parts the replicas without an error.
+
+    Args:
+        rates (`ArrayLike`): the learning rate of each rank, (ranks,); nothing is compared if one is not finite.
+        step (`int`): the step of the log.
+
+    Returns:
+        `list[Finding]`: an error for each rank that differs. None blames a host.
+    """
+    values = np.asarray(rates).tolist()
+    if not np.isfinite(values).all():
+        return []
+    found = []
+    for rank in _differing_ranks(values):
+        mine = values[rank]
+        others = next(value for value in values if value != mine)
+        finding = Finding(
+            check="replicas",
+            level="error",
+            problem=f"has the learning rate {mine:.6g} at step {step}, others {others:.6g}: the replicas part",
+            fix="a schedule or a callback depends on what its rank alone sees: give it what all ranks know",
+            ranks=(rank,),
+            blames_host=False,
+        )
+        found.append(finding)
+    return found
+
+
 def _differing_ranks(values: list[float]) -> list[int]:
     """Return the ranks that do not have the most common value; all ranks where no single value is the most common."""
     (first, most), *rest = Counter(values).most_common()

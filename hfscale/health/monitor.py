@@ -17,7 +17,7 @@ from hfscale.core.findings import Finding
 from hfscale.core.phases import DATA_WAIT, step_seconds
 from hfscale.health.gpu import GpuWatch
 from hfscale.health.local_time import KEPT_STEPS, LocalTimer
-from hfscale.health.loss import checksum, compare_replicas
+from hfscale.health.loss import checksum, compare_learning_rates, compare_replicas
 from hfscale.health.stragglers import DataWaitJudge, Numbers, StragglerJudge
 from hfscale.trainer.collector import Arrays
 
@@ -127,7 +127,12 @@ class Monitor:
             self._timer.span.next_step()
 
     def numbers(
-        self, step: int, loss: float | None, grad_norm: float | None, seconds: Mapping[str, float]
+        self,
+        step: int,
+        loss: float | None,
+        grad_norm: float | None,
+        seconds: Mapping[str, float],
+        learning_rate: float | None = None,
     ) -> dict[str, float]:
         """Return what this rank contributes to the exchange of a log.
 
@@ -136,6 +141,7 @@ class Monitor:
             loss (`float`, *optional*): the loss that Trainer logs on this rank; None if it logs none.
             grad_norm (`float`, *optional*): the gradient norm on this rank; None if there is none.
             seconds (`Mapping[str, float]`): seconds of each phase since the previous log.
+            learning_rate (`float`, *optional*): the learning rate on this rank; None if Trainer logs none.
 
         Returns:
             `dict[str, float]`: the numbers by name, the same names on every rank and at every log.
@@ -147,10 +153,21 @@ class Monitor:
             "loss": 0.0 if loss is None else loss,
             "has_grad_norm": float(grad_norm is not None),
             "grad_norm": math.nan if grad_norm is None else grad_norm,
+            "learning_rate": math.nan if learning_rate is None else learning_rate,
             "checksum": self._checksum(step),
             **self._gpu_numbers(),
             **self._timed_steps(),
         }
+
+    def _compare_replicas(self, step: int, columns: Arrays) -> list[Finding]:
+        """Compare what is equal on all replicas. Other learning rates explain other weights, so they come first."""
+        found = compare_learning_rates(columns["learning_rate"], step)
+        if found:
+            return found
+        norms = columns["grad_norm"]
+        if not self._have_equal_gradients:
+            norms = np.full(len(self._hosts), math.nan)
+        return compare_replicas(columns["checksum"], norms, self._hosts, step)
 
     def judge(self, step: int, columns: Arrays) -> dict[str, Any]:
         """Compare all ranks, on rank 0 only.
@@ -173,12 +190,7 @@ class Monitor:
             *self._data_wait_judge.add(columns["data_wait_s"], columns["step_s"]),
         ]
         if self._replicas:
-            norms = (
-                columns["grad_norm"]
-                if self._have_equal_gradients
-                else np.full(len(self._hosts), math.nan)
-            )
-            found += compare_replicas(columns["checksum"], norms, self._hosts, step)
+            found += self._compare_replicas(step, columns)
         keys = {}
         if judgement.skew is not None:
             keys["scaling/straggler_skew"] = judgement.skew

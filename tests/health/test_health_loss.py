@@ -2,15 +2,25 @@
 
 import math
 import random
+import re
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from tiny import tiny_model, tiny_trainer
 from transformers import TrainerCallback
 
 from hfscale import CommHealthCallback, SpotCheckpointCallback, latest_checkpoint
+from hfscale.core.distributed import rank
 from hfscale.errors import HealthError, UsageError
-from hfscale.health.loss import SAMPLED_ELEMENTS, SAMPLED_PARAMETERS, LossGuard, checksum, compare_replicas
+from hfscale.health.loss import (
+    SAMPLED_ELEMENTS,
+    SAMPLED_PARAMETERS,
+    LossGuard,
+    checksum,
+    compare_learning_rates,
+    compare_replicas,
+)
 
 HOSTS = ["a", "a", "b", "b"]
 
@@ -81,6 +91,38 @@ class TestReplicas:
         (found,) = compare_replicas([math.nan] * 4, [1.0, 1.0, 1.0, 1.4], HOSTS, 9)
         assert found.ranks == (3,)
         assert "1.4" in found.message
+
+
+class TestLearningRates:
+    def test_the_rank_that_differs_is_named_and_no_host_is_blamed(self):
+        (found,) = compare_learning_rates([0.1, 0.1, 0.05], 9)
+        assert (found.ranks, found.level, found.blames_host) == ((2,), "error", False)
+        assert "learning rate 0.05 at step 9, others 0.1" in found.message
+        assert [each.ranks for each in compare_learning_rates([0.1, 0.2], 9)] == [(0,), (1,)]
+
+    @pytest.mark.parametrize("rates", [[0.1, 0.1], [math.nan, 0.1], [0.0, 0.0], [math.inf, 0.1]])
+    def test_equal_and_unknown_ones_are_no_finding(self, rates):
+        assert compare_learning_rates(rates, 9) == []
+
+    def test_they_come_before_the_weights_which_follow_from_them(self, tmp_path):
+        """A schedule that only one rank has followed is no broken device."""
+        folder = tmp_path / "log"
+        codes = run_ranks(2, train_with_own_rate, tmp_path, log=folder)
+        logs = "".join(path.read_text() for path in sorted(folder.glob("rank-*.log")))
+        assert all(codes), logs
+        assert "HealthError: " in logs
+        assert re.search(r"rank 1.* has the learning rate 0.002 at step \d, others 0.01", logs), logs
+        assert "other weights" not in logs
+
+
+def train_with_own_rate(folder):
+    class Lower(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+            if rank() == 1:
+                lr_scheduler.base_lrs = [0.002 for _ in lr_scheduler.base_lrs]
+
+    health = CommHealthCallback(on_bad_training="stop")
+    tiny_trainer(folder / "out", health, Lower(), max_steps=6, logging_steps=1).train()
 
 
 class MakeWeightsNan(TrainerCallback):

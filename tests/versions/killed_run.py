@@ -148,7 +148,8 @@ def _metrics_of(watch: Watch, training: Training, expected: Losses, *, launches:
     def is_reached() -> bool:
         samples.clear()
         samples.update(watch.metrics())
-        return samples.get("launches") == launches and samples.get("step", 0) > after
+        has_checkpoint = "checkpoint_step" in samples  # it is written while the next steps run
+        return has_checkpoint and samples.get("launches") == launches and samples.get("step", 0) > after
 
     wait_for(is_reached, training, f"launch {launches} after step {after} in /metrics")
     names = ("status running", "launches", "step", "max_steps", "loss", "learning_rate", "alarms", "checkpoint_step")
