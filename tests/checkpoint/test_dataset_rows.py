@@ -79,6 +79,13 @@ def test_another_order_is_another_hash(kind):
     assert changed <= places
 
 
+def test_columns_are_sampled_over_all_rows():
+    words = [*WORDS[:-1], "other"]
+    assert row_hashes(table(WORDS)) != row_hashes(table(words))
+    middle = [*WORDS[:8], "other", *WORDS[9:]]
+    assert row_hashes(table(WORDS))["sample.sentence"] == row_hashes(table(middle))["sample.sentence"], "16 rows"
+
+
 SAME = {
     "a cache that has been filled": (Holds(cache=[None] * COUNT), Holds(cache=[1] * COUNT)),
     "a folder that has moved": (
