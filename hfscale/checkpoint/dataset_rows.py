@@ -124,6 +124,7 @@ def _are_numbers_of_words(value: Mapping[Any, Any]) -> bool:
 def _columns(dataset: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the columns of a dataset of `datasets` that hold texts or whole numbers, without decoding any."""
     import pyarrow
+    import pyarrow.compute
 
     if not len(dataset):
         return
@@ -136,7 +137,10 @@ def _columns(dataset: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     table = dataset.with_format("arrow", columns=plain)[_positions(len(dataset))]
     for name in plain:
-        yield from _known(f"{path}.{name}", table.column(name).to_pylist())
+        column = table.column(name)
+        if pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type):
+            column = pyarrow.compute.list_slice(column, 0, _SAMPLED_ITEMS)
+        yield from _known(f"{path}.{name}", column.to_pylist())
 
 
 def _is_plain(pyarrow: Any, kind: Any) -> bool:

@@ -67,6 +67,8 @@ def _parameters_of(trainer: Trainer) -> dict[str, str]:
 
 
 def _is_divided(trainer: Trainer, dataset: Any) -> bool:
+    if "get_train_dataloader" in vars(trainer):
+        return False
     home = next(base for base in type(trainer).__mro__ if "get_train_dataloader" in vars(base))
     if home.__module__.partition(".")[0] not in _LIBRARIES:
         return False

@@ -14,6 +14,7 @@ def test_ranks_that_differ_do_not_train(tmp_path, launch):
     assert {name for name, outcome in outcomes.items() if outcome == "trained"} == {
         "equal",
         "own loader",
+        "own loader of the object",
         "dispatched",
     }
     assert outcomes == others, "every rank stops, with the same line"

@@ -67,19 +67,23 @@ CASES = {
     "labels": lambda: {"model": labelled()},
     "heads": lambda: {"model": with_heads()},
     "own loader": lambda: {"kind": OwnLoader, "train_dataset": Shuffled()},
+    "own loader of the object": lambda: {"own_loader": True, "train_dataset": Shuffled()},
     "dispatched": lambda: {"train_dataset": Shuffled(), "accelerator_config": {"dispatch_batches": True}},
 }
 
 
-def begin(folder, *, kind=Trainer, model=None, train_dataset=None, **arguments):
+def begin(folder, *, kind=Trainer, model=None, train_dataset=None, own_loader=False, **arguments):
     """Train a step."""
-    kind(
+    trainer = kind(
         model=model or tiny_model(),
         args=tiny_arguments(folder, max_steps=1, save_strategy="no", **arguments),
         train_dataset=train_dataset or RandomTokens(),
         data_collator=default_data_collator,
         callbacks=[SpotCheckpointCallback(cloud=None, every_minutes=None)],
-    ).train()
+    )
+    if own_loader:
+        trainer.get_train_dataloader = OwnLoader.get_train_dataloader.__get__(trainer)
+    trainer.train()
 
 
 def main():
