@@ -47,7 +47,7 @@ from hfscale.checkpoint.starting import (
     refuse_to_discard,
 )
 from hfscale.checkpoint.state_formats import states_in_saved_formats
-from hfscale.checkpoint.state_order import states_by_name
+from hfscale.checkpoint.state_order import check_engine_order, states_by_name
 from hfscale.checkpoint.store import (
     archive,
     checkpoint_step,
@@ -257,6 +257,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.last_committed = None
         with TRAINING.agreed("start: load"):
             finish_load(adapter)
+        check_engine_order(adapter)
         self._take_over_saving(adapter, identity)
         note_best(adapter.trainer, self._run_dir)
         if (

@@ -1,4 +1,4 @@
-"""Loads the states of an optimizer by the names of its parameters.
+"""Loads the states of an optimizer by the names of its parameters, or checks their order where they have none.
 
 torch numbers the parameters of an optimizer, and gives the states of a checkpoint to those of the same numbers. A
 script that takes them from a set has them in another order in every process, since Python hashes texts with another
@@ -12,20 +12,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers import Trainer
 
 from hfscale.checkpoint.contents import parameter_names
+from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.formats import unsharded
 from hfscale.checkpoint.formats.parameter_names import read_parameter_names
+from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
-from hfscale.errors import CheckpointError
+from hfscale.errors import CheckpointError, UsageError
 from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.state import saved_state
 from hfscale.trainer.strategies import Strategy
 
 logger = get_logger(__name__)
 
 Groups = list[list[str]]
+_NAME = "optimizer"
+_ORDER = "order"
 _HOOKS = "_optimizer_load_state_dict_pre_hooks"
 
 
@@ -64,6 +70,50 @@ def states_by_name(adapter: TrainerAdapter) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def check_engine_order(adapter: TrainerAdapter) -> None:
+    """Check that an engine with flat partitions has the parameters in one order: on all ranks, and as the checkpoint.
+
+    DeepSpeed adds up gradients, and loads states, by their position in these partitions. Every rank must call it when
+    training begins.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer, whose engine is there.
+
+    Raises:
+        UsageError: a rank has another order; raised on every rank.
+        CheckpointError: the checkpoint has another order.
+    """
+    trainer = adapter.trainer
+    names = Strategy.of(trainer).stepped_order()
+    order = xxhash.xxh3_64_hexdigest("\n".join(names).encode()) if names else ""
+    other = TRAINING.combine("order of the optimizer", order, _first_other)
+    if other is not None:
+        raise UsageError(
+            f"rank {other} gives its parameters to the optimizer in another order than rank 0, and DeepSpeed adds up "
+            "gradients by position: make the optimizer from lists, since a set has another order in every process"
+        )
+    kept = saved_state(trainer.state, _NAME)
+    before = kept.pop(_ORDER, order)
+    if not order:
+        return
+    # The states of a conversion have names
+    is_original = adapter.resumes_from and read_origin(Path(adapter.resumes_from)) is None
+    if is_original and order != before:
+        raise CheckpointError(
+            f"{adapter.resumes_from} has the states of the optimizer in another order, and DeepSpeed loads them by "
+            "position: make the optimizer from lists, since a set has another order in every process"
+        )
+    kept[_ORDER] = order
+
+
+def _first_other(orders: list[str]) -> int | None:
+    """Return the first rank with another order than rank 0."""
+    for rank, order in enumerate(orders):
+        if order != orders[0]:
+            return rank
+    return None
 
 
 def _in_order(group: dict[str, Any], names: list[str], of_checkpoint: list[str]) -> dict[str, Any]:

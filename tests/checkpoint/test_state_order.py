@@ -1,9 +1,11 @@
 """A resume gives each parameter its own states, in whichever order a launch gives them to the optimizer."""
 
+import json
 import shutil
 
 import pytest
 import torch
+from conftest import REPOSITORY
 from peft import LoraConfig, get_peft_model
 from tiny import RandomTokens, tiny_arguments, tiny_model
 from transformers import Trainer, default_data_collator
@@ -93,3 +95,17 @@ def test_a_checkpoint_that_names_no_parameters_is_loaded_by_number(interrupted, 
     resumed = again(as_named)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert losses(resumed) == expected
+
+
+@pytest.mark.world(2)
+def test_deepspeed_has_one_order_on_all_ranks_and_in_all_launches(tmp_path, launch):
+    """It adds up gradients and loads states by position: losses would differ from the second step on, silently."""
+    (tmp_path / "ds_configs").symlink_to(REPOSITORY / "ds_configs")
+    config = REPOSITORY / "accelerate_configs" / "zero2.yaml"
+    done = launch(2, REPOSITORY / "tests" / "workers" / "engine_order.py", config=config)
+    assert done.code == 0, done.err[-3000:]
+    outcomes, others = (json.loads((tmp_path / f"outcomes-{rank}.json").read_text()) for rank in range(2))
+    assert outcomes == others
+    assert outcomes["ranks differ"].startswith("UsageError: rank 1 gives its parameters to the optimizer in another")
+    assert outcomes["equal"] == outcomes["same order"] == "trained with DeepSpeedEngine"
+    assert "has the states of the optimizer in another order" in outcomes["another order"]

@@ -262,6 +262,13 @@ class Strategy:
         optimizer: torch.optim.Optimizer = stepped_optimizer(self.trainer.optimizer)
         return optimizer
 
+    def stepped_order(self) -> list[str]:
+        """Return the names of the parameters in the order in which the ranks share the optimizer's work by position.
+
+        It must be one order on all ranks and in all launches. Empty where each parameter is stepped by itself.
+        """
+        return []
+
     def full_state_dicts(self) -> AbstractContextManager[None]:
         """Have Trainer's `save_model` write complete weights within the context, and not each rank its part."""
         return nullcontext()

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_FLAT_GROUPS = ("bit16_groups", "fp16_groups", "bf16_groups")
+"""Attributes of DeepSpeed's optimizers (0.19) with the parameters of each group: of stages 1 and 2, of 3, and of bf16
+without a stage."""
 _FRAGMENT = "_hp_mapping"
 """Attribute of a parameter under stages 1 and 2: the part of its fp32 copy that this rank steps; None: no part. There
 is no public way to this part alone: `safe_get_full_fp32_param` sends all of it to all ranks."""
@@ -147,6 +151,18 @@ class Zero(Strategy):
     def _engine(self) -> Any:
         """DeepSpeed's engine, which has no types."""
         return self.trainer.model_wrapped
+
+    def stepped_order(self) -> list[str]:
+        """Return the names in the order in which DeepSpeed joins the parameters to flat partitions."""
+        engine_optimizer = self._engine.optimizer
+        names = {id(each): name for name, each in model_of(self.trainer).named_parameters()}
+        order = []
+        for attribute in _FLAT_GROUPS:
+            groups = getattr(engine_optimizer, attribute, None)
+            for parameter in chain(*(groups or ())):
+                name = names.get(id(parameter), "")
+                order.append(name)
+        return order
 
     def part_of_model(self) -> list[int]:
         """Return the rank under stage 3, where the shard of a parameter does not say of which rank it is."""
