@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.utils.data import Dataset
+from transformers.trainer_utils import has_length
 
 _SAMPLED_ROWS = 16
 _SAMPLED_ITEMS = 256
@@ -77,7 +78,7 @@ def _places(dataset: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
             yield from _places(part, f"{path}.{name}", depth + 1)
     elif (rows := _sampled(dataset)) is not None:
         yield from _known(path, rows)
-    elif hasattr(dataset, "__len__"):
+    elif has_length(dataset):
         for name, value in getattr(dataset, "__dict__", {}).items():
             yield from _attribute(value, f"{path}.{name}", len(dataset), depth)
 

@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 from torch.utils.data import IterableDataset
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from hfscale.checkpoint.dataset_rows import LABELS, labels_of, row_hashes
 from hfscale.checkpoint.identity_differences import describe_samples, is_sample
@@ -74,7 +75,7 @@ def _is_divided(trainer: Trainer, dataset: Any) -> bool:
         return False
     if trainer.accelerator.dispatch_batches or isinstance(dataset, IterableDataset):
         return False
-    return hasattr(dataset, "__len__") and not hasattr(dataset, "hfscale_shares")
+    return has_length(dataset) and not hasattr(dataset, "hfscale_shares")
 
 
 def _first_difference(values: list[dict[str, Any]]) -> tuple[int, str] | None:

@@ -119,7 +119,15 @@ def test_what_may_differ_between_launches_has_no_hash_or_the_same(what):
     assert all(one[place] == other[place] for place in one if place in other)
 
 
+class WithoutLength(Dataset):
+    """Has a length only when it is filled, as some pipelines do."""
+
+    def __len__(self):
+        raise TypeError("its length is not known")
+
+
 NOTHING = {
+    "an unknown length": WithoutLength(),
     "empty list": [],
     "no rows": Holds(count=0),
     "no rows of datasets": datasets.Dataset.from_dict({"text": []}),
