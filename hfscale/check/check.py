@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfscale.check.links import compare_links
 from hfscale.core import distributed
 from hfscale.core.counts import counted
 from hfscale.core.findings import Finding, has_errors
@@ -34,7 +35,7 @@ from hfscale.core.rank_store import RankStore, launcher_has_store
 from hfscale.core.spelling import spelled
 from hfscale.errors import UsageError
 from hfscale.facts.hardware import match_device_name
-from hfscale.health import measure, node, preflight
+from hfscale.health import node, preflight
 from hfscale.health.rank_notes import describe_rank
 
 _REPORT_WAIT_S = 3.0
@@ -195,9 +196,7 @@ def _check_ranks(
         gpu = (
             match_device_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         )
-        slow_links = measure.compare_links(
-            result.links, gpu, launch_number("LOCAL_WORLD_SIZE", 1, environ)
-        )
+        slow_links = compare_links(result.links, gpu, launch_number("LOCAL_WORLD_SIZE", 1, environ))
     report = CheckReport(
         findings=(*result.findings, *slow_links, *result.node_findings),
         world_size=rank_store.world_size,

@@ -1,4 +1,4 @@
-"""The options of the callbacks that `ScalingCallback` does not contain: alerts and generations."""
+"""The options of the callbacks that a recipe adds: alerts and generations, and the profiler, which lives apart."""
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -6,8 +6,11 @@ from typing import Any
 
 from hfscale.core.options import Options, as_option, from_0, option, positive
 from hfscale.errors import ParameterError
+from hfscale.metrics.options import ProfilerOptions
 from hfscale.metrics.prompts import Prompt, read_prompts
 from hfscale.metrics.webhook import Webhook
+
+__all__ = ["AlertOptions", "ProfilerOptions", "SampleOptions"]
 
 
 def a_web_address(name: str, value: Any) -> None:

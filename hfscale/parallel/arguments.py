@@ -11,7 +11,8 @@ from hfscale.core.flags import require_positive
 from hfscale.core.options import flag
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.expert_layout import ExpertLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.schedules import SCHEDULES
 from hfscale.facts.support import check_support
 from hfscale.parallel.descriptions import describe_arguments

@@ -8,8 +8,9 @@ from transformers import PreTrainedConfig
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import sizes_of_layers
 from hfscale.errors import LayoutError
+from hfscale.facts.expert_layout import ExpertLayout
 from hfscale.facts.experts import check_experts_divide
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import check_support
 from hfscale.parallel.descriptions import describe_split
 from hfscale.parallel.key_value_heads import can_share_heads

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hfscale.facts.expert_layout import ExpertLayout
 from hfscale.facts.experts import spreads_experts
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination
 from hfscale.trainer.attention import attention_implementation
 from hfscale.trainer.state import requested_optimizer

@@ -24,8 +24,9 @@ from hfscale.core.torch_internals import FakeStore
 from hfscale.core.versions import recomputes_activations, require
 from hfscale.errors import ParameterError, UsageError
 from hfscale.facts.batch_schedule import check_divisible, parse_batch_schedule
+from hfscale.facts.expert_layout import ExpertLayout
 from hfscale.facts.hardware import accelerator
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.parallel.checks import check_config
 from hfscale.parallel.mesh import FSDP_AXES, local_tensor, make_mesh

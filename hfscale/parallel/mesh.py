@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hfscale.core.torch_internals import StridedShard
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.expert_layout import ExpertLayout
+from hfscale.facts.layout import ParallelLayout
 
 AXES = ("pp", "dp_replicate", "dp_shard_cp", "tp")
 """Names of the mesh axes over which parameters are sharded or replicated, slowest first."""

@@ -29,8 +29,7 @@ from hfscale.errors import HfScaleError, MissingDependencyError, ParameterError,
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import Combination, check_support
 from hfscale.islands.options import IslandOptions
-from hfscale.metrics.added_options import AlertOptions, SampleOptions
-from hfscale.metrics.options import ProfilerOptions
+from hfscale.metrics.added_options import AlertOptions, ProfilerOptions, SampleOptions
 from hfscale.recipe.compression import METHODS, ONE_BIT_OPTIMIZERS
 from hfscale.recipe.fused_loss import FUSED_LOSSES
 from hfscale.recipe.modalities import freeze_beside_text

@@ -21,8 +21,9 @@ from transformers.distributed import DistributedConfig
 from hfscale.core.spelling import Speaker, speaking, spelled
 from hfscale.core.versions import require, sizes_of_layers
 from hfscale.errors import LayoutError, UsageError
+from hfscale.facts.expert_layout import ExpertLayout
 from hfscale.facts.experts import check_experts_divide
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.strategies import StrategyFacts
 from hfscale.facts.support import check_support
 from hfscale.parallel.arguments import ParallelArguments

@@ -21,8 +21,9 @@ from hfscale import ParallelArguments
 from hfscale.cli import main
 from hfscale.core.spelling import speaking
 from hfscale.errors import HfScaleError, UnsupportedModelError
+from hfscale.facts.expert_layout import ExpertLayout
 from hfscale.facts.hardware import accelerator
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.models import find_model
 from hfscale.facts.support import LISTS, Combination, check_support, rules, why_not
 from hfscale.parallel.arguments import check_arguments, plan_stages

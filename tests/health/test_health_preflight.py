@@ -9,6 +9,7 @@ from tiny import tiny_trainer
 from workers.health_preflight import run
 
 from benchmarks import control_plane
+from hfscale.check.links import compare_links
 from hfscale.core.findings import Finding, has_errors, join_errors, name_ranks
 from hfscale.core.rank_store import RankStore
 from hfscale.facts.hardware import accelerator
@@ -187,10 +188,10 @@ class TestComparison:
     def test_links_far_below_their_datasheet_are_reported(self):
         row = {"kind": "all_reduce", "bytes": 2**28, "seconds": 0.01}
         rows = [{**row, "where": "node", "gb_s": 40.0}, {**row, "where": "network", "gb_s": 300.0}]
-        (found,) = measure.compare_links(rows, accelerator("H100-80GB"), 8)
+        (found,) = compare_links(rows, accelerator("H100-80GB"), 8)
         assert "inside a node moves 40.0 GB/s" in found.message
         assert "225 or more" in found.message  # half of NVLink's 450 in one direction
-        assert measure.compare_links(rows, None, 8) == []
+        assert compare_links(rows, None, 8) == []
 
 
 def test_a_slow_link_is_reported_for_both_ends():

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hfscale import ParallelArguments, ParallelTrainer
 from hfscale.checkpoint.export import export
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.expert_layout import ExpertLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import Combination
 from hfscale.optim.muon import Muon
 from hfscale.parallel.descriptions import describe_split

@@ -10,7 +10,8 @@ from test_parallel import BALANCED, FIRST, plain, same
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hfscale.errors import LayoutError, UnsupportedModelError
-from hfscale.facts.layout import ExpertLayout, ParallelLayout
+from hfscale.facts.expert_layout import ExpertLayout
+from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.support import CONTEXT_PARALLEL_UNSUPPORTED, TENSOR_PARALLEL_PLAN_MISSING
 from hfscale.parallel.arguments import decide_layout
 from hfscale.parallel.checks import check_config
