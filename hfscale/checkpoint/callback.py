@@ -58,7 +58,7 @@ from hfscale.core import distributed
 from hfscale.core.activity import activity
 from hfscale.core.alarms import raise_end
 from hfscale.core.clocks import StepPace
-from hfscale.core.collectives import TRAINING, StepAgreement
+from hfscale.core.collectives import START, TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
 from hfscale.core.options import takes_options
 from hfscale.errors import CheckpointError, StorageError
@@ -195,7 +195,8 @@ class SpotCheckpointCallback(AdapterCallback):
         self.check_identity(adapter.trainer, adapter.resumes_from)
         if adapter.trainer.model is not None:  # in a search `train` makes it
             check_ranks(adapter.trainer)
-            self._identity = identity_of(adapter.trainer)
+            with START.agreed("start: read identity"):
+                self._identity = identity_of(adapter.trainer)
             if adapter.resumes_from is not None:
                 # Before Trainer loads them, whose own error names no way out
                 check_files(adapter.trainer, adapter.resumes_from)

@@ -60,6 +60,8 @@ def labels_of(config: Any) -> dict[str, str]:
     names = getattr(config, "id2label", None)
     if not isinstance(names, Mapping) or len(names) < 2:
         return {}
+    if not all(isinstance(number, int) for number in names):  # transformers makes them numbers
+        return {}
     in_order = [str(names[number]) for number in sorted(names)]
     default = [f"LABEL_{number}" for number in range(len(names))]
     if in_order == default:
@@ -148,9 +150,8 @@ def _is_plain(pyarrow: Any, kind: Any) -> bool:
     """Return whether a type of Arrow consists of texts and whole numbers."""
     types = pyarrow.types
     if types.is_nested(kind):
-        # A map has keys and values of its own, and none of our datasets has one
         fields = [kind.field(number) for number in range(kind.num_fields)]
-        return not types.is_map(kind) and all(_is_plain(pyarrow, field.type) for field in fields)
+        return all(_is_plain(pyarrow, field.type) for field in fields)
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_number = types.is_integer(kind) or types.is_boolean(kind)
     return bool(is_text or is_number)

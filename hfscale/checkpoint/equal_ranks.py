@@ -38,7 +38,10 @@ def check_ranks(trainer: Trainer) -> None:
     Raises:
         UsageError: a rank has other ones; raised on every rank.
     """
-    mine = _rows_of(trainer) | _parameters_of(trainer)
+    with START.agreed(
+        "start: read rows"
+    ):  # a file that one rank cannot read makes the others wait otherwise
+        mine = _rows_of(trainer) | _parameters_of(trainer)
     difference = START.combine("what ranks train", mine, _first_difference)
     if difference is not None:
         rank, problem = difference

@@ -24,3 +24,4 @@ def test_ranks_that_differ_do_not_train(tmp_path, launch):
     assert "rank 0 trains: 56 rows, rank 0 64; " in outcomes["numbers"]
     assert "its labels have other numbers" in outcomes["labels"]
     assert "its model has the parameters in another order" in outcomes["heads"]
+    assert outcomes["unreadable"] == "every rank stops"

@@ -17,6 +17,7 @@ from transformers import Trainer
 from transformers.data.data_collator import default_data_collator
 
 from hfscale import SpotCheckpointCallback
+from hfscale.checkpoint import equal_ranks
 from hfscale.core.distributed import rank
 from hfscale.errors import UsageError
 
@@ -86,6 +87,10 @@ def begin(folder, *, kind=Trainer, model=None, train_dataset=None, own_loader=Fa
     trainer.train()
 
 
+def fail(dataset):
+    raise OSError(116, "Stale file handle")
+
+
 def main():
     outcomes = {}
     for name, make in CASES.items():
@@ -95,6 +100,12 @@ def main():
             outcomes[name] = str(error)
         else:
             outcomes[name] = "trained"
+    if rank() == 1:
+        equal_ranks.row_hashes = fail
+    try:
+        begin("out-unreadable")
+    except OSError:
+        outcomes["unreadable"] = "every rank stops"
     Path(f"outcomes-{rank()}.json").write_text(json.dumps(outcomes))
 
 
