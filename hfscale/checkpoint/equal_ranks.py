@@ -38,9 +38,8 @@ def check_ranks(trainer: Trainer) -> None:
     Raises:
         UsageError: a rank has other ones; raised on every rank.
     """
-    with START.agreed(
-        "start: read rows"
-    ):  # a file that one rank cannot read makes the others wait otherwise
+    # Otherwise a rank that cannot read a file would leave the others waiting in the exchange
+    with START.agreed("start: read rows"):
         mine = _rows_of(trainer) | _parameters_of(trainer)
     difference = START.combine("what ranks train", mine, _first_difference)
     if difference is not None:
