@@ -35,6 +35,7 @@ NAMES = (
     "planner_experts",
     "planner_published",
     "gradient_accumulation",
+    "step_traffic",
     "jitter",
     "load_once",
 )

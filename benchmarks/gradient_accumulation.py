@@ -72,8 +72,8 @@ def accumulated_error(*, as_recipes: bool, sync_each_batch: bool = False, micro_
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
 
     from hfscale.parallel.arguments import ParallelArguments
+    from hfscale.recipe.gradient_precision import sum_gradients_in_fp32
     from hfscale.recipe.layout import set_up_parallelism
-    from hfscale.trainer.precision import sum_gradients_in_fp32
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,10 +11,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfscale.check.equal_start import start_equally
 from hfscale.check.small_model import read_pretrained
 from hfscale.core.text_files import read_json
 from hfscale.errors import HealthError
-from hfscale.trainer.small_model import start_equally, switch_dropout_off
+from hfscale.trainer.small_model import switch_dropout_off
 
 if TYPE_CHECKING:
     from torch import nn

@@ -253,7 +253,7 @@ def _open(source: Path, global_batch_size: int | None) -> tuple[Path, "Manifest"
         source = newest
     if (source / MANIFEST_NAME).is_file():
         return source, verify(source)
-    from hfscale.checkpoint.conversion import infer_manifest
+    from hfscale.checkpoint.inferred_manifest import infer_manifest
 
     return source, infer_manifest(source, global_batch_size=global_batch_size)
 

@@ -4,7 +4,7 @@
 
 Tensors are converted one at a time, so the memory needed is that of the largest tensor, not that of the model.
 (DeepSpeed's flat partitions are larger than a tensor; they are memory-mapped.) A checkpoint that plain Trainer wrote
-has no manifest; `infer_manifest` makes one from its files.
+has no manifest; `inferred_manifest` makes one from its files.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint import store
-from hfscale.checkpoint.formats import FORMATS, format_written, read_view, write_view
+from hfscale.checkpoint.formats import FORMATS, read_view, write_view
 from hfscale.checkpoint.formats.average import average_files
 from hfscale.checkpoint.formats.parallel import PARALLEL_NAME
 from hfscale.checkpoint.formats.parameter_names import ParameterNames
@@ -31,7 +31,7 @@ from hfscale.core.durable_files import flush_parents
 from hfscale.core.logging import get_logger
 from hfscale.core.run_files import PARAMETERS_NAME
 from hfscale.core.text_files import read_json
-from hfscale.errors import CheckpointError, UsageError
+from hfscale.errors import CheckpointError
 from hfscale.facts.strategies import facts_of
 from hfscale.trainer.parameter_groups import entries_by_group, group_count, with_entries
 
@@ -41,7 +41,6 @@ CONVERSION_NAME = "hfscale_conversion.json"
 # Small files that every strategy reads. training_args.bin is never among them: it is a pickle.
 _SMALL_FILE = re.compile(r"scheduler\.pt|[^.].*\.(json|jsonl|txt|jinja|model|md)")
 _RNG_FILE = re.compile(r"rng_state(_\d+)?\.pth")
-_RNG_FILE_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 _FORMAT_FILES = (PARALLEL_NAME, PARAMETERS_NAME)
 _NOT_COPIED = re.compile(
     rf".*\.safetensors\.index\.json|hfscale_manifest\.json|{CONVERSION_NAME}|training_args\.bin"
@@ -277,45 +276,3 @@ def read_origin(checkpoint: Path) -> dict[str, object] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{checkpoint / CONVERSION_NAME} cannot be read: {error}") from None
-
-
-# ---- Checkpoints without a manifest
-
-
-def infer_manifest(checkpoint: Path, *, global_batch_size: int | None) -> Manifest:
-    """Return a manifest, without files, for a checkpoint that plain Trainer wrote.
-
-    The strategy, step and number of ranks come from the names of its files and the counters in them.
-
-    Args:
-        checkpoint (`Path`): the checkpoint.
-        global_batch_size (`int`, *optional*): sequences per optimizer step. DeepSpeed stores it; plain Trainer does
-            not, so for other strategies it is required.
-
-    Raises:
-        UsageError: `global_batch_size` is required.
-        CheckpointError: it is not a checkpoint of a Trainer, or a file of DeepSpeed is missing or broken.
-    """
-    try:
-        step = int(read_json(checkpoint / "trainer_state.json")["global_step"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is not a checkpoint of a Trainer: trainer_state.json: {error}"
-        ) from None
-    world_size = (
-        sum(bool(_RNG_FILE_OF_RANK.fullmatch(path.name)) for path in checkpoint.iterdir()) or 1
-    )
-    origin = format_written(checkpoint).origin(checkpoint, world_size)
-    global_batch_size = global_batch_size or origin.global_batch_size
-    if global_batch_size is None:
-        raise UsageError(
-            f"{checkpoint} has no manifest, and plain Trainer does not store the global batch size: give "
-            "--global-batch-size"
-        )
-    return Manifest(
-        step=step,
-        strategy=origin.strategy,
-        world_size=world_size,
-        global_batch_size=global_batch_size,
-        files={},
-    )

@@ -106,30 +106,6 @@ def read_config(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     return dict(source) if isinstance(source, Mapping) else _parse(Path(source))
 
 
-def tower_parameters(source: Mapping[str, Any] | str | Path) -> int | None:
-    """Return about how many parameters the vision tower of an image-and-text model has, which no plan counts.
-
-    Counted are the matrices of a vision transformer (Dosovitskiy et al., arXiv 2010.11929, table 1): four of attention
-    and two of the MLP in each layer.
-
-    Args:
-        source (`Mapping`, `str` or `Path`): the parsed `config.json`, its path, or its folder.
-
-    Returns:
-        `int`, *optional*: the number; None without a tower, or where the config does not name its sizes.
-    """
-    config = source if isinstance(source, Mapping) else _parse(Path(source))
-    vision = config.get("vision_config")
-    if not isinstance(vision, Mapping):
-        return None
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size")
-    sizes = [size for size in map(vision.get, names) if type(size) is int]
-    if len(sizes) < len(names):
-        return None
-    layers, hidden, intermediate = sizes
-    return layers * (4 * hidden**2 + 2 * hidden * intermediate)
-
-
 def _with_block_types(config: dict[str, Any]) -> dict[str, Any]:
     """Return a config of Nemotron-H with `layers_block_type` and the number of its layers, whatever names it has for
     them: published ones have a pattern of letters."""

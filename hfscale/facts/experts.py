@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hfscale.errors import LayoutError
+from hfscale.facts.config_reader import ALIASES
 
 DISPATCH_STYLE = "ep_dispatch_experts"
 """The style of transformers' expert-parallel plans that sends tokens to the ranks of their experts."""
-COUNTS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names that the configs of transformers have for the number of routed experts."""
 
 
 def number_of_experts(config: Any) -> int | None:
@@ -18,7 +17,7 @@ def number_of_experts(config: Any) -> int | None:
         config (`PreTrainedConfig`): the config of the language model.
     """
     return next(
-        (count for name in COUNTS_OF_EXPERTS if (count := getattr(config, name, None))), None
+        (count for name in ALIASES["num_experts"] if (count := getattr(config, name, None))), None
     )
 
 

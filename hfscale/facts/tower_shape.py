@@ -294,3 +294,26 @@ def _idefics3(
 
 
 _OF_FAMILY = {"llava": _llava, "gemma3": _gemma3, "idefics3": _idefics3, "smolvlm": _idefics3}
+
+
+def tower_parameters(source: Mapping[str, Any] | str | Path) -> int | None:
+    """Return about how many parameters the vision tower of an image-and-text model has, which no plan counts.
+
+    Counted are the matrices of a vision transformer (Dosovitskiy et al., arXiv 2010.11929, table 1): four of attention
+    and two of the MLP in each layer.
+
+    Args:
+        source (`Mapping`, `str` or `Path`): the parsed `config.json`, its path, or its folder.
+
+    Returns:
+        `int`, *optional*: the number; None without a tower, or where the config does not name its sizes.
+    """
+    vision = read_config(source).get("vision_config")
+    if not isinstance(vision, Mapping):
+        return None
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size")
+    sizes = [size for size in map(vision.get, names) if type(size) is int]
+    if len(sizes) < len(names):
+        return None
+    layers, hidden, intermediate = sizes
+    return layers * (4 * hidden**2 + 2 * hidden * intermediate)

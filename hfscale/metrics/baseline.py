@@ -6,17 +6,15 @@ scaling; with equal tokens per step in total it is strong scaling. Anything else
 number is given for it.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from hfscale.core import tables
 from hfscale.core.counts import counted
-from hfscale.core.durable_files import write_atomically
 from hfscale.core.text_files import read_json
-from hfscale.errors import ConfigFileError, StorageError
+from hfscale.errors import ConfigFileError
 
 FORMAT = 1
 """The file format that this version reads and writes."""
@@ -192,27 +190,3 @@ def _parse(row: dict[str, Any]) -> Baseline:
         tokens_per_s_per_gpu=float(speed),
         strategy=str(row["strategy"]),
     )
-
-
-def record_baseline(path: Path, baseline: Baseline) -> None:
-    """Add a baseline to a file, and replace an earlier one of the same work on the same number of GPUs.
-
-    Args:
-        path (`Path`): the file; it is created if it does not exist.
-        baseline (`Baseline`): the measured speed.
-
-    Raises:
-        ConfigFileError: the file exists, and is not a file that `hfscale sweep` writes.
-        StorageError: the file cannot be written.
-    """
-    rows = read_baselines(path) if path.exists() else []
-    key = (baseline.workload, baseline.world_size)
-    kept = [row for row in rows if (row.workload, row.world_size) != key]
-    content = {"format": FORMAT, "baselines": [asdict(row) for row in [*kept, baseline]]}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=1) + "\n")
-    except OSError as error:
-        raise StorageError(
-            f"baseline {path} cannot be written: {error.strerror}; give another file with --baseline"
-        ) from None

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from hfscale.facts.schedules import idle_relative_to_1f1b
-from hfscale.planner.activations import regime_of, weight_bytes
+from hfscale.planner.activations import weight_bytes
 from hfscale.planner.experts import (
     copied_share,
     expert_costs,
@@ -25,6 +25,7 @@ from hfscale.planner.experts import (
 )
 from hfscale.planner.frameworks import Framework, SharedConstants
 from hfscale.planner.frozen import dense_bytes, mean_bytes
+from hfscale.planner.gradient_sums import gradient_sums_s
 from hfscale.planner.host_activations import exposed_copies_s
 from hfscale.planner.images import image_parameters, images_s
 from hfscale.planner.job import OPTIMIZERS, Job, strategy_of
@@ -37,8 +38,6 @@ from hfscale.planner.teacher import teacher_s
 CPU_BYTES_S = 40e9
 """Memory bandwidth, bytes/s, of a rank's share of the CPUs, for an optimizer on the CPU (eight ranks on two
 sockets)."""
-ACCUMULATION_BYTES = 12.0
-"""Bytes of memory traffic per parameter whose fp32 gradient is added to another."""
 ADAPTER_LAUNCHES = 2.0
 """Kernels that a layer with adapters on all matrices launches, relative to one without: 115 against 55 in the forward
 pass of a Llama, 165 against 101 in its backward pass (counted with transformers 5.23 and PEFT 0.21.2)."""
@@ -141,14 +140,14 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
 
     m = job.micro_batches
     once = (
-        _once_per_step(job, framework, network, rates, forward * first, backward * first)
+        _once_per_step(job, framework, network, forward * first, backward * first)
         + gathered.per_step
     )
     optimizer = _optimizer_s(job, rates) + framework.step_s
     of_images, waited = images_s(job, framework, shared, network, rates)
     drift = 1 + shared.node_drift * math.log2(max(1.0, job.layout.world_size / job.gpus_per_node))
     parts = {
-        "compute": m * (compute + of_images) + _accumulation_s(job, rates),
+        "compute": m * (compute + of_images) + gradient_sums_s(job, rates),
         "communication": m * (slowest + pipeline - compute + waited)
         + once
         + (drift - 1) * (m * slowest + bubble),
@@ -166,14 +165,6 @@ def step_time(job: Job, framework: Framework, shared: SharedConstants) -> StepTi
         return DpoTime(**parts, reference=reference)
     generation = generation_s(job, framework, shared, network, rates)
     return GrpoTime(**parts, reference=reference, generation=generation)
-
-
-def _accumulation_s(job: Job, rates: Rates) -> float:
-    """Time to add the gradients of later micro-batches to those of earlier ones, where each rank holds all of them."""
-    if job.stack != "hf" or regime_of(job) != "autocast":
-        return 0.0
-    added = (job.micro_batches - 1) * trained_parameters(job)
-    return ACCUMULATION_BYTES * added / rates.memory
 
 
 def _layer_compute(layer: LayerTime, job: Job, framework: Framework) -> tuple[float, float]:
@@ -439,7 +430,6 @@ def _once_per_step(
     job: Job,
     framework: Framework,
     network: Network,
-    rates: Rates,
     forward: float,
     backward: float,
 ) -> float:
@@ -475,15 +465,13 @@ def _once_per_step(
         # parameters after the update; nothing is computed meanwhile (DeepSpeed 0.19.8, runtime/bf16_optimizer.py).
         return network.reduce_s(gradient * trained, group) + network.gather_s(2.0 * trained, group)
     if job.zero == 2 and framework.name == "hf":
-        # DeepSpeed reduces the gradients of every micro-batch, in the type of the weights. It copies each to a bucket
-        # on the stream of the computation, and all-reduces the bucket (`use_multi_rank_bucket_allreduce`, which is
-        # on). The step gathers the parameters, and nothing is computed meanwhile (DeepSpeed 0.19.8,
-        # runtime/zero/stage_1_and_2.py).
+        # DeepSpeed all-reduces the gradients of every micro-batch, in the type of the weights
+        # (`use_multi_rank_bucket_allreduce`, which is on). The step gathers the parameters, and nothing is computed
+        # meanwhile (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py).
         weights = job.value_bytes * trained
         gathered = network.gather_s(2.0 * trained, group)
         reduced = network.reduce_s(weights, group)
         waited = exposed_s(reduced, backward, framework.overlap_dp)
-        waited += 2.0 * weights / rates.memory
         return job.micro_batches * waited + gathered
     scattered = exposed_s(
         network.gather_s(gradient * trained, group), backward, framework.overlap_dp

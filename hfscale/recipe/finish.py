@@ -26,6 +26,7 @@ from hfscale.recipe.compression import compress_gradients, store_gradients_in_bu
 from hfscale.recipe.document_masks import documents_are_known
 from hfscale.recipe.entrypoint import end_if_preempted
 from hfscale.recipe.export import MERGED, save_final_model
+from hfscale.recipe.gradient_precision import sum_gradients_in_fp32
 from hfscale.recipe.kernels import Kernels, choose_loss
 from hfscale.recipe.layout import finish_on_cpu
 from hfscale.recipe.model_card import CARD_NAME, write_model_card
@@ -37,7 +38,6 @@ from hfscale.recipe.sequence_parallel import fix_sequence_parallel
 from hfscale.recipe.weight_casts import cast_weights_once
 from hfscale.scaling import ScalingCallback
 from hfscale.trainer.fsdp2_loading import load_buffers_under_fsdp2
-from hfscale.trainer.precision import sum_gradients_in_fp32
 from hfscale.trainer.state import output_folder
 
 if TYPE_CHECKING:

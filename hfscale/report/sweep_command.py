@@ -11,7 +11,8 @@ import typer
 
 from hfscale.core.shipped import find_config
 from hfscale.errors import ParameterError
-from hfscale.metrics.baseline import record_baseline, user_file
+from hfscale.metrics.baseline import user_file
+from hfscale.report.recorded_baseline import record_baseline
 from hfscale.report.sweep import Measurement, Sweep, run_sweep
 
 _BAR_LENGTH = 40

@@ -13,7 +13,7 @@ import torch
 from transformers import DataCollatorWithFlattening, PreTrainedModel, Trainer
 
 from hfscale.core.versions import is_peft_model
-from hfscale.facts.experts import COUNTS_OF_EXPERTS
+from hfscale.facts.config_reader import ALIASES
 from hfscale.trainer.attention import attention_implementation, forget_attention_implementation
 from hfscale.trainer.small_model import make_config_small, switch_dropout_off
 from hfscale.trainer.state import model_of
@@ -110,7 +110,7 @@ def _small_model(model: PreTrainedModel, device: torch.device) -> Any:
     config.vocab_size = _VOCABULARY
     if config.pad_token_id is not None:
         config.pad_token_id = 0
-    for name in COUNTS_OF_EXPERTS:
+    for name in ALIASES["num_experts"]:
         if (getattr(config, name, None) or 0) > _EXPERTS:
             setattr(config, name, _EXPERTS)
     config.use_cache = False

@@ -3,11 +3,9 @@
 The vocabulary stays, so that the user's data fits.
 """
 
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from hfscale.core.versions import sizes_of_layers
@@ -25,8 +23,6 @@ WIDTHS = ("intermediate_size", "moe_intermediate_size", "ffn_dim", "n_inner")
 """Names that configs have for the widths inside a layer."""
 _MAX_LAYERS = 2
 _MAX_HEADS = 4
-_SCALE = 0.02
-"""Standard deviation of the random weights, that of most configs (`initializer_range`)."""
 
 
 def make_config_small(config: Any, *, layers: int = _MAX_LAYERS, heads_divide_by: int = 1) -> None:
@@ -60,32 +56,31 @@ def _fewer_layers(config: Any, wanted: int) -> None:
         setattr(config, name, layers)
         # Other lists with an element for each layer, such as `mlp_layer_types`
         for field, value in list(vars(config).items()):
-            if isinstance(value, list) and len(value) == number:
-                distinct = [one for place, one in enumerate(value) if one not in value[:place]]
-                setattr(config, field, (distinct * layers)[:layers])
+            if not isinstance(value, list) or len(value) != number:
+                continue
+            distinct = []
+            for each in value:
+                if each not in distinct:
+                    distinct.append(each)
+            setattr(config, field, (distinct * layers)[:layers])
 
 
 def _narrower(config: Any, divisor: int) -> None:
-    heads, hidden = (
-        getattr(config, "num_attention_heads", None),
-        getattr(config, "hidden_size", None),
-    )
-    if (
-        not isinstance(heads, int)
-        or not isinstance(hidden, int)
-        or heads <= _MAX_HEADS
-        or hidden % heads
-    ):
+    heads = getattr(config, "num_attention_heads", None)
+    hidden = getattr(config, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return
+    if heads <= _MAX_HEADS or hidden % heads:
         return
     sizes = sizes_of_layers(config, "num_key_value_heads")
     if len(sizes) > 1:  # no number of heads suits all layers
         return
     groups = sizes[0] if sizes else None
-    fewer = next(
-        number
-        for number in range(_MAX_HEADS, heads + 1)
-        if heads % number == 0 and _divides_alike(number, heads, groups, divisor)
-    )
+    fewer = heads
+    for number in range(_MAX_HEADS, heads):
+        if heads % number == 0 and _divides_alike(number, heads, groups, divisor):
+            fewer = number
+            break
     config.num_attention_heads = fewer
     if isinstance(groups, int):
         config.num_key_value_heads = max(1, fewer * groups // heads)
@@ -105,32 +100,6 @@ def _divides_alike(fewer: int, heads: int, groups: Any, divisor: int) -> bool:
     return fewer * groups // heads % divisor == 0 and fewer * groups >= heads
 
 
-def start_equally(model: nn.Module) -> None:
-    """Give a model weights that depend on the names of its parameters only, and switch dropout off.
-
-    Args:
-        model (`nn.Module`): a model that is not sharded yet.
-    """
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() <= 1 and _is_constant(parameter):
-                continue
-            seed = zlib.crc32(name.encode())
-            generator = torch.Generator()
-            generator.manual_seed(seed)
-            drawn = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(drawn * _SCALE)
-    switch_dropout_off(model)
-
-
-def _is_constant(parameter: torch.Tensor) -> bool:
-    """Return whether all elements are equal, as those of a norm or a bias that was not trained."""
-    if parameter.numel() <= 1:
-        return True
-    differs = parameter != parameter[..., :1]
-    return not differs.any()
-
-
 def switch_dropout_off(model: nn.Module) -> None:
     """Set every probability of dropout in a model and its configs to 0.
 
@@ -146,7 +115,9 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[Any, str]]:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             yield module, "p"
-        for owner in (module, getattr(module, "config", None)):
-            for name, value in list(getattr(owner, "__dict__", {}).items()):
+        config = getattr(module, "config", None)
+        for owner in (module, config):
+            attributes = dict(getattr(owner, "__dict__", {}))
+            for name, value in attributes.items():
                 if isinstance(value, float) and "drop" in name:
                     yield owner, name

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hfscale.trainer.small_model import make_config_small, start_equally
+from hfscale.check.equal_start import start_equally
+from hfscale.trainer.small_model import make_config_small
 
 
 def small(kind, **fields):

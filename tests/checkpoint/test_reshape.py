@@ -16,12 +16,13 @@ from tiny import tiny_arguments, tiny_trainer
 from transformers import AutoModelForCausalLM
 
 from hfscale import SpotCheckpointCallback
-from hfscale.checkpoint.conversion import CONVERSION_NAME, convert, infer_manifest
+from hfscale.checkpoint.conversion import CONVERSION_NAME, convert
 from hfscale.checkpoint.export import export
 from hfscale.checkpoint.formats import read_view
 from hfscale.checkpoint.formats.dcp import save_refs
 from hfscale.checkpoint.formats.parameter_names import ParameterNames, read_parameter_names
 from hfscale.checkpoint.formats.view import TensorRef
+from hfscale.checkpoint.inferred_manifest import infer_manifest
 from hfscale.checkpoint.loading import CONVERSIONS, readable_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.pickles import check_pickles, read_dcp_metadata

@@ -598,7 +598,7 @@ SITES = {
     "checkpoint/best.py:name_best": PROGRAM,
     "checkpoint/contents.py:_contents": PROGRAM,
     "checkpoint/conversion.py:_fit_schedule": PICKLES,
-    "checkpoint/conversion.py:infer_manifest": "state of Trainer",
+    "checkpoint/inferred_manifest.py:infer_manifest": "state of Trainer",
     "checkpoint/conversion.py:read_origin": "origin",
     "checkpoint/export.py:_model_config": VERIFIED,
     "checkpoint/formats/average.py:read_average_metadata": "average",

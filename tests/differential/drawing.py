@@ -156,6 +156,7 @@ def has_effect(program: Program) -> bool:
         "dispatch_batches": is_own and program.data == "stream",
         "split_batches": is_own and program.trainer != "dataloader" and program.move not in ("batch", "processes"),
         "frozen_at_first": is_own and program.processes == 1 and program.trainer != "create_optimizer",
+        "changes_settings": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "max_steps": not program.data.endswith("stream"),
         "unseeded_sampler": is_own,
         # With another batch per device bfloat16 rounds otherwise

@@ -572,7 +572,14 @@ def trainer_class(program: Program) -> type[Trainer]:
     return type("OwnTrainer", (base,), methods) if methods else base
 
 
-ASKING = ("saves_when_asked", "stops_when_asked", "evaluates_when_asked", "rate_set_by_hand", "frozen_at_first")
+ASKING = (
+    "saves_when_asked",
+    "stops_when_asked",
+    "evaluates_when_asked",
+    "rate_set_by_hand",
+    "frozen_at_first",
+    "changes_settings",
+)
 
 
 class Asking(TrainerCallback):
@@ -595,6 +602,12 @@ class Asking(TrainerCallback):
         if self.kind == "frozen_at_first":
             first = next(iter(model.parameters()))
             first.requires_grad_(state.global_step >= 3 and first.is_floating_point())
+        if self.kind == "changes_settings" and state.global_step == 2:
+            args.max_grad_norm = 0.05
+            next(iter(model.parameters())).requires_grad_(False)
+            for module in model.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.3
 
     def on_step_end(self, args, state, control, **kwargs):
         """Ask for a save, an evaluation or the end."""

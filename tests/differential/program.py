@@ -132,6 +132,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "evaluates_when_asked",
         "rate_set_by_hand",
         "frozen_at_first",
+        "changes_settings",
         "jit_checkpoint",
         "bf16_model",
     ),

@@ -20,12 +20,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hfscale.errors import ConfigFileError, HfScaleError, UnsupportedModelError, UsageError
-from hfscale.facts.config_reader import ALIASES, tower_parameters
+from hfscale.facts.config_reader import ALIASES
 from hfscale.facts.families import FAMILIES, rules
 from hfscale.facts.families.family import COMMON_DEFAULTS
 from hfscale.facts.layer_shape import AttentionShape, MambaShape
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
+from hfscale.facts.tower_shape import tower_parameters
 from hfscale.recipe.model_arguments import ModelArguments
 
 LLAMA = {

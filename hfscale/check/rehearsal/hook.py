@@ -171,9 +171,9 @@ def _shorten_trainings(module: Any) -> None:
 
 def _compare(trainer: Any) -> None:
     """Give a Trainer the weights that the compared run has too, and keep what it computes."""
+    from hfscale.check.equal_start import start_equally
     from hfscale.check.parallel_run import PARITY, keep_cases
     from hfscale.check.short_run import keep_log
-    from hfscale.trainer.small_model import start_equally
     from hfscale.trainer.strategies import Strategy
     from hfscale.why.callback import TraceCallback
 

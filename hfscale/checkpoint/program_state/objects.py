@@ -289,7 +289,7 @@ def _variables_holder(function: types.FunctionType) -> Holder:
 def _globals_holders(function: types.FunctionType) -> dict[str, Holder]:
     """Return the global variables that a function assigns or may change in place, under the name of its module."""
     space = function.__globals__
-    stored = _stored_names(function.__code__, "STORE_GLOBAL")
+    stored = stored_names(function.__code__, "STORE_GLOBAL")
     used = set(function.__code__.co_names)
     names = frozenset(
         name
@@ -326,7 +326,7 @@ def names_of_program(kind: type) -> frozenset[str]:
 
 def _assigned_by(kind: type, *, of_program: bool) -> Iterator[frozenset[str]]:
     for method in _methods_of(kind, of_program=of_program):
-        yield _stored_names(method.__code__, "STORE_ATTR")
+        yield stored_names(method.__code__, "STORE_ATTR")
 
 
 def _methods_of(kind: type, *, of_program: bool) -> Iterator[types.FunctionType]:
@@ -347,7 +347,13 @@ def _function_of(member: Any) -> types.FunctionType | None:
 
 
 @functools.cache
-def _stored_names(code: types.CodeType, operation: str) -> frozenset[str]:
+def stored_names(code: types.CodeType, operation: str) -> frozenset[str]:
+    """Return the names that the code of a function assigns.
+
+    Args:
+        code (`CodeType`): the code.
+        operation (`str`): how it assigns them: `STORE_ATTR` or `STORE_GLOBAL`.
+    """
     return frozenset(
         str(instruction.argval)
         for instruction in dis.get_instructions(code)

@@ -1,8 +1,9 @@
 """Keeps what a subclass of Trainer, modules and functions of the user count per step, and resumes with it.
 
 Restored are the attributes of a Trainer's subclass that no library gives it, those of modules of the user's classes,
-and the variables of the functions that they and `compute_loss_func` use; of all these, what has changed since the
-training began and `values` can keep, and the states of random generators.
+the variables of the functions that they and `compute_loss_func` use, and the settings of a library's objects that a
+step uses (`settings`); of all these, what has changed since the training began and `values` can keep, and the states
+of random generators.
 
 The user's callbacks get the states of their generators back, but not their values: some count what one launch does.
 Where one changes a number among its attributes and has no part in Trainer's own states of callbacks
@@ -29,6 +30,7 @@ from hfscale.checkpoint.program_state.objects import (
     is_of_program,
     names_of_program,
 )
+from hfscale.checkpoint.program_state.settings import hooks_of, parts_of, replaced, settings_of
 from hfscale.checkpoint.program_state.values import MOST_NUMBERS
 from hfscale.checkpoint.random_states import generator_state, plain, set_generator_state
 from hfscale.checkpoint.rank_files import read_of_rank
@@ -48,13 +50,6 @@ logger = get_logger(__name__)
 
 NAME = "hfscale_program_state"
 """The file of a rank is `hfscale_program_state_RANK.json`."""
-_HOOKS_OF_MODULES = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
-_HOOKS_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _MOST_NAMED = 5
 _MARKED = 64
 
@@ -75,6 +70,7 @@ class ProgramState(TrainerCallback):
         self._found = Found()
         self._addresses: Addresses | None = None
         self._marks: dict[str, float] = {}
+        self._parts: dict[str, Any] = {}
         self._told = False
 
     def begin(self) -> None:
@@ -84,13 +80,19 @@ class ProgramState(TrainerCallback):
         self._found = self._search()
         self._addresses = Addresses(model_of(self._adapter.trainer))
         places = self._found.holders.items()
-        self._values = KeptValues({path: self._addresses.without(place) for path, place in places})
+        own = {path: self._addresses.without(place) for path, place in places}
+        settings = settings_of(self._adapter.trainer, self._model())
+        self._values = KeptValues(own | settings)
+        self._parts = parts_of(self._adapter.trainer, self._model())
         callbacks = self._search_callbacks()
         self._of_callbacks = KeptValues(callbacks.holders)
         self._found.generators |= callbacks.generators
         self._marks = {path: _mark(each) for path, each in self._found.stateful.items()}
         if not self._is_inside_pass():
             self._resume()
+
+    def _model(self) -> torch.nn.Module:
+        return unwrap_compiled(model_of(self._adapter.trainer))
 
     def _is_inside_pass(self) -> bool:
         trainer = self._adapter.trainer
@@ -104,7 +106,7 @@ class ProgramState(TrainerCallback):
     def _search(self) -> Found:
         trainer = self._adapter.trainer
         callbacks = trainer.callback_handler.callbacks
-        modules = dict(unwrap_compiled(model_of(trainer)).named_modules())
+        modules = dict(self._model().named_modules())
         data = (trainer.data_collator, trainer.train_dataset, trainer.eval_dataset)
         kinds: list[Any] = [type(each) for each in (trainer, *callbacks) if is_of_program(each)]
         names = frozenset[str]().union(*(names_of_program(kind) for kind in kinds))
@@ -120,7 +122,7 @@ class ProgramState(TrainerCallback):
             if is_of_program(module):
                 search.enter(path, module)
                 search.found.holders[f"{path}.buffers"] = _buffers_not_saved(module)
-            for number, hook in enumerate(_hooks_of(module)):
+            for number, hook in enumerate(hooks_of(module)):
                 search.enter(f"{path}.hook{number}", hook)
         return search.found
 
@@ -172,6 +174,7 @@ class ProgramState(TrainerCallback):
         if not self._told:
             self._told = True
             self._tell()
+        self._tell_of_parts()
         states = {path: generator_state(each) for path, each in self._found.generators.items()}
         generators = {path: plain(state) for path, state in states.items() if state is not None}
         values = self._values.changed()
@@ -213,6 +216,19 @@ class ProgramState(TrainerCallback):
                 ", ".join(list(values)[:_MOST_NAMED]),
             )
 
+    def _tell_of_parts(self) -> None:
+        """Name what was replaced since the last save, once."""
+        now = parts_of(self._adapter.trainer, self._model())
+        names = replaced(self._parts, now)
+        self._parts = now
+        if not names:
+            return
+        logger.warning(
+            "%s: the program has replaced this while the model trains, and no checkpoint keeps it: a resumed run "
+            "begins with the first one; replace it in on_train_begin too, by state.global_step",
+            _some_of(names),
+        )
+
     def _tell_of_addresses(self, found: Found) -> None:
         assert self._addresses is not None
         optimizer = stepped_optimizer(self._adapter.trainer.optimizer)
@@ -238,11 +254,8 @@ class ProgramState(TrainerCallback):
         names = [f"{path}.{name}" for path, values in saved["values"].items() for name in values]
         names += [path for path in saved["generators"] if path in self._found.generators]
         if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             logger.info(
-                "restored from the checkpoint, beside what Trainer restores: %s%s",
-                ", ".join(names[:_MOST_NAMED]),
-                more,
+                "restored from the checkpoint, beside what Trainer restores: %s", _some_of(names)
             )
 
     def _set(self, saved: dict[str, Any]) -> None:
@@ -260,24 +273,13 @@ class ProgramState(TrainerCallback):
                 )
 
 
-def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the user's functions that are called around the passes of a module, in their order.
-
-    So are those of its parameters, when they get a gradient. Those of libraries do not count, as each strategy has
-    others.
-    """
-    tables = [getattr(module, kind) for kind in _HOOKS_OF_MODULES]
-    for parameter in module.parameters(recurse=False):
-        for kind in _HOOKS_OF_PARAMETERS:
-            tables.append(getattr(parameter, kind, None))
-    for hooks in tables:
-        if not hooks:
-            continue
-        for hook in hooks.values():
-            function = getattr(hook, "func", hook)  # of a partial
-            function = getattr(function, "__func__", function)
-            if is_of_program(function):
-                yield hook
+def _some_of(names: list[str]) -> str:
+    """Return the first names as a text, and how many more there are."""
+    text = ", ".join(names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    if more > 0:
+        text += f" and {more} more"
+    return text
 
 
 def _buffers_not_saved(module: torch.nn.Module) -> Holder:

@@ -9,9 +9,8 @@ from typing import Any
 from hfscale.core.logging import get_logger
 from hfscale.core.tables import read_table
 from hfscale.errors import MissingDependencyError, UnsupportedModelError
-from hfscale.facts.config_reader import tower_parameters
 from hfscale.facts.model_shape import ModelShape
-from hfscale.facts.tower_shape import FAMILIES, TowerShape
+from hfscale.facts.tower_shape import FAMILIES, TowerShape, tower_parameters
 
 logger = get_logger(__name__)
 
