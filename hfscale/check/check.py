@@ -333,7 +333,7 @@ def _check_node(request: CheckRequest, environ: Mapping[str, str]) -> list[Findi
         found += check_gpus_of_driver(environ)
     if request.output_dir is None:
         return found
-    size = request.checkpoint_bytes or node.largest_checkpoint_bytes(request.output_dir)
+    size = request.checkpoint_bytes or largest_checkpoint_bytes(request.output_dir)
     speed = node.write_speed(request.output_dir)
     return found + node.check_disk(
         request.output_dir,
@@ -342,3 +342,21 @@ def _check_node(request: CheckRequest, environ: Mapping[str, str]) -> list[Findi
         notice_s=request.notice_s,
         host=os.uname().nodename,
     )
+
+
+def largest_checkpoint_bytes(output_dir: Path) -> int | None:
+    """Return the size of the largest checkpoint of a run in bytes, or None if there is none.
+
+    Args:
+        output_dir (`Path`): the folder that holds the run's `checkpoint-N` folders.
+    """
+    sizes = [
+        sum(
+            file.stat().st_size
+            for file in folder.rglob("*")
+            if file.is_file() and not file.is_symlink()
+        )
+        for folder in output_dir.glob("checkpoint-*")
+        if folder.is_dir()
+    ]
+    return max(sizes, default=None)

@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
+from hfscale.checkpoint.epoch_end import note_epoch_end
 from hfscale.checkpoint.equal_ranks import check_ranks
 from hfscale.checkpoint.evaluations import (
     ends_epoch,
@@ -48,6 +49,7 @@ from hfscale.checkpoint.starting import (
 )
 from hfscale.checkpoint.state_formats import states_in_saved_formats
 from hfscale.checkpoint.state_order import check_engine_order, states_by_name
+from hfscale.checkpoint.states_after_save import StatesAfterSave
 from hfscale.checkpoint.store import (
     archive,
     checkpoint_step,
@@ -165,6 +167,9 @@ class SpotCheckpointCallback(AdapterCallback):
         self._has_reserved = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
         self._evaluated_step: int | None = None
+        self._ended_step: int | None = None
+        """The last step of the last epoch of whose end callbacks have heard."""
+        self._after_save: StatesAfterSave | None = None
         self._pending_keys: dict[str, float] = {}
         self._stalls_s: dict[int, float] = {}
         self._saving: TrainerSaving | None = None
@@ -324,6 +329,8 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.before_last_log(self._wait)
         adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
         adapter.append_callback(_AfterOthers(self))
+        self._after_save = StatesAfterSave(adapter.trainer)
+        adapter.prepend_callback(self._after_save)
 
     def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
         """Remove what earlier launches left, and record the checkpoint that this one starts from.
@@ -437,6 +444,7 @@ class SpotCheckpointCallback(AdapterCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._ended_step = state.global_step
         with self._noting_own_save(state, control):
             self.preemption.at_epoch_end(state, control)
         is_stopped = self.preemption.stop is not None
@@ -580,6 +588,8 @@ class SpotCheckpointCallback(AdapterCallback):
             make_and_lock(self._output_dir)
         trainer = TrainerAdapter.current().trainer
         note_unfinished_epoch(trainer, self._evaluated_step)
+        has_ended = self._ended_step == state.global_step
+        note_epoch_end(trainer, is_due=ends_epoch(trainer) and not has_ended)
         is_temporary = self._own_step == state.global_step
         self._own_step = None  # a second save of this step is one that others have asked for
         if args.save_strategy == "best" and state.best_global_step == state.global_step:
@@ -598,8 +608,10 @@ class SpotCheckpointCallback(AdapterCallback):
         """
         if self._saving is None or not self._saving.has_readers:
             return
-        TRAINING.barrier("save: files of callbacks")
         checkpoint = self._run_dir / f"checkpoint-{state.global_step}"
+        with TRAINING.agreed("save: files of callbacks"):
+            if self._after_save is not None:
+                self._after_save.write(checkpoint)
         if self._saving.commits and checkpoint.is_dir():
             update_manifest(checkpoint)
             best = state.best_model_checkpoint

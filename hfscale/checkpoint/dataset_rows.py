@@ -29,6 +29,8 @@ _MAX_WORDS = 200_000
 """Words of a mapping; that of a larger one would take longer than a second."""
 _MAX_DEPTH = 4
 """Datasets inside each other."""
+_OF_BATCHES = "KL_"
+"""What the columns begin with that TRL's KTO makes of the rows of a device's batch: another batch has others."""
 SAMPLE = "sample"
 """The property of an identity for a list of rows, and what those of other places begin with."""
 LABELS = "labels"
@@ -133,6 +135,8 @@ def _columns(dataset: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     plain = []
     for name in dataset.column_names:
+        if name.startswith(_OF_BATCHES):
+            continue
         column = dataset.data.schema.field(name)
         if _is_plain(pyarrow, column.type):
             plain.append(name)

@@ -4,12 +4,14 @@ An evaluation that a notice cuts short has no metrics, so it may move nothing: n
 early stopping, not a schedule that follows a metric, not a random number generator, a counter of the program or a
 buffer of the model. The checkpoint of its step says that it is missing, and the resumed launch makes it up before its
 first step, with the random numbers of the uninterrupted run; the training goes on with those after it. The same holds
-for the evaluation at the end of an epoch whose last step was saved before it. Early stopping counts on from the number
-in the checkpoint; where that has reached the patience, the run has ended, and takes no further step.
+for the evaluation at the end of an epoch whose last step was saved before it, and for what callbacks do there. Early
+stopping counts on from the number in the checkpoint; where that has reached the patience, the run has ended, and takes
+no further step.
 """
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.contents import rng_state, set_rng_state
+from hfscale.checkpoint.epoch_end import make_up_epoch_end
+from hfscale.checkpoint.states_after_save import restore_states_after_save
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
 from hfscale.trainer.adapter import TrainerAdapter
@@ -107,8 +111,12 @@ class ResumedEvaluations(TrainerCallback):
         self._adapter = adapter
         self._checkpoint = checkpoint
         self._is_first_epoch = True
+        self._begins_pass = False
+        """Whether the training resumes between two passes over its data."""
+        self._has_states = False
+        """Whether the random states of the checkpoint have been restored."""
         self._states_after: dict[str, Any] | None = None
-        """The random states after the evaluation, which the checkpoint would have, had it been saved then."""
+        """The random states after what is made up, which the checkpoint would have, had it been saved then."""
         self._load = adapter.checkpoints.replace_rng_loading(self._load_states)
 
     def begin(self) -> None:
@@ -118,22 +126,27 @@ class ResumedEvaluations(TrainerCallback):
         if state.global_step >= state.max_steps:  # there may be no further epoch
             adapter.evaluations.before_finalizing(self._make_up)
         adapter.append_callback(self)
-        if not _is_inside_pass(adapter):
+        self._begins_pass = not _is_inside_pass(adapter)
+        if self._begins_pass:
             # That of the pass before: what callbacks do at the beginning of the next one comes after it
             adapter.prepend_callback(_Earlier(self))
 
     def _load_states(self, checkpoint: str | None) -> None:
-        if self._states_after is None:
-            self._load(checkpoint)
-        else:
+        if self._states_after is not None:
             set_rng_state(self._states_after)
+            return
+        self._load(checkpoint)
+        restore_states_after_save(Path(self._checkpoint))
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if not self._is_first_epoch:
+            self._note_states()
             return
         self._is_first_epoch = False
+        if self._begins_pass:
+            self._end_pass(control)
         if not self._make_up():
             # Cut short as well: a step before it would move what it finds
             control.should_training_stop = True
@@ -146,6 +159,34 @@ class ResumedEvaluations(TrainerCallback):
             control.should_training_stop = True
             # Trainer looks at the number of steps after a step: of a stream, and inside an epoch, it would take one
             self._adapter.evaluations.skip_epoch()
+
+    def _note_states(self) -> None:
+        """Note the random states after all callbacks have begun the first pass, if it is a new one.
+
+        Trainer restores those of the checkpoint then, and would undo what the callbacks have drawn.
+        """
+        if self._begins_pass:
+            self._begins_pass = False
+            self._states_after = rng_state(self._adapter.trainer)
+
+    def _end_pass(self, control: TrainerControl) -> None:
+        """Do what callbacks have yet to do at the end of the last pass, with the random states of the checkpoint."""
+        adapter = self._adapter
+        state = adapter.trainer.state
+        self._load_states(self._checkpoint)
+        self._has_states = True
+        if state.global_step >= state.max_steps:
+            return
+        with adapter.evaluations.as_at_the_save():
+            asked = make_up_epoch_end(adapter.trainer)
+        if asked is None:
+            return
+        is_missing = find_saved_state(state, _STATE_NAME).get(_MISSING) == state.global_step
+        if asked.should_evaluate and not is_missing:
+            self._evaluate(has_moved=False)
+        control.should_training_stop = control.should_training_stop or asked.should_training_stop
+        if control.should_training_stop:
+            adapter.evaluations.skip_epoch()
 
     def _make_up(self) -> bool:
         """Make the evaluation of the checkpoint's step, as the training would have done, if it is missing.
@@ -176,12 +217,14 @@ class ResumedEvaluations(TrainerCallback):
             trainer.state.global_step,
         )
         before = rng_state(trainer)  # with which the loader of the pass begins
-        # It may save the best model, in this checkpoint again, with the states that it finds
-        adapter.checkpoints.load_rng_state(self._checkpoint)
+        if not self._has_states:
+            # It may save the best model, in this checkpoint again, with the states that it finds
+            adapter.checkpoints.load_rng_state(self._checkpoint)
         adapter.evaluations.evaluate_as_in_training()
-        if not has_moved:
-            self._states_after = rng_state(trainer)
-        set_rng_state(before)
+        if not self._has_states:
+            self._states_after = None if has_moved else rng_state(trainer)
+        if has_moved or not self._has_states:
+            set_rng_state(before)
         note_best(trainer, adapter.checkpoints.run_dir())
 
 

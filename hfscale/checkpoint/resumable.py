@@ -7,7 +7,6 @@ length; a changed byte in them is not noticed, since there is no hash to compare
 import zipfile
 from pathlib import Path
 
-from hfscale.checkpoint.best import best_step_of
 from hfscale.checkpoint.formats.dcp import MODEL_FOLDER
 from hfscale.checkpoint.formats.safetensors_files import read_weights
 from hfscale.checkpoint.formats.zero import tag_folder
@@ -93,27 +92,6 @@ def check_pickles_on_all_ranks(checkpoint: Path, exchanges: Exchanges) -> None:
             )
         if recorded is not None:
             check_pickles(checkpoint, recorded.share(exchanges.rank, exchanges.world_size))
-
-
-def check_best_on_all_ranks(checkpoint: Path, run_dir: Path, exchanges: Exchanges) -> None:
-    """Check the pickles of the best checkpoint that `checkpoint` names. Every rank must call it.
-
-    At the end of the training Trainer loads it without another check.
-
-    Args:
-        checkpoint (`Path`): the checkpoint to resume from.
-        run_dir (`Path`): the folder of the run's checkpoints.
-        exchanges (`Exchanges`): between all ranks.
-
-    Raises:
-        CheckpointError: a pickle of the best checkpoint has more than tensors and plain values; raised on every rank.
-    """
-    with exchanges.agreed("pickles of the best checkpoint"):
-        if exchanges.rank == 0:
-            step = best_step_of(checkpoint)
-            best = run_dir / f"checkpoint-{step}"
-            if step is not None and best.is_dir():
-                check_pickles(best)
 
 
 def check_visible(path: Path, exchanges: Exchanges) -> None:

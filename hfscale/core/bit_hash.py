@@ -245,18 +245,6 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
     return (bits[whole:] * weights[: len(bits) - whole]).sum() + mixed
 
 
-def weighted_sums(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `weighted_sum` of each of many tensors: what `bit_hashes` returns for those of a GPU.
-
-    Args:
-        tensors (`Iterable[torch.Tensor]`): as in `weighted_sum`.
-    """
-    queue = HashQueue(copies=False)
-    for tensor in tensors:
-        queue.add_weighted(tensor)
-    return queue.take()
-
-
 def _sums_of_parts(values: torch.Tensor, lengths: tuple[int, ...]) -> torch.Tensor:
     """Return the sums of consecutive parts of a tensor, modulo 2^64."""
     up_to = values.cumsum(0)[_last_indices(lengths, values.device)]

@@ -559,24 +559,6 @@ def write_speed(folder: Path, probe_bytes: int = PROBE_BYTES) -> float:
         ) from None
 
 
-def largest_checkpoint_bytes(output_dir: Path) -> int | None:
-    """Return the size of the largest checkpoint of a run in bytes, or None if there is none.
-
-    Args:
-        output_dir (`Path`): the folder that holds the run's `checkpoint-N` folders.
-    """
-    sizes = [
-        sum(
-            file.stat().st_size
-            for file in folder.rglob("*")
-            if file.is_file() and not file.is_symlink()
-        )
-        for folder in output_dir.glob("checkpoint-*")
-        if folder.is_dir()
-    ]
-    return max(sizes, default=None)
-
-
 def free_bytes(folder: Path) -> int:
     """Return the free space of a disk in bytes.
 

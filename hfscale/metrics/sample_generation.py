@@ -1,5 +1,7 @@
 """SampleGenerationCallback: what the model answers to the same prompts as the training goes on."""
 
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from hfscale.core.records import WRITING, append_record, begin_lines
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.metrics.added_options import SampleOptions
 from hfscale.metrics.prompts import Prompt
-from hfscale.metrics.wandb_run import log_samples
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.generation import (
     generates_together,
@@ -216,7 +217,7 @@ class SampleGenerationCallback(AdapterCallback):
                 _shortened(sample["prompt"]),
                 _shortened(sample["generation"]),
             )
-        log_samples(state.global_step, samples)
+        _log_samples(state.global_step, samples)
 
 
 def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
@@ -242,3 +243,14 @@ def _rendered(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, number: int) -
 def _shortened(text: str) -> str:
     words = " ".join(text.split())
     return words if len(words) <= _SHOWN_CHARACTERS else words[:_SHOWN_CHARACTERS] + "…"
+
+
+def _log_samples(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Log generations, which have the same keys, as the table `samples` of this process's W&B run, if it has one."""
+    wandb = sys.modules.get("wandb")
+    if wandb is None or wandb.run is None or not samples:
+        return
+    columns = ["step", *samples[0]]
+    rows = [[step, *sample.values()] for sample in samples]
+    table = wandb.Table(columns=columns, data=rows)
+    wandb.log({"samples": table, "train/global_step": step})

@@ -3,7 +3,7 @@
 import os
 import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,21 +32,6 @@ _SUMMARY_KEYS = (
     "scaling/usd_per_million_tokens",
     "scaling/noise_scale",
 )
-
-
-def log_samples(step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Log generations as the table `samples` of the W&B run of this process, if there is one.
-
-    Args:
-        step (`int`): the optimizer step.
-        samples (`Sequence[Mapping[str, Any]]`): records with the same keys, which become the columns.
-    """
-    wandb = sys.modules.get("wandb")
-    if wandb is None or wandb.run is None or not samples:
-        return
-    columns = ["step", *samples[0]]
-    table = wandb.Table(columns=columns, data=[[step, *sample.values()] for sample in samples])
-    wandb.log({"samples": table, "train/global_step": step})
 
 
 class WandbRun(TrainerCallback):

@@ -10,6 +10,7 @@ parameters with the same options make up one group.
 """
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -32,9 +33,9 @@ from hfscale.trainer.parameter_groups import (
     OF_THE_LAUNCH,
     entries_by_group,
     is_storable,
+    packed_state,
     plain,
     unknown_list,
-    why_not_loadable,
 )
 
 logger = get_logger(__name__)
@@ -386,3 +387,18 @@ def check_as_in_one_process(groups: Sequence[Group], expected: Sequence[Group]) 
 
 def _as_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
+
+
+def why_not_loadable(state: Mapping[str, Any]) -> str | None:
+    """Return why a file of this state could not be loaded without unpickling it; None if it can be.
+
+    Args:
+        state (`Mapping[str, Any]`): the `state_dict()` of a scheduler.
+    """
+    try:
+        torch.load(io.BytesIO(packed_state(state)), weights_only=True)
+    except Exception as error:  # pickling raises exceptions of any type
+        lines = str(error).splitlines() or [type(error).__name__]
+        unsupported = [line for line in lines if "Unsupported" in line]
+        return (unsupported or lines)[0].strip()[:200]
+    return None

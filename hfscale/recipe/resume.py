@@ -4,12 +4,12 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hfscale.checkpoint.best_pickles import check_best_on_all_ranks
 from hfscale.checkpoint.conversion import read_origin
 from hfscale.checkpoint.load_once import check_copied_pickles, copy_checkpoint
 from hfscale.checkpoint.loading import discard_conversions, readable_checkpoint
 from hfscale.checkpoint.manifest import read_manifest
 from hfscale.checkpoint.resumable import (
-    check_best_on_all_ranks,
     check_pickles_on_all_ranks,
     why_not_resumable,
 )
@@ -22,7 +22,7 @@ from hfscale.core.run_memory import RunMemory
 from hfscale.core.spelling import spelled
 from hfscale.core.text_files import read_json
 from hfscale.errors import CheckpointError, LayoutError, UsageError
-from hfscale.facts.layout import split_batch
+from hfscale.facts.batch_split import split_batch
 from hfscale.facts.strategies import facts_of
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import output_folder

@@ -25,7 +25,7 @@ from hfscale.core.redaction import redact
 from hfscale.core.run_files import JSONL_NAME, RANKS_NAME, TIMELINE_NAME
 from hfscale.core.spelling import spelled
 from hfscale.errors import HfScaleError, ParameterError, StorageError, UsageError
-from hfscale.facts.layout import split_batch
+from hfscale.facts.batch_split import split_batch
 from hfscale.metrics.baseline import Baseline, Mode, Workload
 from hfscale.metrics.triage import NEWEST_KEYS, TriageInput, keys_of_run, slowest_rank, triage
 

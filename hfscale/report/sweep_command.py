@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from hfscale.core.durable_files import write_atomically
 from hfscale.core.shipped import find_config
-from hfscale.errors import ParameterError
-from hfscale.metrics.baseline import user_file
-from hfscale.report.recorded_baseline import record_baseline
+from hfscale.errors import ParameterError, StorageError
+from hfscale.metrics.baseline import FORMAT, Baseline, read_baselines, user_file
 from hfscale.report.sweep import Measurement, Sweep, run_sweep
 
 _BAR_LENGTH = 40
@@ -193,3 +193,27 @@ def _show(answer: dict[str, Any], path: Path, html: Path | None) -> None:
 
 
 COMMAND = run
+
+
+def record_baseline(path: Path, baseline: Baseline) -> None:
+    """Add a baseline to a file, and replace an earlier one of the same work on the same number of GPUs.
+
+    Args:
+        path (`Path`): the file; it is created if it does not exist.
+        baseline (`Baseline`): the measured speed.
+
+    Raises:
+        ConfigFileError: the file exists, and is not a file that `hfscale sweep` writes.
+        StorageError: the file cannot be written.
+    """
+    rows = read_baselines(path) if path.exists() else []
+    key = (baseline.workload, baseline.world_size)
+    kept = [row for row in rows if (row.workload, row.world_size) != key]
+    content = {"format": FORMAT, "baselines": [asdict(row) for row in [*kept, baseline]]}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise StorageError(
+            f"baseline {path} cannot be written: {error.strerror}; give another file with --baseline"
+        ) from None

@@ -1,8 +1,8 @@
 """`EvaluationChanges`: how hfscale changes the evaluations and the end of a training: `TrainerAdapter.evaluations`."""
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from transformers import Trainer
@@ -85,14 +85,20 @@ class EvaluationChanges:
         self._around_made_up[name] = around
         self.changes.at_end("around evaluations", self._around_made_up.clear)
 
+    @contextmanager
+    def as_at_the_save(self) -> Iterator[None]:
+        """Within the context, let what the checkpoint keeps of the program be as it was at the save."""
+        with ExitStack() as stack:
+            for around in self._around_made_up.values():
+                stack.enter_context(around())
+            yield
+
     def evaluate_as_in_training(self) -> None:
         """Evaluate between two steps as the training loop does: its schedule, the best model and a save follow."""
         trainer = self.trainer
         frame = training_frame()
         known = frame.f_locals if frame is not None else {}
-        with ExitStack() as stack:
-            for around in self._around_made_up.values():
-                stack.enter_context(around())
+        with self.as_at_the_save():
             metrics = trainer._evaluate(None, known.get("ignore_keys_for_eval"))
         is_best = trainer._determine_best_metric(metrics=metrics, trial=None)
         if trainer.args.save_strategy == SaveStrategy.BEST and is_best:

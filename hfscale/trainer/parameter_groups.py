@@ -178,21 +178,6 @@ def packed_state(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def why_not_loadable(state: Mapping[str, Any]) -> str | None:
-    """Return why a file of this state could not be loaded without unpickling it; None if it can be.
-
-    Args:
-        state (`Mapping[str, Any]`): the `state_dict()` of a scheduler.
-    """
-    try:
-        torch.load(io.BytesIO(packed_state(state)), weights_only=True)
-    except Exception as error:  # pickling raises exceptions of any type
-        lines = str(error).splitlines() or [type(error).__name__]
-        unsupported = [line for line in lines if "Unsupported" in line]
-        return (unsupported or lines)[0].strip()[:200]
-    return None
-
-
 def is_storable(value: Any) -> bool:
     """Return whether the value of an optimizer's option can be stored in `hfscale_parallel.json`.
 

@@ -190,3 +190,9 @@ def test_labels_that_a_set_has_numbered_differ_between_processes():
 
 def test_the_rows_of_the_tests_are_tensors():
     assert set(row_hashes(RandomTokens())) == {"sample.rows"}
+
+
+def test_columns_that_follow_from_the_batch_have_no_hash():
+    """TRL's KTO pairs each prompt with the completion of another row of a device's batch."""
+    rows = table(WORDS).add_column("KL_completion_ids", [[number] for number in range(COUNT)])
+    assert row_hashes(rows) == row_hashes(table(WORDS))

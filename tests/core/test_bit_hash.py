@@ -5,10 +5,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfscale.core import bit_hash as module
-from hfscale.core.bit_hash import bit_hash, bit_hashes, numbers_of, weighted_sum, weighted_sums
+from hfscale.core.bit_hash import HashQueue, bit_hash, bit_hashes, numbers_of, weighted_sum
 from hfscale.why.digests import DigestQueue
 
 HASHES = [bit_hash, weighted_sum]  # on a CPU, and elsewhere
+
+
+def weighted_sums(tensors):
+    """What `bit_hashes` returns for tensors of a GPU."""
+    queue = HashQueue(copies=False)
+    for tensor in tensors:
+        queue.add_weighted(tensor)
+    return queue.take()
 
 
 def flipped(tensor, *places):

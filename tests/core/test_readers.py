@@ -736,7 +736,7 @@ SITES = {
     "report/watch/live.py:ask_for_save": OTHER,
     "report/watch/page.py:": OURS,
     "trainer/accumulation.py:_after_constant_batch": VERIFIED,
-    "trainer/parameter_groups.py:why_not_loadable": OTHER,
+    "parallel/groups.py:why_not_loadable": OTHER,
     "tune/launch_command.py:read_command": CALLER,
     "tune/trial.py:_error": PROGRAM,
     "tune/trial.py:run_trial": PROGRAM,

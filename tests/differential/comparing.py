@@ -135,6 +135,11 @@ EXPLANATIONS = (
         r"a loss that compares the rows of a device's batch",
         ("rows", *FROM_LOSS),
     ),
+    Explanation(  # their sampler repeats rows as often as a step has batches
+        lambda program: program.move == "batch" and program.trainer in ("GRPOTrainer", "RLOOTrainer"),
+        r"resumed with \d+ rows per device",
+        ("rows", *FROM_LOSS),
+    ),
     Explanation(
         lambda program: program.move in ("batch", "processes"),
         r"a pass over the \d+ trained on \d+, and",

@@ -579,6 +579,7 @@ ASKING = (
     "rate_set_by_hand",
     "frozen_at_first",
     "changes_settings",
+    "draws_between_steps",
 )
 
 
@@ -619,6 +620,23 @@ class Asking(TrainerCallback):
             control.should_training_stop = True
 
 
+class DrawsBetweenSteps(Asking):
+    """Draws random numbers after saves, and where epochs begin and end."""
+
+    def on_save(self, args, state, control, **kwargs):
+        """As a text that is generated for each save."""
+        torch.rand(2)
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        """As another order of the data."""
+        np.random.rand(2)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        """As an evaluation of the callback's own."""
+        torch.rand(3)
+        random.random()
+
+
 def accuracy(prediction: Any, compute_result: bool = True) -> dict[str, float]:
     """Return the share of labels that the largest logit names."""
     logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
@@ -630,7 +648,8 @@ def accuracy(prediction: Any, compute_result: bool = True) -> dict[str, float]:
 def trainer_of(program: Program, arguments: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """Return the Trainer of a program."""
     if program.extra in ASKING:
-        callbacks = [*callbacks, Asking(program.extra, total_steps(program))]
+        kind = DrawsBetweenSteps if program.extra == "draws_between_steps" else Asking
+        callbacks = [*callbacks, kind(program.extra, total_steps(program))]
     if program.early_stopping:
         callbacks = [*callbacks, transformers.EarlyStoppingCallback(program.early_stopping)]
     if program.trainer == "SentenceTransformerTrainer":

@@ -133,6 +133,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "rate_set_by_hand",
         "frozen_at_first",
         "changes_settings",
+        "draws_between_steps",
         "jit_checkpoint",
         "bf16_model",
     ),

@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from hfscale.checkpoint.store import verify
 from hfscale.core.counts import counted
 from hfscale.core.run_files import MANIFEST_NAME
-from hfscale.facts.layout import split_batch
+from hfscale.facts.batch_split import split_batch
 from hfscale.recipe import corpus
 from hfscale.recipe.entrypoint import refused_by_trl
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from conftest import REPOSITORY
 
+from hfscale.check.check import largest_checkpoint_bytes
 from hfscale.errors import StorageError, UsageError
 from hfscale.health import node
 from hfscale.health.node import RENAMED_VARIABLES, Node, check_node
@@ -209,8 +210,8 @@ class TestDisk:
             node.write_speed(tmp_path / "file")
 
     def test_the_largest_checkpoint(self, tmp_path):
-        assert node.largest_checkpoint_bytes(tmp_path) is None
+        assert largest_checkpoint_bytes(tmp_path) is None
         for step, size in ((1, 10), (2, 30), (3, 20)):
             (tmp_path / f"checkpoint-{step}" / "deep").mkdir(parents=True)
             (tmp_path / f"checkpoint-{step}" / "deep" / "a").write_bytes(b"x" * size)
-        assert node.largest_checkpoint_bytes(tmp_path) == 30
+        assert largest_checkpoint_bytes(tmp_path) == 30

@@ -9,7 +9,7 @@ from hfscale import ScalingMetricsCallback
 from hfscale.errors import ConfigFileError
 from hfscale.metrics.baseline import Baseline, Workload, find, read_baselines, user_file
 from hfscale.metrics.throughput import describe_workload
-from hfscale.report.recorded_baseline import record_baseline
+from hfscale.report.sweep_command import record_baseline
 
 WORK = Workload(
     model_type="llama",

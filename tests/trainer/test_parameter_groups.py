@@ -10,6 +10,7 @@ from torch.optim.swa_utils import SWALR
 from transformers.optimization import GreedyLR, get_scheduler
 from transformers.trainer_utils import SchedulerType
 
+from hfscale.parallel.groups import why_not_loadable
 from hfscale.trainer.parameter_groups import (
     BY_GROUP,
     entries_by_group,
@@ -18,7 +19,6 @@ from hfscale.trainer.parameter_groups import (
     plain,
     restore_options,
     unknown_list,
-    why_not_loadable,
     with_entries,
 )
 

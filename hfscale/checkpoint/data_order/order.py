@@ -30,6 +30,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import has_length
 
 from hfscale.checkpoint.data_order.owners import DataState
+from hfscale.checkpoint.data_order.rows import RowsInPlace
 from hfscale.checkpoint.program_state.kept_values import check_values
 from hfscale.checkpoint.program_state.state import warn_of_iterators
 from hfscale.checkpoint.random_states import (
@@ -91,6 +92,7 @@ class DataOrder(BatchListener, TrainerCallback):
             getattr(loader, "dataset", None),
             apart=(adapter.trainer, *model_of(adapter.trainer).modules()),
         )
+        self._rows = RowsInPlace(getattr(loader, "dataset", None))
         # What must be equal in the launch that resumes, for more than the beginning of the pass to count
         self._launch = {
             "world_size": distributed.world_size(),
@@ -140,6 +142,7 @@ class DataOrder(BatchListener, TrainerCallback):
         if self._unread is not None:
             # An evaluation that is made up may save before anything is read
             return self._unread
+        self._rows.tell(self._data.values())
         trained = self._batches_trained()
         if self._stream is not None and not self._taken:
             trained = (

@@ -1,0 +1,83 @@
+"""Keeps the random numbers that callbacks draw in `on_save`, such as those of a text that is generated for each save.
+
+The checkpoint has been written by then, with the states of the generators before it. Where a callback has moved them,
+each rank adds a file with the states after it, which a resumed launch restores in place of the others.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hfscale.checkpoint.contents import rng_name, rng_state, set_rng_state
+from hfscale.checkpoint.random_states import plain, restore
+from hfscale.checkpoint.rank_files import read_of_rank
+from hfscale.core import distributed
+from hfscale.core.durable_files import write_atomically
+
+NAME = "hfscale_after_save"
+"""The file of a rank is `hfscale_after_save_RANK.json`."""
+
+
+class StatesAfterSave(TrainerCallback):
+    """Compares the states of the generators before and after `on_save` of other callbacks. It has to come before them.
+
+    Args:
+        trainer (`Trainer`): the Trainer that trains.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._before: str | None = None
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._before = self._as_text()
+
+    def write(self, checkpoint: Path) -> None:
+        """Add the file of this rank if the states have changed, after `on_save` of the other callbacks.
+
+        Args:
+            checkpoint (`Path`): the checkpoint of this step.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        before, self._before = self._before, None
+        has_states = (checkpoint / rng_name(self._trainer)).is_file()
+        if before is None or not has_states:
+            return
+        now = self._as_text()
+        if now != before:
+            write_atomically(checkpoint / f"{NAME}_{distributed.rank()}.json", now)
+
+    def _as_text(self) -> str:
+        return json.dumps(plain(rng_state(self._trainer)))
+
+
+def restore_states_after_save(checkpoint: Path) -> None:
+    """Restore the states of this rank's generators that a checkpoint has from after `on_save`, if it has any.
+
+    Args:
+        checkpoint (`Path`): the checkpoint from which the training resumes.
+
+    Raises:
+        CheckpointError: the file of this rank is broken.
+    """
+    found = read_of_rank(checkpoint, NAME, _parse)
+    if found is None:
+        return
+    states, rank = found
+    if rank == distributed.rank():
+        set_rng_state(states)
+
+
+def _parse(saved: Any) -> dict[str, Any]:
+    states = {name: restore(saved[name]) for name in ("python", "numpy", "cpu")}
+    of_gpu = restore(saved.get("cuda"))
+    if of_gpu is not None:
+        # One for each GPU that this process sees
+        states["cuda"] = list(of_gpu) if isinstance(of_gpu, tuple) else of_gpu
+    return states
