@@ -7,6 +7,7 @@ at the end of its help. Then add lines to `COMMANDS` and `_MODULES`. Exit codes:
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ import typer
 from typer.core import TyperCommand
 
 from hfscale import __version__
-from hfscale.core.disk_errors import path_error, storage_error
+from hfscale.core.disk_errors import storage_error
 from hfscale.core.logging import on_one_line, print_line
+from hfscale.core.path_errors import path_error
 from hfscale.core.spelling import speaking
 from hfscale.core.versions import what_is_missing
 from hfscale.errors import HfScaleError, UsageError
@@ -84,6 +86,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         `int`: the exit code.
     """
+    try:
+        return _run(argv)
+    finally:
+        _end_output()
+
+
+def _end_output() -> None:
+    """Write what is left to standard output. A reader that has gone, as `head` does, is no error."""
+    if sys.stdout is None:  # it was closed before Python started
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python would try it again at its end, and print an error
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         _check_none_empty(arguments)

@@ -223,6 +223,7 @@ if __name__ == "__main__":
     for module in others.split(",") if others else MODULES:
         with suppress(ImportError):  # not every environment of tests/versions can import all of them
             importlib.import_module(module)
+    sys.stdout.flush()  # else each fork prints what the imports have printed
     gc.collect()
     gc.freeze()  # a fork's garbage collection then does not visit, and so copy, the imported objects
     _cache_cpu_info()

@@ -193,9 +193,11 @@ class TestConfigs:
         assert main(["configs", "copy", "ddp", str(tmp_path / "a" / "b")]) == 1
         assert "cannot be written: No such file" in capsys.readouterr().err
 
-    def test_a_reader_that_stops_early_gets_no_traceback(self):
+    @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+    def test_a_reader_that_stops_early_gets_no_traceback(self, unbuffered):
         argv = [sys.executable, "-m", "hfscale", "configs", "show", "ddp"]
-        writer = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        writer = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         writer.stdout.close()  # before it writes: the pipe is broken from the start
         assert writer.stderr.read() == ""
         writer.wait(280)

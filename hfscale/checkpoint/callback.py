@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
-from hfscale.checkpoint.epoch_end import note_epoch_end
+from hfscale.checkpoint.epoch_end import check_no_epoch_was_cut, note_cut_epoch, note_epoch_end
 from hfscale.checkpoint.equal_ranks import check_ranks
 from hfscale.checkpoint.evaluations import (
     ends_epoch,
@@ -303,6 +303,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self.memory.begin(
             adapter, state, self._saving, self._run_dir, kwargs.get("train_dataloader")
         )
+        check_no_epoch_was_cut(adapter, is_allowed="data" in self.resume_with_other)
         keep_what_trainer_does_not(adapter, kwargs.get("train_dataloader"))
 
     def _take_over_saving(self, adapter: TrainerAdapter, identity: Identity | None) -> None:
@@ -329,8 +330,10 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.before_last_log(self._wait)
         adapter.before_last_log(lambda: adapter.set_argument("save_total_limit", None))
         adapter.append_callback(_AfterOthers(self))
-        self._after_save = StatesAfterSave(adapter.trainer)
-        adapter.prepend_callback(self._after_save)
+        self._after_save = None
+        if self._saving.has_readers:
+            self._after_save = StatesAfterSave(adapter.trainer)
+            adapter.prepend_callback(self._after_save)
 
     def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
         """Remove what earlier launches left, and record the checkpoint that this one starts from.
@@ -445,6 +448,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._ended_step = state.global_step
+        note_cut_epoch(TrainerAdapter.current(), control)
         with self._noting_own_save(state, control):
             self.preemption.at_epoch_end(state, control)
         is_stopped = self.preemption.stop is not None

@@ -3,6 +3,10 @@
 A checkpoint of a step is written before `on_epoch_end`, and Trainer begins the next epoch when it resumes: what the
 program's callbacks do there, such as an evaluation, another order of the rows or layers that are unfrozen, would be
 left out. The checkpoint says that it is still to come, and the resumed launch calls them before its first step.
+
+Trainer counts the epochs of a resumed run by its steps. Once a callback has ended an epoch before its last step
+(`should_epoch_stop`), a resume would begin at another row, in another epoch, and take another number of steps: that is
+said, and refused.
 """
 
 import copy
@@ -11,12 +15,23 @@ from transformers import Trainer, TrainerCallback, TrainerControl
 
 from hfscale.checkpoint.program_state.objects import is_of_program
 from hfscale.core.logging import get_logger
-from hfscale.trainer.state import drop_saved_state, find_saved_state, saved_state
+from hfscale.errors import CheckpointError
+from hfscale.trainer.adapter import TrainerAdapter
+from hfscale.trainer.state import (
+    drop_saved_state,
+    find_saved_state,
+    micro_batches_of_pass,
+    saved_state,
+    steps_per_epoch,
+)
 
 logger = get_logger(__name__)
 
 _STATE_NAME = "epoch_end"  # in `trainer_state.json`
 _DUE = "due"
+_CUT_NAME = "cut_epochs"  # in `trainer_state.json`
+_FIRST = "first"
+_INSTEAD = "give each epoch fewer rows instead, as with a Subset or a sampler with num_samples"
 
 
 def note_epoch_end(trainer: Trainer, *, is_due: bool) -> None:
@@ -66,3 +81,49 @@ def _hearing(trainer: Trainer) -> list[TrainerCallback]:
         if is_of_program(callback) and kind.on_epoch_end is not TrainerCallback.on_epoch_end:
             found.append(callback)
     return found
+
+
+def note_cut_epoch(adapter: TrainerAdapter, control: TrainerControl) -> None:
+    """Note an epoch that a callback has ended early, and say so at the first one. Call it in `on_epoch_end`.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+        control (`TrainerControl`): what the callbacks ask for.
+    """
+    trainer = adapter.trainer
+    state = trainer.state
+    is_last = control.should_training_stop or state.global_step >= state.max_steps
+    if is_last or adapter.announced.grows_batch or not steps_per_epoch(trainer):
+        return
+    is_known = bool(find_saved_state(state, _CUT_NAME))
+    is_inside = micro_batches_of_pass(trainer, state.global_step) > 0
+    if is_known or not is_inside or not control.should_epoch_stop:
+        return
+    saved_state(state, _CUT_NAME)[_FIRST] = state.global_step
+    logger.warning(
+        "a callback has ended an epoch at step %d, before its last one (should_epoch_stop): no run can resume from "
+        "later checkpoints as this one goes on, since Trainer counts epochs by steps; %s",
+        state.global_step,
+        _INSTEAD,
+    )
+
+
+def check_no_epoch_was_cut(adapter: TrainerAdapter, *, is_allowed: bool) -> None:
+    """Check that a run resumes from a checkpoint before the first epoch that was ended early.
+
+    Args:
+        adapter (`TrainerAdapter`): the adapter of the Trainer that trains.
+        is_allowed (`bool`): whether the run may go on with other samples.
+
+    Raises:
+        CheckpointError: an epoch was ended early before; raised on every rank.
+    """
+    first = find_saved_state(adapter.trainer.state, _CUT_NAME).get(_FIRST)
+    if first is None or adapter.resumes_from is None or is_allowed:
+        return
+    raise CheckpointError(
+        f"{adapter.resumes_from} cannot be continued exactly: a callback has ended an epoch at step {first}, before "
+        "its last one (should_epoch_stop), and Trainer counts epochs by steps, so that the resumed run would see "
+        f"other samples and take another number of steps; {_INSTEAD}, or, to resume nevertheless, give "
+        "resume_with_other data"
+    )

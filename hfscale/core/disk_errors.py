@@ -6,14 +6,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hfscale.errors import HfScaleError, StorageError, UsageError
+from hfscale.errors import StorageError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers for a disk, a quota or a file-size limit that is exhausted: free some space."""
 NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 """Error numbers for a file system or file that may not be written: change permissions, or use another path."""
-NO_PATH = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)
-"""Error numbers for a text that cannot be the path of a file."""
 PROGRAM_ERRORS = (AttributeError, TypeError, NameError, AssertionError)
 """Errors of code, never of a disk or a store: they are raised as they are, whatever error was handled before."""
 # How safetensors and tokenizers, which are written in Rust, report an error number.
@@ -85,25 +83,6 @@ def storage_error(error: BaseException) -> StorageError | None:
             return StorageError(
                 f"no access{where}: {os.strerror(code)}: make it writable, then relaunch the command"
             )
-    return None
-
-
-def path_error(error: BaseException) -> HfScaleError | None:
-    """Return an error of one line if a path that the user gave caused `error`, else None.
-
-    `Path.is_file` and its kind return False where nothing is there, and raise an error for a name of more than 255
-    bytes, and for a folder that this user may not enter.
-
-    Args:
-        error (`BaseException`): an error that a command or a recipe raised. Its causes are not searched.
-    """
-    if not isinstance(error, OSError) or error.filename is None:
-        return None
-    name, problem = os.fsdecode(error.filename), error.strerror
-    if error.errno in NO_PATH:
-        return UsageError(f"{name} cannot be a path: {problem}: give another")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return StorageError(f"no access at {name}: {problem}: give this user access to it")
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 import yaml
 
-from hfscale.core.text_files import read_plain_yaml
+from hfscale.core.plain_yaml import read_plain_yaml
 from hfscale.errors import UsageError
 
 _ADAPTERS = ("lora", "qlora")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from hfscale.core.logging import print_line
-from hfscale.core.text_files import read_plain_yaml
+from hfscale.core.plain_yaml import read_plain_yaml
 from hfscale.errors import HfScaleError, UsageError
 from hfscale.plugins.section import callback_of, checkpoint_of
 

@@ -38,7 +38,7 @@ def read_options() -> object:
         return None
     import yaml
 
-    from hfscale.core.text_files import read_plain_yaml
+    from hfscale.core.plain_yaml import read_plain_yaml
     from hfscale.errors import UsageError
 
     try:

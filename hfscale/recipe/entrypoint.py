@@ -17,9 +17,10 @@ from hfscale.checkpoint.lock import lock_output_dir
 from hfscale.checkpoint.preemption import PeerWatch, Preempted, end_workers, siblings, watch_signals
 from hfscale.core import distributed
 from hfscale.core.build_locks import remove_locks_before_deepspeed
-from hfscale.core.disk_errors import path_error, storage_error
+from hfscale.core.disk_errors import storage_error
 from hfscale.core.logging import is_main_process, print_line
 from hfscale.core.options import names_of
+from hfscale.core.path_errors import path_error
 from hfscale.core.rank_link import connect
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import HfScaleError, MissingDependencyError, StorageError, UsageError

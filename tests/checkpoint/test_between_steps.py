@@ -194,3 +194,44 @@ def test_rows_that_change_places_are_named_once(tmp_path, log):
     log.clear()
     program(tmp_path / "calm", Calls(), data=rows, model=tiny_model).train()
     assert not [line for line in log.messages if "change places" in line]
+
+
+class EndsEpochs(Calls):
+    """Ends each epoch after its second step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % 2 == 0:
+            control.should_epoch_stop = True
+
+
+def test_an_epoch_that_a_callback_ends_early_is_named_and_not_resumed_from(tmp_path, log):
+    whole = program(tmp_path, EndsEpochs(), save_steps=1)
+    whole.train()
+    assert whole.state.global_step == 6
+    lines = [line for line in log.messages if "has ended an epoch at step 2" in line]
+    assert len(lines) == 1
+    with pytest.raises(CheckpointError, match=r"has ended an epoch at step 2, .* give resume_with_other data$"):
+        program(tmp_path, EndsEpochs(), save_steps=1).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_before_the_first_such_epoch_a_run_resumes(tmp_path):
+    whole = program(tmp_path / "whole", EndsEpochs(), save_steps=1)
+    whole.train()
+    again, _ = crashed_and_resumed(tmp_path / "crashed", EndsEpochs, 1, save_steps=1)
+    assert logged(again, "loss") == logged(whole, "loss")
+    assert again.state.global_step == 6
+
+
+def test_a_run_that_may_see_other_samples_resumes_after_it(tmp_path):
+    program(tmp_path, EndsEpochs(), save_steps=1).train()
+    again = program(tmp_path, EndsEpochs(), save_steps=1)
+    spot = next(each for each in again.callback_handler.callbacks if isinstance(each, SpotCheckpointCallback))
+    spot.resume_with_other = ("data",)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.global_step > 3
+
+
+@pytest.mark.parametrize("kind", [Calls, Stops])
+def test_other_ends_of_epochs_are_not_named(tmp_path, log, kind):
+    program(tmp_path, kind(), save_steps=2).train()
+    assert not [line for line in log.messages if "should_epoch_stop" in line]

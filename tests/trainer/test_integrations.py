@@ -202,7 +202,7 @@ def test_the_order_of_the_users_callbacks_stays(tmp_path):
     before = changes(trainer)["callbacks"]
     trainer.train()
     after = ["LogCollector", "_AfterOthers", "DataOrder", "ProgramState", "OptimizerStates"]
-    assert orders[-1] == ["_Before", "StatesAfterSave", *before, *after]
+    assert orders[-1] == ["_Before", *before, *after]
 
 
 def test_added_metrics_reach_callbacks_that_come_before(tmp_path):
