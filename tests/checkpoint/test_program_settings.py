@@ -14,6 +14,8 @@ from transformers import (
 )
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale.checkpoint.program_state.kept_values import KeptValues
+from hfscale.checkpoint.program_state.objects import Holder
 from hfscale.checkpoint.program_state.settings import parts_of, replaced, settings_of
 
 ROWS, BATCH = 32, 4
@@ -224,6 +226,23 @@ def test_sums_of_trainer_itself_are_no_settings(tmp_path):
 def test_a_setting_of_a_module_that_is_gone_is_left_alone(tmp_path):
     trainer = program(tmp_path, lambda trainer: None)
     place = settings_of(trainer, trainer.model)["model.settings"]
+    place.read()
     place.write("model.gone.p", 0.5)
     place.write("model.norm.variance_epsilon", 0.25)
     assert trainer.model.model.norm.variance_epsilon == 0.25
+
+
+def test_many_settings_are_restored_with_one_search_of_the_model(tmp_path):
+    trainer = program(tmp_path, lambda trainer: None)
+    place = settings_of(trainer, trainer.model)["model.settings"]
+    reads = []
+    counted = Holder(lambda: reads.append(1) or place.read(), place.write)
+    values = KeptValues({"model.settings": counted})
+    train_weights(trainer.model, trains=False)
+    saved = values.changed()
+    assert len(saved["model.settings"]) == len(list(trainer.model.parameters()))
+    train_weights(trainer.model, trains=True)
+    reads.clear()
+    values.restore(saved)
+    assert len(reads) == 1
+    assert not any(parameter.requires_grad for parameter in trainer.model.parameters())

@@ -108,10 +108,15 @@ class KeptValues:
                 )
                 continue
             wanted |= {(path, name): from_json(value) for name, value in values.items()}
+        # Each place is read once: one of them is the whole model
+        values_now: dict[str, dict[str, Any]] = {}
         for (path, name), value in wanted.items():
             holder = self._holders[path]
-            before = holder.read().get(name, NOTHING)
-            if not are_equal(kept(before), value):
+            if path not in values_now:
+                values_now[path] = holder.read()
+            before = values_now[path].get(name, NOTHING)
+            is_same = are_equal(kept(before), value)
+            if not is_same:
                 holder.write(name, put_back(before, value))
         self._restored |= wanted.keys()
 

@@ -70,15 +70,19 @@ def settings_of(trainer: Trainer, model: torch.nn.Module) -> dict[str, Holder]:
 
 
 def _place(find: Callable[[], dict[str, _Setting]]) -> Holder:
+    found: dict[str, _Setting] = {}
+    """Of the last reading, so that writing many settings does not search the model for each."""
+
     def read() -> dict[str, Any]:
-        found = find()
+        found.clear()
+        found.update(find())
         return {name: getattr(each.owner, each.name) for name, each in found.items()}
 
     def write(name: str, value: Any) -> None:
-        found = find().get(name)
+        each = found.get(name)
         # A program that makes another model has other names, for its weights too
-        if found is not None:
-            setattr(found.owner, found.name, value)
+        if each is not None:
+            setattr(each.owner, each.name, value)
 
     return Holder(read, write)
 
@@ -121,7 +125,7 @@ def _is_fraction(value: Any) -> bool:
 def _numbers_of(value: Any) -> dict[str, _Setting]:
     """Return the numbers of a collator: that of a library counts nothing."""
     found = {}
-    for name, inner in vars(value).items():
+    for name, inner in getattr(value, "__dict__", {}).items():
         if isinstance(inner, int | float):
             found[name] = _Setting(value, name)
     return found
