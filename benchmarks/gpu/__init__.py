@@ -17,6 +17,7 @@
 | `speed.py` | parts: recipes under one process and under strategies |
 | `peers.py` | parts: Trainer, TRL and a loop in PyTorch with the same shape |
 | `saves.py` | parts: FP8's final model, the stall of a save, `kill -9` in a save, pinned memory |
+| `start.py` | part: from the command to the second step, twice |
 | `health.py` | parts: the callback's cost, replays, waits for the GPU, traces |
 | `commands.py` | parts: `make test-gpu`, `hfscale doctor`, `check`, `plan --calibrate`, imports that open CUDA |
 | `profiles.py` | parts: where the milliseconds of a step go |

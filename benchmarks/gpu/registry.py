@@ -86,6 +86,7 @@ PARTS = (
     _part("muon_1b", 120, "speed:recipe", "llama-1b", "muon"),
     _part("recipe_3b", 150, "speed:recipe", "llama-3b"),
     _part("long_8_layers", 150, "speed:recipe", "8-layers-of-8b"),
+    _part("start_1b", 200, "start:start", "llama-1b"),
     _part("recipe_135m", 100, "speed:recipe", "smollm2-135m"),
     _part("save_fsdp2", 200, "saves:stall", "fsdp2", "true"),
     _part("pinned_memory", 60, "saves:pinned", cuda_only=True),

@@ -42,7 +42,13 @@ from hfscale.errors import (
     UsageError,
 )
 from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of
-from hfscale.trainer.state import data_ranks, global_batch_size, growing_batch_state, output_folder
+from hfscale.trainer.state import (
+    data_ranks,
+    global_batch_size,
+    growing_batch_state,
+    micro_batch_size,
+    output_folder,
+)
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import requested_strategy
 
@@ -361,7 +367,8 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
     if earlier_ranks is None:
         return
     rows = len(data)
-    now = _rows_of_pass(rows, args.train_batch_size, ranks)
+    micro_batch = micro_batch_size(trainer)
+    now = _rows_of_pass(rows, micro_batch, ranks)
     earlier = _rows_of_pass(rows, per_device, earlier_ranks)
     if now != earlier:
         logger.warning(
@@ -374,7 +381,7 @@ def _warn_of_other_passes(trainer: Trainer, checkpoint: Path, manifest: Manifest
             rows,
             earlier,
             ranks,
-            args.train_batch_size,
+            micro_batch,
             now,
         )
 

@@ -34,7 +34,13 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
-from hfscale.trainer.state import data_ranks, global_batch_size, model_of, saved_state
+from hfscale.trainer.state import (
+    data_ranks,
+    global_batch_size,
+    micro_batch_size,
+    model_of,
+    saved_state,
+)
 
 logger = get_logger(__name__)
 
@@ -178,7 +184,7 @@ class StreamPosition(TrainerCallback):
         """
         trainer = self._adapter.trainer
         ranks = data_ranks(trainer)
-        rows = trainer.args.train_batch_size
+        rows = micro_batch_size(trainer)
         is_dispatched = isinstance(trainer.callback_handler.train_dataloader, DataLoaderDispatcher)
         return {
             "workers": trainer.args.dataloader_num_workers,

@@ -13,9 +13,10 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hfscale.checkpoint.contents import outer_state_name
 from hfscale.core import distributed
 from hfscale.core.activity import activity
-from hfscale.core.collectives import ISLANDS, Replicas
+from hfscale.core.collectives import ISLANDS
 from hfscale.core.logging import get_logger
 from hfscale.core.options import takes_options
+from hfscale.core.replicas import Replicas
 from hfscale.errors import CheckpointError, HealthError
 from hfscale.facts.compression import Compression
 from hfscale.facts.support import check_support

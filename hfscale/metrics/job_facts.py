@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from hfscale.core.launch_variables import launch_number
-from hfscale.trainer.state import requested_optimizer
+from hfscale.trainer.state import micro_batch_size, requested_optimizer
 from hfscale.trainer.strategies import Strategy
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
     if config is None:
         return {}
     strategy = Strategy.of(trainer)
+    micro_batch = micro_batch_size(trainer)
     adapters = getattr(trainer.model, "peft_config", None)
     in_4_bits = bool(getattr(trainer.model, "is_loaded_in_4bit", False))
     adapter_method = "qlora" if in_4_bits else "lora"
@@ -45,7 +46,7 @@ def job_facts(trainer: "Trainer") -> dict[str, Any]:
         "config": {key: value for key, value in config.to_dict().items() if key not in _LEFT_OUT},
         "layout": strategy.axes(),
         "zero": strategy.facts.zero,
-        "micro_batch": args.train_batch_size,
+        "micro_batch": micro_batch,
         "method": adapter_method if adapters else "full",
         "lora_rank": ranks[0] if ranks else 16,
         "optimizer": requested_optimizer(args),

@@ -128,8 +128,9 @@ Read, called, or set once
   that is named there and missing. Test: test_fsdp2_loading.py.
 - `Trainer._load_rng_state`. By: `load_rng_state`. Reason: Trainer calls it before it is known where a stream
   continues. Test: test_stream_position.py.
-- `Trainer._train_batch_size`, set before transformers 5.4 if it is read in `on_init_end`. By: `global_batch_size`.
-  Reason: Trainer sets it later. Test: test_lr_scaling_callback.py, in `make test-versions`.
+- `Trainer._train_batch_size`, set before transformers 5.4 if it is read in `on_init_end`. By: `global_batch_size`,
+  and read by `micro_batch_size`. Reason: Trainer sets it later. Test: test_lr_scaling_callback.py, in
+  `make test-versions`.
 - `PartialState.distributed_type` of Accelerate (public), set. By: `let_fsdp_run_on_cpu`. Reason: Accelerate runs FSDP
   on accelerators only. Test: test_strategies.py.
 - `_compiled_call_impl` of a module. By: `is_compiled`. Reason: torch has no public way to tell a module that is

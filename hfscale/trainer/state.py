@@ -154,7 +154,7 @@ def global_batch_size(trainer: Trainer) -> int:
     # An AcceleratorConfig: TrainingArguments converts the user's value
     config: Any = trainer.args.accelerator_config
     if config.split_batches:
-        return trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+        return micro_batch_size(trainer) * trainer.args.gradient_accumulation_steps
     if not has_epoch_methods() and "_train_batch_size" not in vars(trainer):
         # As Trainer does after `on_init_end`
         trainer._train_batch_size = trainer.args.train_batch_size
@@ -187,8 +187,20 @@ def data_ranks(trainer: Trainer) -> int:
     Args:
         trainer (`Trainer`): as for `global_batch_size`.
     """
-    of_rank = trainer.args.train_batch_size * trainer.args.gradient_accumulation_steps
+    of_rank = micro_batch_size(trainer) * trainer.args.gradient_accumulation_steps
     return global_batch_size(trainer) // of_rank
+
+
+def micro_batch_size(trainer: Trainer) -> int:
+    """Return the sequences of a micro-batch of one rank, as `auto_find_batch_size` has found them where it is set.
+
+    Args:
+        trainer (`Trainer`): as for `global_batch_size`; with `split_batches` it is the batch that its ranks share.
+    """
+    found: int | None = getattr(trainer, "_train_batch_size", None)
+    if found is None:
+        return trainer.args.train_batch_size
+    return found
 
 
 def steps_per_epoch(trainer: Trainer) -> int:

@@ -31,6 +31,7 @@ from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, up
 from hfscale.core.run_memory import FOLDER_VARIABLE, RunMemory
 from hfscale.errors import CheckpointError, LayoutError, UsageError
 from hfscale.recipe.resume import RESULTS_NAME, is_finished, keep_global_batch, resume_point
+from hfscale.trainer.state import data_ranks, micro_batch_size
 
 
 @pytest.fixture
@@ -512,6 +513,17 @@ def test_ranks_that_shared_a_sequence_are_counted_once(earlier, ranks, processes
     """One process without tensor parallelism continues on four with it: a division by zero ended such a run."""
     manifest = Manifest(step=2, strategy="parallel", world_size=earlier, global_batch_size=8, files={})
     assert _earlier_data_ranks(manifest, ranks, processes) == expected
+
+
+def test_the_batch_that_was_found_is_the_one_that_a_resume_counts(tmp_path, caplog):
+    """With another batch per device in the arguments a division by zero ended the run."""
+    found = {"auto_find_batch_size": True, "save_strategy": "steps", "save_steps": 1}
+    trainer_of(tmp_path, 64, max_steps=1, gradient_accumulation_steps=2, **found).train()
+    trainer = tiny_trainer(tmp_path, SpotCheckpointCallback(), per_device_train_batch_size=16, max_steps=2, **found)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    # Trainer takes the 8 per device of the checkpoint
+    assert "the global batch was 16 sequences and is now 8" in caplog.text
+    assert (micro_batch_size(trainer), data_ranks(trainer)) == (8, 1)
 
 
 @pytest.mark.world(2)

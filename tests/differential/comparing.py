@@ -140,6 +140,11 @@ EXPLANATIONS = (
         r"resumed with \d+ rows per device",
         ("rows", *FROM_LOSS),
     ),
+    Explanation(  # Trainer then takes the batch per device of the checkpoint, and the accumulation of the arguments
+        lambda program: program.move == "batch" and program.extra == "find_batch_size",
+        r"the global batch was \d+ sequences and is now",
+        ("rows", "rates", *FROM_LOSS, "tokens"),
+    ),
     Explanation(
         lambda program: program.move in ("batch", "processes"),
         r"a pass over the \d+ trained on \d+, and",

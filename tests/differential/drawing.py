@@ -107,8 +107,9 @@ def possible(program: Program) -> Program:
         changes["move"] = "none"
     if program.trainer == "SentenceTransformerTrainer" and program.best != "none" and program.move == "processes":
         changes["move"] = "none"  # its evaluations on two processes have no eval_loss
-    if program.move == "processes" and (program.batch, program.processes, program.accumulation) == (2, 1, 2):
-        changes["move"] = "none"  # one row per process
+    has_one_row = program.move == "processes" and (program.batch, program.processes) == (2, 1)
+    if has_one_row and (program.accumulation == 2 or program.trainer == "KTOTrainer"):
+        changes["move"] = "none"
     if not has_effect(program):
         changes["extra"] = "none"
     if not can_learn(program):
@@ -130,7 +131,13 @@ def possible(program: Program) -> Program:
 def can_learn(program: Program) -> bool:
     """Whether a batch that grows, or a rate that follows the width, goes with the other choices of a program."""
     if program.learning == "growing_batch":
-        is_free = program.extra not in ("find_batch_size", "split_batches", "max_steps", "unseeded_sampler")
+        is_free = program.extra not in (
+            "find_batch_size",
+            "find_smaller_batch",
+            "split_batches",
+            "max_steps",
+            "unseeded_sampler",
+        )
         generates = program.trainer in ("GRPOTrainer", "RLOOTrainer")
         has_length = not program.data.endswith("stream") and program.sampler != "group_by_length"
         return is_free and has_length and not generates
@@ -158,6 +165,7 @@ def has_effect(program: Program) -> bool:
         "frozen_at_first": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "changes_settings": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "max_steps": not program.data.endswith("stream"),
+        "find_smaller_batch": is_own and program.move not in ("batch", "processes") and not program.skips,
         "unseeded_sampler": is_own,
         # With another batch per device bfloat16 rounds otherwise
         "bf16_model": is_own and program.model in TEXT_MODELS and program.move not in ("batch", "processes"),

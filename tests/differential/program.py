@@ -126,6 +126,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "batch_metrics",
         "callback_states",
         "find_batch_size",
+        "find_smaller_batch",
         "unused_columns",
         "saves_when_asked",
         "stops_when_asked",

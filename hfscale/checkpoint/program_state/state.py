@@ -39,6 +39,7 @@ from hfscale.core.collectives import TRAINING
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import (
+    micro_batch_size,
     micro_batches_of_pass,
     model_of,
     stepped_optimizer,
@@ -359,7 +360,7 @@ def keep_program_state(adapter: TrainerAdapter) -> None:
 
 def _launch(adapter: TrainerAdapter) -> dict[str, int]:
     """Return what decides which random numbers a rank draws."""
-    batch = adapter.trainer.args.per_device_train_batch_size
+    batch = micro_batch_size(adapter.trainer)
     return {"processes": distributed.world_size(), "rows per device": batch}
 
 

@@ -32,7 +32,7 @@ from hfscale.core.versions import context_parallel_size, sequence_parallel_size
 from hfscale.metrics.meters.meter import Meter, Window
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.collector import Columns
-from hfscale.trainer.state import global_batch_size, model_of, saved_state
+from hfscale.trainer.state import global_batch_size, micro_batch_size, model_of, saved_state
 from hfscale.trainer.strategies import Strategy
 from hfscale.trainer.strategies.requested import gradient_compression
 from hfscale.trainer.strategies.tensors import sharded_modules
@@ -85,7 +85,7 @@ class NoiseScaleMeter(Meter):
             > 1
         ):
             return "ranks that share a sequence or a matrix see only parts of the gradients"
-        if self._global_batch_size <= args.per_device_train_batch_size:
+        if self._global_batch_size <= micro_batch_size(trainer):
             return "it needs two micro-batches per step, from two ranks or by gradient accumulation"
         # Checked against a known answer; DeepSpeed's strategies are not
         if strategy.shares_data:
@@ -139,7 +139,7 @@ class NoiseScaleMeter(Meter):
         squares = columns["small_batch_square"]
         if norm is not None and all(map(math.isfinite, [*squares, norm])):
             passes = self._trainer.current_gradient_accumulation_steps
-            per_rank = self._trainer.args.per_device_train_batch_size * passes
+            per_rank = micro_batch_size(self._trainer) * passes
             self._scale.add(
                 Sample(
                     small_square=sum(squares) / len(squares),
