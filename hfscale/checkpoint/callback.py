@@ -49,7 +49,7 @@ from hfscale.checkpoint.starting import (
 )
 from hfscale.checkpoint.state_formats import states_in_saved_formats
 from hfscale.checkpoint.state_order import check_engine_order, states_by_name
-from hfscale.checkpoint.states_after_save import StatesAfterSave
+from hfscale.checkpoint.states_after_save import UNFINISHED, StatesAfterSave
 from hfscale.checkpoint.store import (
     archive,
     checkpoint_step,
@@ -332,7 +332,7 @@ class SpotCheckpointCallback(AdapterCallback):
         adapter.append_callback(_AfterOthers(self))
         self._after_save = None
         if self._saving.has_readers:
-            self._after_save = StatesAfterSave(adapter.trainer)
+            self._after_save = StatesAfterSave(adapter.trainer, self._run_dir)
             adapter.prepend_callback(self._after_save)
 
     def _prepare_output_dir(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -617,6 +617,7 @@ class SpotCheckpointCallback(AdapterCallback):
             if self._after_save is not None:
                 self._after_save.write(checkpoint)
         if self._saving.commits and checkpoint.is_dir():
+            (checkpoint / UNFINISHED).unlink(missing_ok=True)
             update_manifest(checkpoint)
             best = state.best_model_checkpoint
             self._offer_and_rotate(checkpoint, Path(best) if best else None)

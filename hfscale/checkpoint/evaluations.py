@@ -29,7 +29,7 @@ from transformers.trainer_utils import IntervalStrategy
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.contents import rng_state, set_rng_state
 from hfscale.checkpoint.epoch_end import make_up_epoch_end
-from hfscale.checkpoint.states_after_save import restore_states_after_save
+from hfscale.checkpoint.states_after_save import restore_states_after_save, warn_of_unfinished
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
 from hfscale.trainer.adapter import TrainerAdapter
@@ -125,6 +125,14 @@ class ResumedEvaluations(TrainerCallback):
         state = adapter.trainer.state
         if state.global_step >= state.max_steps:  # there may be no further epoch
             adapter.evaluations.before_finalizing(self._make_up)
+        warn_of_unfinished(Path(self._checkpoint))
+        if adapter.trainer.args.eval_on_start:
+            # It would count for an early stop and the best model, and an uninterrupted run has none here
+            logger.info(
+                "eval_on_start: a run that resumes at step %d is not evaluated first",
+                state.global_step,
+            )
+            adapter.set_argument("eval_on_start", False)
         adapter.append_callback(self)
         self._begins_pass = not _is_inside_pass(adapter)
         if self._begins_pass:

@@ -1,7 +1,8 @@
 """Keeps the random numbers that callbacks draw in `on_save`, such as those of a text that is generated for each save.
 
 The checkpoint has been written by then, with the states of the generators before it. Where a callback has moved them,
-each rank adds a file with the states after it, which a resumed launch restores in place of the others.
+each rank adds a file with the states after it, which a resumed launch restores in place of the others. A launch that
+ends before that leaves a mark in the checkpoint, and the launch that resumes from it says so.
 """
 
 import json
@@ -15,9 +16,14 @@ from hfscale.checkpoint.random_states import plain, restore
 from hfscale.checkpoint.rank_files import read_of_rank
 from hfscale.core import distributed
 from hfscale.core.durable_files import write_atomically
+from hfscale.core.logging import get_logger
 
 NAME = "hfscale_after_save"
 """The file of a rank is `hfscale_after_save_RANK.json`."""
+UNFINISHED = "hfscale_in_on_save"
+"""An empty file, which is in a checkpoint while `on_save` of other callbacks runs."""
+
+logger = get_logger(__name__)
 
 
 class StatesAfterSave(TrainerCallback):
@@ -25,16 +31,22 @@ class StatesAfterSave(TrainerCallback):
 
     Args:
         trainer (`Trainer`): the Trainer that trains.
+        folder (`Path`): the folder of its checkpoints.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, folder: Path) -> None:
         self._trainer = trainer
+        self._folder = folder
         self._before: str | None = None
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._before = self._as_text()
+        checkpoint = self._folder / f"checkpoint-{state.global_step}"
+        mark = checkpoint / UNFINISHED
+        if args.should_save and checkpoint.is_dir():
+            mark.touch()
 
     def write(self, checkpoint: Path) -> None:
         """Add the file of this rank if the states have changed, after `on_save` of the other callbacks.
@@ -55,6 +67,21 @@ class StatesAfterSave(TrainerCallback):
 
     def _as_text(self) -> str:
         return json.dumps(plain(rng_state(self._trainer)))
+
+
+def warn_of_unfinished(checkpoint: Path) -> None:
+    """Log that a checkpoint is from a launch that ended in `on_save` of another callback.
+
+    Args:
+        checkpoint (`Path`): the checkpoint from which the training resumes.
+    """
+    mark = checkpoint / UNFINISHED
+    if mark.exists():
+        logger.warning(
+            "%s: the launch that saved it ended in on_save of its callbacks, which is not called again: what they had "
+            "yet to draw, count or write is missing",
+            checkpoint.name,
+        )
 
 
 def restore_states_after_save(checkpoint: Path) -> None:

@@ -180,6 +180,24 @@ def test_broken_states_after_a_save_are_refused(tmp_path, damage):
         program(tmp_path, AtSaves()).train(resume_from_checkpoint=str(checkpoint))
 
 
+class FailsInSave(Calls):
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.crash:
+            raise RuntimeError("planned")
+
+
+def test_a_launch_that_ended_in_on_save_is_named_by_the_next_one(tmp_path, caplog):
+    with pytest.raises(RuntimeError, match="planned"):
+        program(tmp_path, FailsInSave(2 * EPOCH)).train()
+    checkpoint = latest_checkpoint(tmp_path)
+    assert checkpoint.endswith(f"checkpoint-{2 * EPOCH}")
+    program(tmp_path, FailsInSave()).train(resume_from_checkpoint=checkpoint)
+    assert caplog.text.count("ended in on_save of its callbacks") == 1
+    caplog.clear()
+    program(tmp_path, FailsInSave()).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{EPOCH}"))
+    assert "ended in on_save" not in caplog.text
+
+
 class ShufflesRows(Calls):
     def on_epoch_begin(self, args, state, control, **kwargs):
         self.trainer.train_dataset.reverse()

@@ -284,6 +284,16 @@ def test_early_stopping_counts_on_after_a_resume(tmp_path, stop):
     check_equal(again, whole)
 
 
+def test_a_resumed_run_is_not_evaluated_first(tmp_path):
+    """`eval_on_start` counted for the early stop again, so that the run ended before its time."""
+    at_start = {"eval_on_start": True}
+    whole, _ = run(tmp_path / "whole", Worse(), EarlyStoppingCallback(3), **at_start)
+    run(tmp_path / "run", Worse(), EarlyStoppingCallback(3), StopAt(4), **at_start)
+    again, _ = run(tmp_path / "run", Worse(), EarlyStoppingCallback(3), **at_start)
+    check_equal(again, whole)
+    assert again.args.eval_on_start
+
+
 def test_a_run_that_has_stopped_early_takes_no_further_step(tmp_path):
     first, _ = run(tmp_path, Worse(), EarlyStoppingCallback(2))
     assert first.state.global_step == 6

@@ -110,6 +110,11 @@ EXPLANATIONS = (
     ),
     Explanation(lambda program: program.only_model, r"save_only_model", ("rows", "rates", *FROM_LOSS, REFUSED)),
     Explanation(
+        lambda program: program.extra == "draws_between_steps",
+        r"ended in on_save of its callbacks, which is not called again",
+        FROM_LOSS,
+    ),
+    Explanation(
         lambda program: program.optimizer == "counting",
         r"no run will be able to resume from the checkpoints",
         (REFUSED,),

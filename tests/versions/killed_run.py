@@ -155,7 +155,7 @@ def _metrics_of(watch: Watch, training: Training, expected: Losses, *, launches:
     names = ("status running", "launches", "step", "max_steps", "loss", "learning_rate", "alarms", "checkpoint_step")
     seen = {name: samples[name] for name in names}
     assert seen["status running"] == 1, seen
-    assert seen["alarms"] == launches - 1, seen
+    assert seen["alarms"] == launches - 1, (seen, watch.run()["summary"]["alarms"])
     assert seen["loss"] == expected[int(seen["step"])], seen
     assert seen["step"] < seen["max_steps"] == max(expected), seen
     return seen
