@@ -283,7 +283,8 @@ def crash_of(phase: str, run: Run) -> Fault | None:
     for event in last.of("raised"):
         if is_unplanned(last):
             words = re.sub(r"'[^']*/[^']*'|\S*/\S*|\d+", "#", event["message"])[:60].replace("\n", " ")
-            return Fault(phase, f"{event['type']}: {words}", event["step"], event["message"][:400])
+            detail = f"{event['message'][:400]}\n{event.get('trace', '')}"
+            return Fault(phase, f"{event['type']}: {words}", event["step"], detail)
     if is_unplanned(last):
         return Fault(phase, f"ended with {last.code}", step, last.output[-300:])
     return Fault(phase, "never ends", step, f"{len(run.launches)} launches")

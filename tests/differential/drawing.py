@@ -131,13 +131,8 @@ def possible(program: Program) -> Program:
 def can_learn(program: Program) -> bool:
     """Whether a batch that grows, or a rate that follows the width, goes with the other choices of a program."""
     if program.learning == "growing_batch":
-        is_free = program.extra not in (
-            "find_batch_size",
-            "find_smaller_batch",
-            "split_batches",
-            "max_steps",
-            "unseeded_sampler",
-        )
+        is_free = program.extra not in ("split_batches", "max_steps", "unseeded_sampler")
+        is_free = is_free and not program.extra.startswith("find_")
         generates = program.trainer in ("GRPOTrainer", "RLOOTrainer")
         has_length = not program.data.endswith("stream") and program.sampler != "group_by_length"
         return is_free and has_length and not generates
@@ -150,6 +145,7 @@ def has_effect(program: Program) -> bool:
     """Whether the additional choice of a program can be made beside its other choices."""
     is_own = program.trainer in OWN_TRAINERS
     evaluates = program.eval_strategy != "no"
+    finds = is_own and program.move not in ("batch", "processes") and not program.skips
     needs = {
         "neftune": is_own and program.model in TEXT_MODELS,
         "eval_on_start": evaluates,
@@ -165,7 +161,8 @@ def has_effect(program: Program) -> bool:
         "frozen_at_first": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "changes_settings": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "max_steps": not program.data.endswith("stream"),
-        "find_smaller_batch": is_own and program.move not in ("batch", "processes") and not program.skips,
+        "find_smaller_batch": finds,
+        "find_smaller_batch_later": finds,
         "unseeded_sampler": is_own,
         # With another batch per device bfloat16 rounds otherwise
         "bf16_model": is_own and program.model in TEXT_MODELS and program.move not in ("batch", "processes"),

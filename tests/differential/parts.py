@@ -1,6 +1,5 @@
 """Builds what a program consists of: models, data, samplers, collators, optimizers and Trainers."""
 
-import functools
 import random
 from collections import defaultdict
 from pathlib import Path
@@ -401,6 +400,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "callback_states": {"restore_callback_states_from_checkpoint": True},
     "find_batch_size": {"auto_find_batch_size": True},
     "find_smaller_batch": {"auto_find_batch_size": True},
+    "find_smaller_batch_later": {"auto_find_batch_size": True},
     "unused_columns": {"remove_unused_columns": False},
     "jit_checkpoint": {"enable_jit_checkpoint": True},
 }
@@ -677,16 +677,32 @@ def trainer_of(program: Program, arguments: dict[str, Any], callbacks: list[Trai
         compute_metrics=accuracy if program.extra in ("accuracy", "batch_metrics") else None,
     )
     made.remove_callback(transformers.PrinterCallback)
-    if program.extra == "find_smaller_batch":
-        model.register_forward_pre_hook(functools.partial(limit_memory, program.batch), with_kwargs=True)
+    if program.extra.startswith("find_smaller_batch"):
+        passes = 4 if program.extra.endswith("later") else 0
+        model.register_forward_pre_hook(LimitedMemory(program.batch, passes), with_kwargs=True)
     return made
 
 
-def limit_memory(batch: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run out of memory in training on as many rows as the arguments have."""
-    first = next(iter(kwargs.values()))
-    if model.training and len(first) >= batch:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more")
+class LimitedMemory:
+    """Runs out of memory in training on as many rows as the arguments have.
+
+    Args:
+        batch (`int`): that number of rows.
+        passes (`int`): how many passes fit before.
+    """
+
+    def __init__(self, batch: int, passes: int) -> None:
+        self.batch = batch
+        self.passes = passes
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Count a pass, before it is made."""
+        first = next(iter(kwargs.values()))
+        if not model.training or len(first) < self.batch:
+            return
+        self.passes -= 1
+        if self.passes < 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more")
 
 
 GENERATION = {"num_generations": 2, "max_completion_length": 4, "beta": 0.0, "gradient_checkpointing": False}

@@ -127,6 +127,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "callback_states",
         "find_batch_size",
         "find_smaller_batch",
+        "find_smaller_batch_later",
         "unused_columns",
         "saves_when_asked",
         "stops_when_asked",

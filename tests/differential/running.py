@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,9 @@ def run_child(job: dict[str, Any]) -> None:
     except BaseException as error:
         # Only the kind of a message matters: numbers and paths differ between runs.
         kind = [each.__name__ for each in type(error).__mro__]
-        write("raised", type=kind[0], mro=kind, message=str(error)[:600], step=where["step"])
+        frames = traceback.format_tb(error.__traceback__)
+        found = {"type": kind[0], "mro": kind, "message": str(error)[:600], "trace": "".join(frames[-12:])}
+        write("raised", **found, step=where["step"])
         raise
 
 
