@@ -128,7 +128,9 @@ class StreamPosition(TrainerCallback):
             )
         position = saved_state(state, "stream")
         is_known = bool(position) and position.get("workers", 0) == workers
-        is_known = is_known and self.stream.is_known_in(kwargs["train_dataloader"].dataset)
+        # A loader of another library, such as ms-swift's, need not have it
+        dataset = getattr(kwargs["train_dataloader"], "dataset", None)
+        is_known = is_known and dataset is not None and self.stream.is_known_in(dataset)
         resumed = None if args.ignore_data_skip else self._adapter.resumes_from
         if resumed is None:
             return

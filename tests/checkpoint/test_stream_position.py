@@ -1,6 +1,7 @@
 """A resumed run continues in its stream at the recorded position, and reads no more than it needs."""
 
 import functools
+import itertools
 import json
 import logging
 import random
@@ -8,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import REPOSITORY
 from datasets import IterableDataset
 from tiny import LENGTH, VOCAB, ShrinkingCollator, StopAt, logged, tiny_arguments, tiny_model
@@ -203,6 +205,33 @@ def test_with_data_loader_workers_the_stream_is_read_again_exactly(tmp_path, cap
     assert logged(resumed, "loss") == logged(uninterrupted, "loss")
     assert "dataloader_num_workers to 0" in caplog.text
     assert f"the {4 * (stop_at % 20)} sequences already seen of pass {stop_at // 20 + 1} are read again" in caplog.text
+
+
+class LoaderOfALibrary:
+    """A loader without a dataset, which skips batches itself, as that of ms-swift."""
+
+    def __init__(self, base, skipped=0):
+        self.base, self.skipped = base, skipped
+
+    def set_epoch(self, epoch):
+        self.base.set_epoch(epoch)
+
+    def __iter__(self):
+        return itertools.islice(self.base, self.skipped, None)
+
+
+def test_a_loader_of_a_library_has_no_position(tmp_path, monkeypatch):
+    """The resumed launch ended with an AttributeError."""
+    get = Trainer.get_train_dataloader
+    monkeypatch.setattr(Trainer, "get_train_dataloader", lambda trainer: LoaderOfALibrary(get(trainer)))
+    monkeypatch.setattr(
+        transformers.trainer, "skip_first_batches", lambda loader, count: LoaderOfALibrary(loader.base, count)
+    )
+    arguments = {"max_steps": 8, "save_steps": 1000, "dataloader_num_workers": 1}
+    whole, _ = train(tmp_path / "whole", **arguments)
+    train(tmp_path / "cut", stop_at=5, **arguments)
+    resumed, _ = train(tmp_path / "cut", resume=latest_checkpoint(tmp_path / "cut"), **arguments)
+    assert logged(resumed, "loss") == logged(whole, "loss")
 
 
 def test_another_number_of_data_loader_workers_is_another_order_and_reported(tmp_path, caplog):
