@@ -4,6 +4,7 @@ import atexit
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hfscale.checkpoint.kept import KeptCheckpoints, committed_checkpoints
 from hfscale.checkpoint.loading import (
     check_files,
     check_own_adapters,
+    check_weights,
     discard_conversions,
     finish_merged_load,
 )
@@ -324,7 +326,7 @@ class SpotCheckpointCallback(AdapterCallback):
             adapter,
             asynchronous=self.options.asynchronous,
             begin=self._begin_save,
-            committed=self._committed,
+            committed=partial(self._committed, adapter.trainer),
             identity=identity,
         )
         adapter.before_last_log(self._wait)
@@ -636,12 +638,17 @@ class SpotCheckpointCallback(AdapterCallback):
             self._status.set("completed", state.global_step)
 
     def _committed(
-        self, checkpoint: Path, manifest: Manifest, best: Path | None, seconds: float
+        self,
+        trainer: Trainer,
+        checkpoint: Path,
+        manifest: Manifest,
+        best: Path | None,
+        seconds: float,
     ) -> None:
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
         self._note_committed(checkpoint.name)
         self.preemption.last_write_s = seconds
-        self._read_back(checkpoint)
+        self._read_back(trainer, checkpoint)
         self._check_weights_are_apart(manifest)
         discard_conversions(self._run_dir)
         if self._saving is not None and not self._saving.has_readers:
@@ -652,13 +659,14 @@ class SpotCheckpointCallback(AdapterCallback):
             "checkpoint/bytes": float(sum(record.bytes for record in manifest.files.values())),
         }
 
-    def _read_back(self, checkpoint: Path) -> None:
+    def _read_back(self, trainer: Trainer, checkpoint: Path) -> None:
         """Say at the first save of a training, and not at a resume, that no run could resume from it."""
         if self._has_read_back:
             return
         self._has_read_back = True
         try:
             check_pickles(checkpoint)
+            check_weights(trainer, checkpoint)
         except CheckpointError as error:
             logger.warning(
                 "no run will be able to resume from the checkpoints of this training: %s", error

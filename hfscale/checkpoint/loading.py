@@ -15,6 +15,12 @@ import xxhash
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from hfscale.checkpoint.best import STATE_NAME
 from hfscale.checkpoint.conversion import can_read, convert
@@ -268,11 +274,12 @@ def check_files(trainer: Trainer, checkpoint: str) -> Manifest | None:
 
     Raises:
         LayoutError: the checkpoint was written by a strategy whose files this one cannot read.
-        CheckpointError: the manifest of the checkpoint cannot be read.
+        CheckpointError: the manifest of the checkpoint cannot be read, or Trainer would find no weights in it.
     """
     running = Strategy.of(trainer).facts
     if not (Path(checkpoint) / MANIFEST_NAME).is_file():
         _check_plain(Path(checkpoint), running)
+        check_weights(trainer, Path(checkpoint))
         return None
     manifest = read_manifest(checkpoint)
     written = facts_of(manifest.strategy)
@@ -286,7 +293,35 @@ def check_files(trainer: Trainer, checkpoint: str) -> Manifest | None:
             f"optimizer or schedule from it; convert it with `hfscale checkpoints convert {conversion}` and resume "
             "from that"
         )
+    check_weights(trainer, Path(checkpoint))
     return manifest
+
+
+def check_weights(trainer: Trainer, checkpoint: Path) -> None:
+    """Check that a checkpoint has weights where Trainer looks for those of a whole model.
+
+    A model of another library may write others, such as the adapters inside of TRL's models with a value head.
+
+    Args:
+        trainer (`Trainer`): the Trainer.
+        checkpoint (`Path`): the folder.
+
+    Raises:
+        CheckpointError: Trainer would find none.
+    """
+    model = trainer.model
+    loads_itself = type(trainer)._load_from_checkpoint is not Trainer._load_from_checkpoint
+    if loads_itself or not Strategy.of(trainer).facts.is_replicated or is_peft_model(model):
+        return
+    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
+        path = checkpoint / name
+        if path.is_file():
+            return
+    kind = type(model).__name__
+    raise CheckpointError(
+        f"{checkpoint} has no {SAFE_WEIGHTS_NAME}, which Trainer loads into {kind}: override _load_from_checkpoint of "
+        "the Trainer, or save the weights of the whole model"
+    )
 
 
 def check_resumed(trainer: Trainer, checkpoint: str | None) -> None:

@@ -8,7 +8,7 @@ to 128 H100s, arXiv 2410.06511, so losing a third needs another reason).
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hfscale.core.findings import UNEVEN_BATCHES_FIX, Finding
@@ -104,24 +104,6 @@ class _Candidate:
     over_limit: bool
 
 
-def keys_of_run(
-    typical: Callable[[str], float | None], newest: Callable[[str], float | None]
-) -> dict[str, float]:
-    """Return the metric keys of a run that the triage judges.
-
-    Args:
-        typical (`Callable[[str], float | None]`): returns the median of a key over the logs; None if no log has it.
-        newest (`Callable[[str], float | None]`): returns its newest value.
-    """
-    keys = {}
-    for key in TRIAGE_KEYS:
-        read = newest if key in NEWEST_KEYS else typical
-        value = read(key)
-        if value is not None:
-            keys[key] = value
-    return keys
-
-
 def triage(measured: TriageInput) -> Finding | None:
     """Return the bottleneck to look at first.
 
@@ -211,7 +193,7 @@ def slowest_rank(keys: Mapping[str, float]) -> Finding | None:
     """Return what makes the ranks wait for the slowest one; None if nothing does, or nothing was measured.
 
     Args:
-        keys (`Mapping[str, float]`): metric keys, as `keys_of_run` returns them.
+        keys (`Mapping[str, float]`): metric keys, of which `TRIAGE_KEYS` are read.
 
     Returns:
         `Finding | None`: its `check` is `straggler` or `uneven batches`, and its share is known.

@@ -1,7 +1,7 @@
 """Computes what a report says about a run: its headline numbers, its description, and what to change first."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hfscale.core.counts import counted
@@ -9,7 +9,7 @@ from hfscale.core.findings import Finding
 from hfscale.core.lives import DOWN, LOST, PAUSED
 from hfscale.core.recovery_times import RECOVERY_PARTS
 from hfscale.metrics.goodput import START_UP, USEFUL_PHASE
-from hfscale.metrics.triage import TriageInput, keys_of_run, triage
+from hfscale.metrics.triage import NEWEST_KEYS, TRIAGE_KEYS, TriageInput, triage
 from hfscale.report.formatting import count, duration, percent, usd
 from hfscale.report.run_data import Run
 
@@ -238,6 +238,24 @@ def bottlenecks(run: Run) -> list[Finding]:
     """Return what to change first: the triage's bottleneck and the overhead outside the steps, the largest first."""
     found = [*_inside_the_steps(run), *_outside_the_steps(run)]
     return sorted(found, key=lambda bottleneck: -(bottleneck.share or 0.0))
+
+
+def keys_of_run(
+    typical: Callable[[str], float | None], newest: Callable[[str], float | None]
+) -> dict[str, float]:
+    """Return the metric keys of a run that the triage judges.
+
+    Args:
+        typical (`Callable[[str], float | None]`): returns the median of a key over the logs; None if no log has it.
+        newest (`Callable[[str], float | None]`): returns its newest value.
+    """
+    keys = {}
+    for key in TRIAGE_KEYS:
+        read = newest if key in NEWEST_KEYS else typical
+        value = read(key)
+        if value is not None:
+            keys[key] = value
+    return keys
 
 
 def _inside_the_steps(run: Run) -> Sequence[Finding]:

@@ -27,7 +27,8 @@ from hfscale.core.spelling import spelled
 from hfscale.errors import HfScaleError, ParameterError, StorageError, UsageError
 from hfscale.facts.batch_split import split_batch
 from hfscale.metrics.baseline import Baseline, Mode, Workload
-from hfscale.metrics.triage import NEWEST_KEYS, TriageInput, keys_of_run, slowest_rank, triage
+from hfscale.metrics.triage import NEWEST_KEYS, TriageInput, slowest_rank, triage
+from hfscale.report.summary import keys_of_run
 
 LOGS_PER_RUN = 8
 LOG_NAME = "output.txt"

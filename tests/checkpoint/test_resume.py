@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -19,9 +20,9 @@ from accelerate.data_loader import prepare_data_loader
 from attacks import RunsCode, link_a_folder, link_another_file
 from forked_ranks import run_ranks
 from safetensors.torch import load_file
-from tiny import RandomTokens, tiny_arguments, tiny_trainer
+from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import set_seed
+from transformers import Trainer, set_seed
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import store
@@ -513,6 +514,31 @@ def test_ranks_that_shared_a_sequence_are_counted_once(earlier, ranks, processes
     """One process without tensor parallelism continues on four with it: a division by zero ended such a run."""
     manifest = Manifest(step=2, strategy="parallel", world_size=earlier, global_batch_size=8, files={})
     assert _earlier_data_ranks(manifest, ranks, processes) == expected
+
+
+class SavesAdapters(Trainer):
+    """Writes adapters from inside of its model, as LLaMA-Factory does for TRL's model with a value head."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        (Path(output_dir) / "adapter_model.safetensors").write_bytes(b"")
+
+
+class LoadsThem(SavesAdapters):
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        pass
+
+
+@pytest.mark.parametrize(("kind", "is_named"), [(SavesAdapters, True), (LoadsThem, False)])
+def test_checkpoints_without_the_weights_of_a_model_are_named_at_the_first_save(tmp_path, caplog, kind, is_named):
+    arguments = tiny_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+    parts = {"args": arguments, "train_dataset": RandomTokens(8)}
+    kind(tiny_model(), **parts, callbacks=[SpotCheckpointCallback()]).train()
+    assert caplog.text.count("no run will be able to resume") == int(is_named)
+    again = kind(tiny_model(), **parts, callbacks=[SpotCheckpointCallback()])
+    expected = pytest.raises(CheckpointError, match=r"no model\.safetensors, which Trainer loads into Llama")
+    with expected if is_named else nullcontext():
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_the_batch_that_was_found_is_the_one_that_a_resume_counts(tmp_path, caplog):
