@@ -621,6 +621,7 @@ class SpotCheckpointCallback(AdapterCallback):
         if self._saving.commits and checkpoint.is_dir():
             (checkpoint / UNFINISHED).unlink(missing_ok=True)
             update_manifest(checkpoint)
+            self._read_back(TrainerAdapter.current().trainer, checkpoint)
             best = state.best_model_checkpoint
             self._offer_and_rotate(checkpoint, Path(best) if best else None)
 
@@ -648,10 +649,10 @@ class SpotCheckpointCallback(AdapterCallback):
         """Do what follows a commit, on the rank that made it, and in the background if the save is."""
         self._note_committed(checkpoint.name)
         self.preemption.last_write_s = seconds
-        self._read_back(trainer, checkpoint)
         self._check_weights_are_apart(manifest)
         discard_conversions(self._run_dir)
         if self._saving is not None and not self._saving.has_readers:
+            self._read_back(trainer, checkpoint)
             self._offer_and_rotate(checkpoint, best)
         self._status.committed(manifest.step)
         self._pending_keys = {

@@ -4,7 +4,7 @@ The health checks (`hfscale.health`) report findings about nodes and ranks; the 
 reports the cause of lost time.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -96,29 +96,6 @@ def rank_error(check: str, rank: int, hosts: Mapping[int, str], problem: str, fi
     return Finding(
         level="error", check=check, problem=problem, fix=fix, ranks=(rank,), host=hosts.get(rank)
     )
-
-
-def corruption_errors(
-    check: str, ranks: Sequence[int], hosts: Sequence[str], problem: Callable[[int, str], str]
-) -> list[Finding]:
-    """Return an error for each host on which ranks have a wrong value.
-
-    Args:
-        check (`str`): what was checked.
-        ranks (`Sequence[int]`): the ranks that have one.
-        hosts (`Sequence[str]`): the host of each rank of the run.
-        problem (`Callable`): `problem(rank, where)` says what is wrong, from the first rank of a host and the names of
-            its ranks, such as `ranks 2, 3`.
-    """
-    found = []
-    for host in dict.fromkeys(hosts[rank] for rank in ranks):
-        own = [rank for rank in ranks if hosts[rank] == host]
-        fix = f"take {host} out of the run, and resume from an earlier checkpoint"
-        text = problem(own[0], name_ranks(own))
-        found.append(
-            Finding(level="error", check=check, problem=text, fix=fix, ranks=tuple(own), host=host)
-        )
-    return found
 
 
 def name_ranks(ranks: Iterable[int], host: str | None = None) -> str:

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerState
 
 from hfscale.core.attributes import replaced
 from hfscale.core.collectives import TRAINING
-from hfscale.core.findings import Finding, corruption_errors
+from hfscale.core.findings import Finding
 from hfscale.core.logging import get_logger
 from hfscale.core.replaying import replaying
 from hfscale.core.spelling import spelled
@@ -33,7 +33,7 @@ from hfscale.replays.replay_run import MicroBatch
 from hfscale.replays.replay_state import check_state
 from hfscale.replays.replayable import check_can_replay
 from hfscale.replays.replica_hashes import ReplicaHashes
-from hfscale.replays.state_hashes import StateHashes
+from hfscale.replays.state_hashes import StateHashes, corruption_errors
 from hfscale.trainer.state import model_of
 from hfscale.trainer.strategies import Strategy
 

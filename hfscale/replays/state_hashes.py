@@ -22,7 +22,7 @@ in the first replay of a launch. Such tensors are named in one line of the log, 
 """
 
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from transformers import Trainer
 
 from hfscale.core.bit_hash import named_hashes, named_numbers
 from hfscale.core.collectives import TRAINING
-from hfscale.core.findings import Finding, corruption_errors
+from hfscale.core.findings import Finding, name_ranks
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
 from hfscale.trainer.state import model_of
@@ -44,6 +44,30 @@ _MAX_NAMED = 3
 Identity = tuple[int, int, int, torch.Size, torch.dtype]
 """Address, versions, shape and type: they stay the same as long as nothing writes a tensor or puts another one in its
 place. A DTensor and its local tensor have a version each, and count other writes."""
+
+
+def corruption_errors(
+    check: str, ranks: Sequence[int], hosts: Sequence[str], problem: Callable[[int, str], str]
+) -> list[Finding]:
+    """Return an error for each host on which ranks have a wrong value.
+
+    Args:
+        check (`str`): what was checked.
+        ranks (`Sequence[int]`): the ranks that have one.
+        hosts (`Sequence[str]`): the host of each rank of the run.
+        problem (`Callable`): `problem(rank, where)` says what is wrong, from the first rank of a host and the names of
+            its ranks, such as `ranks 2, 3`.
+    """
+    found = []
+    for host in dict.fromkeys(hosts[rank] for rank in ranks):
+        own = [rank for rank in ranks if hosts[rank] == host]
+        fix = f"take {host} out of the run, and resume from an earlier checkpoint"
+        text = problem(own[0], name_ranks(own))
+        finding = Finding(
+            level="error", check=check, problem=text, fix=fix, ranks=tuple(own), host=host
+        )
+        found.append(finding)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

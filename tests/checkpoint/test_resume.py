@@ -22,7 +22,7 @@ from forked_ranks import run_ranks
 from safetensors.torch import load_file
 from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import Trainer, set_seed
+from transformers import Trainer, TrainerCallback, set_seed
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import store
@@ -524,16 +524,29 @@ class SavesAdapters(Trainer):
         (Path(output_dir) / "adapter_model.safetensors").write_bytes(b"")
 
 
+class MovesThem(TrainerCallback):
+    """Puts them in place of the weights after each save."""
+
+    def on_save(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
 class LoadsThem(SavesAdapters):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         pass
 
 
-@pytest.mark.parametrize(("kind", "is_named"), [(SavesAdapters, True), (LoadsThem, False)])
-def test_checkpoints_without_the_weights_of_a_model_are_named_at_the_first_save(tmp_path, caplog, kind, is_named):
+@pytest.mark.parametrize(
+    ("kind", "others", "is_named"),
+    [(SavesAdapters, (), True), (LoadsThem, (), False), (Trainer, (MovesThem,), True)],
+)
+def test_checkpoints_without_the_weights_of_a_model_are_named_at_the_first_save(
+    tmp_path, caplog, kind, others, is_named
+):
     arguments = tiny_arguments(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
     parts = {"args": arguments, "train_dataset": RandomTokens(8)}
-    kind(tiny_model(), **parts, callbacks=[SpotCheckpointCallback()]).train()
+    kind(tiny_model(), **parts, callbacks=[SpotCheckpointCallback(), *others]).train()
     assert caplog.text.count("no run will be able to resume") == int(is_named)
     again = kind(tiny_model(), **parts, callbacks=[SpotCheckpointCallback()])
     expected = pytest.raises(CheckpointError, match=r"no model\.safetensors, which Trainer loads into Llama")
