@@ -155,8 +155,10 @@ class ResumedEvaluations(TrainerCallback):
         self._is_first_epoch = False
         if self._begins_pass:
             self._end_pass(control)
-        if not self._make_up():
-            # Cut short as well: a step before it would move what it finds
+        is_made = self._make_up()
+        if not is_made or control.should_training_stop:
+            # Cut short as well: a step before it would move what it finds. If it was finished before a stop, Trainer
+            # would leave the next step after its first micro-batch
             control.should_training_stop = True
             self._adapter.evaluations.skip_epoch()
             return

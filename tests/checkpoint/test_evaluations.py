@@ -226,6 +226,31 @@ def test_an_evaluation_that_fits_into_the_notice_is_finished(tmp_path, number, n
     check_equal(again, whole)
 
 
+class BegunSteps(TrainerCallback):
+    """Counts the steps that have begun."""
+
+    begun = 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.begun += 1
+
+
+def test_a_stop_in_the_evaluation_that_is_made_up_begins_no_step(tmp_path):
+    """Trainer began the next step, left it after a micro-batch, and the next log had the loss of that one twice."""
+    arguments = EPOCHS | {"rows": 16, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    arguments |= {"save_strategy": "steps", "save_steps": 4, "load_best_model_at_end": False, "logging_steps": 1}
+    arguments |= {"per_device_eval_batch_size": 8}  # one batch, so that the signal does not cut the evaluation
+    whole, _ = run(tmp_path / "whole", **arguments)
+    run(tmp_path / "run", SignalAt("on_step_begin", 3), **arguments)
+    stop = SignalAt("on_prediction_step", 4, signal.SIGINT)
+    steps = BegunSteps()
+    second, spot = run(tmp_path / "run", stop, steps, **arguments)
+    assert spot.preempted is not None
+    assert (second.state.global_step, steps.begun) == (4, 0)
+    again, _ = run(tmp_path / "run", **arguments)
+    check_equal(again, whole)
+
+
 def test_the_evaluation_of_an_epoch_is_made_if_its_last_step_was_saved_before(tmp_path):
     arguments = EPOCHS | {"rows": 16}
     whole, _ = run(tmp_path / "whole", **arguments)
