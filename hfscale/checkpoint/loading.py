@@ -15,12 +15,7 @@ import xxhash
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import has_length
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-)
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hfscale.checkpoint.best import STATE_NAME
 from hfscale.checkpoint.conversion import can_read, convert
@@ -31,7 +26,7 @@ from hfscale.checkpoint.formats.view import canonical_name
 from hfscale.checkpoint.formats.zero import is_universal
 from hfscale.checkpoint.manifest import Manifest, read_manifest
 from hfscale.checkpoint.pickles import load_archive
-from hfscale.checkpoint.resumable import why_not_resumable
+from hfscale.checkpoint.resumable import has_weights, why_not_resumable
 from hfscale.checkpoint.store import VISIBILITY_TIMEOUT_S, verify, wait_until_visible
 from hfscale.core.collectives import START
 from hfscale.core.counts import counted
@@ -313,14 +308,12 @@ def check_weights(trainer: Trainer, checkpoint: Path) -> None:
     loads_itself = type(trainer)._load_from_checkpoint is not Trainer._load_from_checkpoint
     if loads_itself or not Strategy.of(trainer).facts.is_replicated or is_peft_model(model):
         return
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME):
-        path = checkpoint / name
-        if path.is_file():
-            return
+    if has_weights(checkpoint, "model"):
+        return
     kind = type(model).__name__
+    way = "override _load_from_checkpoint of the Trainer, or save the weights of the whole model"
     raise CheckpointError(
-        f"{checkpoint} has no {SAFE_WEIGHTS_NAME}, which Trainer loads into {kind}: override _load_from_checkpoint of "
-        "the Trainer, or save the weights of the whole model"
+        f"{checkpoint} has no {SAFE_WEIGHTS_NAME}, which Trainer loads into {kind}: {way}"
     )
 
 

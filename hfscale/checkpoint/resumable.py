@@ -151,7 +151,7 @@ def check_complete(checkpoint: Path) -> None:
         )
     else:
         _check_has(checkpoint, "optimizer.pt", _SCHEDULER)
-        if not any(_has_weights(checkpoint, stem) for stem in _WEIGHTS):
+        if not any(has_weights(checkpoint, stem) for stem in _WEIGHTS):
             raise CheckpointError(f"{checkpoint} is incomplete: it has no weights")
     for name in checkpoint_files(checkpoint):
         _check_length(checkpoint / name)
@@ -176,9 +176,19 @@ def _check_has(checkpoint: Path, *names: str) -> None:
         raise CheckpointError(f"{checkpoint} is incomplete: it has no {missing}")
 
 
-def _has_weights(checkpoint: Path, stem: str) -> bool:
-    """Return whether the weights are there: all files that an index names, with the length in their header."""
-    if (checkpoint / _WEIGHTS[stem]).is_file():
+def has_weights(checkpoint: Path, stem: str) -> bool:
+    """Return whether the weights are there: all files that an index names, with the length in their header.
+
+    Args:
+        checkpoint (`Path`): a folder `checkpoint-N`.
+        stem (`str`): `model`, or `adapter_model`.
+
+    Raises:
+        CheckpointError: a file of them is missing or shorter than it says.
+    """
+    packed = checkpoint / _WEIGHTS[stem]
+    index = packed.with_suffix(".bin.index.json")
+    if packed.is_file() or index.is_file():
         return True
     try:
         return read_weights(checkpoint, stem) is not None
