@@ -27,6 +27,7 @@ from typing import Any
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import REPOSITORY, Finished, run_forked
+from forked_accelerate import ForkedAccelerate
 from launch_words import MACHINE, launched_words
 from parallel_families import small_config
 from plan_requests import Request, random_request
@@ -393,18 +394,26 @@ class LaunchedPlan:
     """Where it runs."""
     output: Path
     """Its output folder."""
+    accelerate: ForkedAccelerate | None
+    """What forks its launcher and its ranks; None where they are started as users start them."""
+
+    def attend(self) -> None:
+        """Start what the program `accelerate` was asked for, where its processes are forks."""
+        if self.accelerate is not None:
+            self.accelerate.attend()
 
     def status(self) -> dict[str, Any]:
         """Return what hfscale_status.json says."""
         return json.loads((self.output / "hfscale_status.json").read_text(encoding="utf-8"))
 
 
-def launched_plan(plan: EmittedPlan, folder: Path) -> LaunchedPlan:
+def launched_plan(plan: EmittedPlan, folder: Path, *, is_forked: bool = False) -> LaunchedPlan:
     """Write the sizes of the small layout into the emitted files, as a user would, and return how to launch them.
 
     Args:
         plan (`EmittedPlan`): the plan.
         folder (`Path`): where the programs, the model and the output are written.
+        is_forked (`bool`): whether the launcher and its ranks are forks that have imported everything.
     """
     folder.mkdir(exist_ok=True)
     small = small_layout(plan)
@@ -420,6 +429,7 @@ def launched_plan(plan: EmittedPlan, folder: Path) -> LaunchedPlan:
         program = folder / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
         program.chmod(0o755)
+    accelerate = ForkedAccelerate(folder) if is_forked else None  # replaces the program of that name
     # With another ninja, torch builds DeepSpeed's operators anew in each of the tests
     path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
     return LaunchedPlan(
@@ -427,6 +437,7 @@ def launched_plan(plan: EmittedPlan, folder: Path) -> LaunchedPlan:
         env=os.environ | MACHINE | {"PATH": path, "PYTHONPATH": str(REPOSITORY)},
         folder=folder,
         output=folder / "out",
+        accelerate=accelerate,
     )
 
 
@@ -445,13 +456,20 @@ def preempt(launched: LaunchedPlan, title: str) -> int:
         try:
             until = time.monotonic() + SAVE_S
             while not logged.exists() or logged.read_text(encoding="utf-8").count("\n") < 2:
+                launched.attend()
                 assert started.poll() is None, f"{title}\nLAUNCH: {why_failed(printed.read_text(encoding='utf-8'))}"
                 assert time.monotonic() < until, f"{title}\nLAUNCH: no step within {SAVE_S} s"
                 time.sleep(0.1)
             started.send_signal(signal.SIGTERM)
-            code = started.wait(SAVE_S)
+            until = time.monotonic() + SAVE_S
+            while (code := started.poll()) is None:
+                launched.attend()
+                assert time.monotonic() < until, f"{title}\nSIGTERM: not ended within {SAVE_S} s"
+                time.sleep(0.05)
         finally:
             started.kill()
+            if launched.accelerate is not None:
+                launched.accelerate.end()
     assert code == 75, f"{title}\nSIGTERM: code {code}: {why_failed(printed.read_text(encoding='utf-8'))}"
     stopped = launched.status()
     step = stopped["step"]

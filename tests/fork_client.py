@@ -76,7 +76,7 @@ class ForkServer:
         """End the server and all processes that still run."""
         if self._process.poll() is None:
             for job in self._jobs.values():
-                self._kill(job)
+                self.kill(job)
             self._process.kill()
             self._process.wait()
 
@@ -109,7 +109,7 @@ class ForkServer:
         try:
             self._wait(lambda: len(job.ended) == len(job.pids), timeout_s, job)
         except TimeoutError:
-            self._kill(job)
+            self.kill(job)
             self._wait(lambda: len(job.ended) == len(job.pids), 30)
             raise
         return [job.ended[pid] for pid in job.pids]
@@ -122,7 +122,13 @@ class ForkServer:
         """Wait until the condition holds or all processes have ended."""
         self._wait(lambda: condition() or len(job.ended) == len(job.pids), timeout_s, job)
 
-    def _kill(self, job: Job) -> None:
+    def has_ended(self, job: Job) -> bool:
+        """Whether all processes of a job have ended, as far as the server has said so far."""
+        self._receive()
+        return len(job.ended) == len(job.pids)
+
+    def kill(self, job: Job) -> None:
+        """Kill the processes of a job that still run."""
         for pid in job.pids:
             if pid not in job.ended:
                 with suppress(ProcessLookupError):  # it has ended in the meantime
