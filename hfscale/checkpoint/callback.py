@@ -393,14 +393,17 @@ class SpotCheckpointCallback(AdapterCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._resumed_files is not None:
-            # The random states were loaded last, after the first batch was fetched
-            self._resumed_files.check()
-            self._resumed_files = None
+        self._check_resumed_files()  # the random states were loaded last, after the first batch was fetched
         if self._followers is not None:
             self._followers.step_begins()
         self._pace.begin(self._saving is not None and self._saving.writer.in_flight)
         self.memory.step_began(state)
+
+    def _check_resumed_files(self) -> None:
+        """Check once that the files of the checkpoint were there until the last of them was loaded."""
+        files, self._resumed_files = self._resumed_files, None
+        if files is not None:
+            files.check()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -431,6 +434,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._idle_since = time.monotonic()
         self._evaluated_step = state.global_step
         note_made(state)
+        self._check_resumed_files()  # one that was made up may be followed by a save of this checkpoint
         with self._noting_own_save(state, control):
             self.preemption.at_evaluation_end(state, control)
 

@@ -35,6 +35,7 @@ class RemoteCopies(ResetOnCopy):
         # By output directory, the step of what `fetch` has found
         self._newest: dict[Path, int] = {}
         self._has_trained = False
+        """Known to the ranks that save only."""
         self._begin_run()
 
     def _begin_run(self) -> None:
@@ -74,9 +75,9 @@ class RemoteCopies(ResetOnCopy):
                 rank.
             CheckpointError: the store has a later checkpoint; raised on every rank.
         """
-        if self._has_trained:
-            return
-        newest = START.on_rank_0("newest remote checkpoint", self._newest_step)
+        newest = START.on_rank_0(
+            "newest remote checkpoint", lambda: 0 if self._has_trained else self._newest_step()
+        )
         fetched = self._newest.get(output_dir, 0)
         is_known_to_script = start > 0 and fetched <= start
         if newest <= start or is_known_to_script:

@@ -216,6 +216,14 @@ class StreamPosition(TrainerCallback):
                 earlier_rows,
                 rows,
             )
+        elif rows != earlier_rows:
+            # Trainer does not know where a stream ends, and does not step there
+            logger.warning(
+                "batches of %d sequences after %d: where a pass over the stream ends within a step, that step goes on "
+                "with the next pass, so that it and later ones may have other sequences than in an uninterrupted run",
+                rows,
+                earlier_rows,
+            )
 
     def _warn_of_other_filling(self, position: dict[str, Any]) -> None:
         """Log where the last batch of the pass may be another than in an uninterrupted run.

@@ -11,10 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked_ranks import run_ranks
 from ports import free_port
 from tiny import tiny_trainer
 
-from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale import (
+    CommHealthCallback,
+    ScalingCallback,
+    SpotCheckpointCallback,
+    WeightAveragingCallback,
+    latest_checkpoint,
+)
 from hfscale.checkpoint.remote import COPYING, RemoteStore, Uploader, redacted_message
 from hfscale.checkpoint.resume import newest_resumable
 from hfscale.checkpoint.store import commit, verify
@@ -386,3 +393,21 @@ class TestTraining:
         tiny_trainer(tmp_path / "plain", save_strategy="steps", save_steps=2).train()
         fetch(store, tmp_path / "plain")
         assert not list((tmp_path / "plain").glob("*.superseded"))
+
+
+def train_twice(folder):
+    """Train with one callback in two Trainers, as over folds; every part of the callback is on."""
+    torch.set_num_threads(1)
+    spot = SpotCheckpointCallback(remote=f"file://{folder}/remote", memory_interval_steps=1)
+    health = CommHealthCallback(replay_every_steps=1, skip_bad_batches=3)
+    parts = [ScalingCallback(spot_checkpoint=spot, comm_health=health), WeightAveragingCallback(ema_decay=0.9)]
+    for fold in range(2):
+        arguments = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps"}
+        tiny_trainer(folder / f"fold-{fold}", *parts, **arguments).train()
+
+
+@pytest.mark.world(2)
+def test_one_callback_serves_two_trainings_on_two_ranks(tmp_path):
+    """What only the ranks that save know decided whether all of them looked into the store: the second one hung."""
+    (tmp_path / "remote").mkdir()
+    assert run_ranks(2, train_twice, tmp_path, log=tmp_path / "log", timeout_s=120) == [0, 0]

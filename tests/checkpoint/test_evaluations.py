@@ -251,6 +251,25 @@ def test_a_stop_in_the_evaluation_that_is_made_up_begins_no_step(tmp_path):
     check_equal(again, whole)
 
 
+class RemovesAtSave(TrainerCallback):
+    """Removes a file at each save; a save that replaces a checkpoint takes it away for a moment, too."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_save(self, args, state, control, **kwargs):
+        self.path.unlink(missing_ok=True)
+
+
+def test_the_evaluation_that_is_made_up_may_save_the_checkpoint_that_the_run_resumes_from(tmp_path):
+    """Whether its files are still there is looked at before: they come and go while it is replaced."""
+    arguments = EPOCHS | {"rows": 16, "save_strategy": "best"}
+    first, _ = run(tmp_path, SignalAt("on_step_begin", 3), **arguments)
+    assert first.state.global_step == 4
+    again, _ = run(tmp_path, RemovesAtSave(tmp_path / "checkpoint-4" / "rng_state.pth"), **arguments)
+    assert again.state.global_step == 12
+
+
 def test_the_evaluation_of_an_epoch_is_made_if_its_last_step_was_saved_before(tmp_path):
     arguments = EPOCHS | {"rows": 16}
     whole, _ = run(tmp_path / "whole", **arguments)

@@ -161,6 +161,11 @@ EXPLANATIONS = (
         ("rows", *FROM_LOSS),
     ),
     Explanation(
+        lambda program: program.data.endswith("stream") and program.move in ("batch", "processes"),
+        r"where a pass over the stream ends within a step",
+        ("rows", *FROM_LOSS, "tokens"),
+    ),
+    Explanation(
         lambda program: program.data.endswith("stream") and (program.processes > 1 or program.move == "processes"),
         r"the last one is filled up with others",
         ("rows", *FROM_LOSS, "tokens"),
