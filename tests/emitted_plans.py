@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 from hfscale.cli import main
 from hfscale.core.counts import counted
 from hfscale.facts.schedules import supports
+from hfscale.facts.support import LISTS
 from hfscale.recipe import corpus
 
 NOT_ON_A_CPU = {
@@ -46,11 +47,10 @@ NOT_ON_A_CPU = {
     "use_liger_kernel": "Liger's kernels are written in Triton: trained without them",
     "cp of FSDP2": "torch has ring attention for GPUs only: the recipe says so, and starts without it",
     "activation_offloading": "TRL copies from a GPU: trained without it",
-    "packing of Qwen3-Next and Qwen3.5": "causal-conv1d, which keeps documents apart, needs a GPU: trained unpacked",
+    "packing of families with a state": "the kernels that keep their documents apart need a GPU: trained unpacked",
     "torch.compile's C++": "minutes of a compiler for each plan: the captured graphs run uncompiled",
 }
 """What of the plans a CPU cannot run, and what is started instead; files and flags are checked with it."""
-UNPACKED_ON_A_CPU = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 ON_A_CPU: Mapping[str, Mapping[Any, tuple[str, ...]]] = {
     "load_in_4bit": {True: ("--load_in_4bit", "false")},
     "activation_offloading": {True: ("--activation_offloading", "false")},
@@ -255,7 +255,7 @@ def cpu_flags(plan: EmittedPlan) -> list[str]:
     """Return the flags with which a CPU can start what it cannot run (`NOT_ON_A_CPU`)."""
     flags = plan.flags
     known = [of_value.get(flags.get(name), ()) for name, of_value in ON_A_CPU.items()]
-    if flags.get("packing") is True and plan.request.family in UNPACKED_ON_A_CPU:
+    if flags.get("packing") is True and plan.request.family in LISTS["documents_need_kernel"]:
         known.append(("--packing", "false"))
     return [word for words in known for word in words]
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, ParallelismConfig
 from forked_ranks import run_ranks
 from native_runs import make_model
+from parallel_families import small_config
 from peft import AdaLoraConfig, LoraConfig, TaskType, get_peft_model
 from tiny import LENGTH, RandomTokens, make_callback, tiny_arguments, tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, default_data_collator
@@ -79,6 +80,11 @@ class WithPositions(RandomTokens):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return super().__getitem__(index) | {"position_ids": torch.arange(LENGTH)}
+
+
+def of_jamba() -> Any:
+    """Return a small model whose layers have convolutions."""
+    return AutoModelForCausalLM.from_config(small_config("jamba"))
 
 
 def zero(stage: int, *, of_zero: Mapping[str, Any] | None = None, **config: Any) -> dict[str, Any]:
@@ -266,6 +272,12 @@ SCRIPTS: dict[str, list[Script]] = {
         Script(
             make=lambda f: trainer(f, deepspeed=zero(2), parallelism_config=ParallelismConfig(tp_size=2)),
             uses_meshes=True,
+        )
+    ],
+    "layers with a convolution under ZeRO-3 and torch.compile": [
+        Script(
+            make=lambda f: trainer(f, of_jamba(), deepspeed=zero(3), torch_compile=True, save_strategy="no"),
+            env=REGIONAL,
         )
     ],
 }

@@ -32,6 +32,7 @@ from hfscale.checkpoint.epoch_end import make_up_epoch_end
 from hfscale.checkpoint.states_after_save import restore_states_after_save, warn_of_unfinished
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
+from hfscale.core.versions import has_epoch_methods
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import (
     drop_saved_state,
@@ -111,6 +112,7 @@ class ResumedEvaluations(TrainerCallback):
         self._adapter = adapter
         self._checkpoint = checkpoint
         self._is_first_epoch = True
+        self._begun_at = 0
         self._begins_pass = False
         """Whether the training resumes between two passes over its data."""
         self._has_states = False
@@ -123,8 +125,10 @@ class ResumedEvaluations(TrainerCallback):
         """Make the evaluation when the first pass begins, or after the last step where there is none."""
         adapter = self._adapter
         state = adapter.trainer.state
-        if state.global_step >= state.max_steps:  # there may be no further epoch
-            adapter.evaluations.before_finalizing(self._make_up)
+        self._begun_at = state.global_step
+        # There may be no further epoch
+        if has_epoch_methods() or state.global_step >= state.max_steps:
+            adapter.evaluations.before_finalizing(self._finish)
         warn_of_unfinished(Path(self._checkpoint))
         if adapter.trainer.args.eval_on_start:
             # It would count for an early stop and the best model, and an uninterrupted run has none here
@@ -197,6 +201,17 @@ class ResumedEvaluations(TrainerCallback):
         control.should_training_stop = control.should_training_stop or asked.should_training_stop
         if control.should_training_stop:
             adapter.evaluations.skip_epoch()
+
+    def _finish(self) -> None:
+        """After the last step: make the evaluation where no epoch has begun, and leave the random states of the run.
+
+        A run that was complete takes no step. What the program draws after it is to be what it drew before.
+        """
+        state = self._adapter.trainer.state
+        if state.global_step >= state.max_steps:
+            self._make_up()
+        if state.global_step == self._begun_at:
+            self._load_states(self._checkpoint)
 
     def _make_up(self) -> bool:
         """Make the evaluation of the checkpoint's step, as the training would have done, if it is missing.

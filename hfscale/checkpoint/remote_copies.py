@@ -75,9 +75,7 @@ class RemoteCopies(ResetOnCopy):
                 rank.
             CheckpointError: the store has a later checkpoint; raised on every rank.
         """
-        newest = START.on_rank_0(
-            "newest remote checkpoint", lambda: 0 if self._has_trained else self._newest_step()
-        )
+        newest = START.on_rank_0("newest remote checkpoint", self._newest_step)
         fetched = self._newest.get(output_dir, 0)
         is_known_to_script = start > 0 and fetched <= start
         if newest <= start or is_known_to_script:
@@ -99,7 +97,13 @@ class RemoteCopies(ResetOnCopy):
         return found is not None and checkpoint_step(found) > step
 
     def _newest_step(self) -> int:
-        """Return the step of the newest checkpoint in the store; 0 if there is none, or the store does not answer."""
+        """Return the step of the newest checkpoint in the store that is of another training.
+
+        Returns:
+            `int`: the step; 0 if there is none, the store does not answer, or this object has trained before.
+        """
+        if self._has_trained:
+            return 0
         try:
             return max(self.store.committed_steps(), default=0)
         except StorageError:

@@ -251,6 +251,19 @@ def test_a_stop_in_the_evaluation_that_is_made_up_begins_no_step(tmp_path):
     check_equal(again, whole)
 
 
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_what_a_program_draws_after_a_finished_run_is_what_it_drew_before(tmp_path, stops_early):
+    """As for the data of a second stage, which the script begins with again after that one was interrupted."""
+    arguments = EPOCHS | {"rows": 16}
+    stop = [EarlyStoppingCallback(1, early_stopping_threshold=100.0)] if stops_early else []
+    first, _ = run(tmp_path, *stop, **arguments)
+    assert (first.state.global_step < first.state.max_steps) == stops_early
+    drawn = torch.rand(4)
+    again, _ = run(tmp_path, *stop, **arguments)
+    assert again.state.global_step == first.state.global_step
+    assert torch.equal(torch.rand(4), drawn)
+
+
 class RemovesAtSave(TrainerCallback):
     """Removes a file at each save; a save that replaces a checkpoint takes it away for a moment, too."""
 

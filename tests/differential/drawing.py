@@ -117,8 +117,9 @@ def possible(program: Program) -> Program:
     elif program.learning == "growing_batch":
         changes |= {"accumulation": 1, "skips": False}  # the schedule accumulates
     interruptions = program.interruptions
-    if program.extra == "find_smaller_batch_later" and has_effect(program):
-        # After the smaller batch has been found: Trainer finds it from the checkpoint on, in a launch that resumes
+    if program.optimizer == "inside" or (program.extra == "find_smaller_batch_later" and has_effect(program)):
+        # What such an optimizer keeps is named in the second step of a launch. The smaller batch has been found by
+        # then: in a launch that resumes, Trainer finds it from the checkpoint on
         changes |= {"rows": 64, "epochs": max(program.epochs, 2)}
         interruptions = tuple(replace(each, percent=max(each.percent, 40)) for each in interruptions)
     if program.extra == "log_by_epoch":  # after the save of the last step nothing logs, as in plain Trainer

@@ -270,6 +270,9 @@ CASES = {
     ],
     "sizes of transformers' own sharding in `ParallelTrainer`": lambda c: [c.stages(fsdp_size=8)],
     "QLoRA with transformers' own sharding": lambda c: [c.recipe(model=QLORA, layout=NATIVE)],
+    "layers with a convolution under ZeRO-3 and torch.compile": lambda c: [
+        planned(family="jamba", zero=3, offload="full", compile=True),
+    ],
     "torch.compile with transformers' own sharding": lambda c: [
         planned(compile=True, expert_parallel=8, zero=3),
         c.recipe(layout=NATIVE, torch_compile=True),
