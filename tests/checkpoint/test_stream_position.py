@@ -280,3 +280,4 @@ def test_a_collator_keeps_what_it_has_counted_in_the_evaluation_of_a_saved_step(
     whole = losses(tmp_path / "whole")
     losses(tmp_path / "run", stop_at=stop_at)
     assert losses(tmp_path / "run", resume=latest_checkpoint(tmp_path / "run")) == whole
+    assert ("that step goes on with the next pass" in caplog.text) == (not is_another_order)
