@@ -203,15 +203,16 @@ class ResumedEvaluations(TrainerCallback):
             adapter.evaluations.skip_epoch()
 
     def _finish(self) -> None:
-        """After the last step: make the evaluation where no epoch has begun, and leave the random states of the run.
+        """Where the training has taken no step: make the evaluation, and leave the random states of the checkpoint.
 
-        A run that was complete takes no step. What the program draws after it is to be what it drew before.
+        What the program draws after a run that was finished is to be what it drew when that run ended.
         """
         state = self._adapter.trainer.state
+        if state.global_step != self._begun_at:
+            return
         if state.global_step >= state.max_steps:
             self._make_up()
-        if state.global_step == self._begun_at:
-            self._load_states(self._checkpoint)
+        self._load_states(self._checkpoint)
 
     def _make_up(self) -> bool:
         """Make the evaluation of the checkpoint's step, as the training would have done, if it is missing.
