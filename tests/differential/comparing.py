@@ -20,6 +20,7 @@ ORDER = (
     "best",
     "checkpoints",
     "weights",
+    "drawn",
     "average",
 )
 """What is compared. Where several differ, the first one is the fault, as the others may follow from it."""
@@ -99,7 +100,7 @@ class Explanation:
     explains: tuple[str, ...]
 
 
-FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "weights", "average")
+FROM_LOSS = ("loss", "grad_norm", "metrics", "best", "checkpoints", "steps", "weights", "drawn", "average")
 REFUSED = "refused"
 """A launch ends with a `CheckpointError`, where an earlier one has said that none of its checkpoints can be used."""
 EXPLANATIONS = (
@@ -363,6 +364,8 @@ def difference(program: Program, phase: str, plain: Run, run: Run) -> Fault | No
         program.move not in ("batch", "processes") and expected["digest"] != got["digest"]
     ):
         return Fault(phase, "weights", got["step"], f"{total[0]} became {total[1]}")
+    if program.move not in ("batch", "processes") and expected["drawn"] != got["drawn"]:
+        return Fault(phase, "drawn", got["step"], f"{expected['drawn']} became {got['drawn']}")
     return None
 
 

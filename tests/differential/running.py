@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import sys
@@ -97,6 +98,8 @@ class PlannedCrashError(Exception):
 
 def run_child(job: dict[str, Any]) -> None:
     """Train once; write what happens to the file of events."""
+    import numpy as np
+    import torch
     import transformers
     from drawing import OWN_TRAINERS
     from parts import arguments_of, row_ids, trainer_of
@@ -175,6 +178,7 @@ def run_child(job: dict[str, Any]) -> None:
 
         trainer.get_batch_samples = record_rows
         trainer.train(resume_from_checkpoint=resume)
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]
         folder = Path(job["folder"])
         tokens = int(trainer.state.num_input_tokens_seen)
         write(
@@ -184,6 +188,7 @@ def run_child(job: dict[str, Any]) -> None:
             best=trainer.state.best_global_step if program.best != "none" else None,
             checkpoints=sorted(path.name for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()),
             cpu_s=time.process_time(),
+            drawn=drawn,
             average=total_of(folder / "average"),
             loaded=total_of(folder / f"checkpoint-{trainer.state.best_global_step}"),
             **weights_of(trainer.model),
