@@ -25,6 +25,7 @@ def launch(first=1, last=4, *, order=(0, 1, 2, 3), lines=(), ends=True, code=0, 
         events.append({"event": "log", "step": step, "numbers": {"loss": 1.0 / step, "grad_norm": 1.0}})
     if ends:
         final = {"step": last, "tokens": 0, "best": None, "checkpoints": ["checkpoint-3"], "digest": "a", "total": 1.0}
+        final["drawn"] = [0.5]
         events.append({"event": "end", **(final | end)})
     else:
         events.append({"event": "raised", "type": "PlannedCrashError", "mro": [], "message": "", "step": last})
@@ -99,6 +100,7 @@ def test_the_best_checkpoint_that_plain_trainer_loads_in_part_is_explained(loade
         ({"best": 3}, "best"),
         ({"checkpoints": []}, "checkpoints"),
         ({"digest": "b", "total": 2.0}, "weights"),
+        ({"drawn": [0.25]}, "drawn"),
     ],
 )
 def test_the_end_of_the_run_is_compared(changed, quantity):
