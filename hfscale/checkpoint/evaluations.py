@@ -30,6 +30,7 @@ from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.contents import rng_state, set_rng_state
 from hfscale.checkpoint.epoch_end import make_up_epoch_end
 from hfscale.checkpoint.states_after_save import restore_states_after_save, warn_of_unfinished
+from hfscale.core import distributed
 from hfscale.core.logging import get_logger
 from hfscale.core.torch_internals import version_of
 from hfscale.core.versions import has_epoch_methods
@@ -242,6 +243,7 @@ class ResumedEvaluations(TrainerCallback):
             "the evaluation of step %d, which the launch before has not completed, is made now",
             trainer.state.global_step,
         )
+        _warn_of_own_buffers(model_of(trainer))
         before = rng_state(trainer)  # with which the loader of the pass begins
         if not self._has_states:
             # It may save the best model, in this checkpoint again, with the states that it finds
@@ -341,6 +343,21 @@ def put_back_if_cut(adapter: TrainerAdapter) -> None:
 
     adapter.evaluations.put_back_if_cut("random states", take_states)
     adapter.evaluations.put_back_if_cut("buffers", take_buffers)
+
+
+def _warn_of_own_buffers(model: torch.nn.Module) -> None:
+    """Log where processes have buffers of their own, such as those of batch norm: a checkpoint has one process's."""
+    if not distributed.is_distributed():
+        return
+    saved = model.state_dict()
+    buffers = [name for name, each in model.named_buffers() if each.is_floating_point()]
+    own = [name for name in buffers if name in saved]
+    if own:
+        logger.warning(
+            "each process moves the buffers of its model by itself (%s), and a checkpoint has those of the first one: "
+            "the evaluation that is made now may have other metrics than in an uninterrupted run",
+            ", ".join(own[:3]),
+        )
 
 
 def _writes_of(buffer: torch.Tensor) -> tuple[int, int]:

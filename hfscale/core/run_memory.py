@@ -64,12 +64,12 @@ REPLICATED = "replicated"
 """File with the last step of which every part has a copy on another node."""
 DEFAULT_ROOT = Path("/dev/shm")  # noqa: S108 - the folder below it has a random name and mode 0700
 _PACKAGE = str(Path(__file__).parent.parent)
-_PREFIX = "hfscale-run-"
+FOLDER_PREFIX = "hfscale-run-"
 _RANDOM = 8
 """Letters that `tempfile.mkdtemp` adds."""
 _MOST_OF_SOCKET = 107
 """Bytes of the path of a Unix socket: `sun_path` of Linux's unix(7), without the zero at its end."""
-_OWNER_NAME = "owner"
+OWNER_NAME = "owner"
 _FAILURE_NAME = "failure.json"
 _IMPORTS_NAME = "imports.json"
 _OUTLIVES = "outlives-"
@@ -102,21 +102,21 @@ class RunMemory:
         Raises:
             OSError: the folder cannot be made, or a socket in it would have too long a path.
         """
-        longest = len(os.fsencode(cls(root / f"{_PREFIX}{'x' * _RANDOM}").socket))
+        longest = len(os.fsencode(cls(root / f"{FOLDER_PREFIX}{'x' * _RANDOM}").socket))
         if longest > _MOST_OF_SOCKET:
             reason = f"the path of a socket in it has {longest} bytes, and at most {_MOST_OF_SOCKET} are allowed"
             raise OSError(errno.ENAMETOOLONG, reason, str(root))
-        memory = cls(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root)))
+        memory = cls(Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=root)))
         memory._lock()
         return memory
 
     def _lock(self) -> None:
         # It gets its name with the lock: `remove_abandoned` may be running
-        unlocked = self.folder / f".{_OWNER_NAME}"
+        unlocked = self.folder / f".{OWNER_NAME}"
         unlocked.unlink(missing_ok=True)
         self._owner = os.open(unlocked, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unlocked.rename(self.folder / _OWNER_NAME)
+        unlocked.rename(self.folder / OWNER_NAME)
 
     def is_intact(self) -> bool:
         """Return whether the folder is the one that this supervisor has made and locked."""
@@ -124,7 +124,7 @@ class RunMemory:
             return False
         locked = os.fstat(self._owner)
         try:
-            found = (self.folder / _OWNER_NAME).lstat()
+            found = (self.folder / OWNER_NAME).lstat()
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == (locked.st_dev, locked.st_ino)
@@ -137,7 +137,7 @@ class RunMemory:
         """
         with suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
-        if not _is_own_folder(self.folder):
+        if not is_own_folder(self.folder):
             raise PermissionError(errno.EPERM, "another user has made it", str(self.folder))
         self.folder.chmod(0o700)
         if self._owner is not None:
@@ -155,7 +155,7 @@ class RunMemory:
             OSError: it cannot be made, or the folder of the run does not exist or is not private.
         """
         found = self.folder.lstat()
-        if not _is_own_folder(self.folder) or stat.S_IMODE(found.st_mode) & 0o077:
+        if not is_own_folder(self.folder) or stat.S_IMODE(found.st_mode) & 0o077:
             text = "it is not the private folder of hfscale run"
             raise PermissionError(errno.EPERM, text, str(self.folder))
         make_inside(self.folder, folder)
@@ -412,36 +412,12 @@ def _delete_later(folder: Path, step: int) -> None:
             shutil.rmtree(snapshot, ignore_errors=True)
 
 
-def remove_abandoned(root: Path = DEFAULT_ROOT) -> list[Path]:
-    """Delete the folders of this user whose supervisor no longer lives.
+def is_own_folder(path: Path) -> bool:
+    """Return whether a path in a folder that all users share is a folder of this user, and no link.
 
     Args:
-        root (`Path`): the folder that was given to `create`.
-
-    Returns:
-        `list[Path]`: the folders that were deleted.
+        path (`Path`): the path.
     """
-    removed = []
-    for folder in root.glob(f"{_PREFIX}*"):
-        if not _is_own_folder(folder):
-            continue
-        try:
-            owner = os.open(folder / _OWNER_NAME, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:  # it is being made or deleted now
-            continue
-        try:
-            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-            removed.append(folder)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(owner)
-    return removed
-
-
-def _is_own_folder(path: Path) -> bool:
-    """Return whether a path in a folder that all users share is a folder of this user, and no link."""
     try:
         found = path.lstat()
     except OSError:

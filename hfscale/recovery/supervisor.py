@@ -32,11 +32,11 @@ from hfscale.core.run_memory import (
     LAUNCHED_VARIABLE,
     RESTARTS_VARIABLE,
     RunMemory,
-    remove_abandoned,
 )
 from hfscale.core.spelling import spelled
 from hfscale.core.text_files import parse_json
 from hfscale.errors import UsageError
+from hfscale.recovery.abandoned import remove_abandoned
 from hfscale.recovery.children import (
     adopt_orphans,
     catches,

@@ -528,6 +528,7 @@ class TrainerAdapter:
 
         @functools.wraps(loop)
         def note_and_train(*args: Any, **kwargs: Any) -> Any:
+            self.changes.begin_loop()
             chosen = kwargs.get("resume_from_checkpoint")
             self._resumes_from = str(chosen) if chosen else None
             self._check_support()

@@ -35,6 +35,7 @@ class Changes:
         self._trainer = trainer
         self._restore_all = restore
         self._undo: dict[Any, Callable[[], object]] = {}  # of the running training, oldest first
+        self._undo_before_loop: dict[Any, Callable[[], object]] | None = None
         self._undo_lasting: dict[Any, Callable[[], object]] = {}
         self._final_error: BaseException | None = None
 
@@ -74,7 +75,10 @@ class Changes:
             lasting (`bool`, *optional*): the lasting ones.
         """
         undo = self._undo_lasting if lasting else self._undo
-        undo.pop((id(owner), name), lambda: None)()
+        key = (id(owner), name)
+        if not lasting and key not in undo:
+            undo = self._undo_before_loop or {}
+        undo.pop(key, lambda: None)()
 
     def is_replaced(self, owner: Any, name: str) -> bool:
         """Return whether an attribute has a lasting change.
@@ -119,11 +123,27 @@ class Changes:
         """
         self._undo_lasting[key] = call
 
+    def begin_loop(self) -> None:
+        """Undo what an earlier loop of this training has changed: `auto_find_batch_size` begins another one.
+
+        What was changed before the first loop stays.
+        """
+        undo, self._undo = self._undo, {}
+        if self._undo_before_loop is None:
+            self._undo_before_loop = undo
+        else:
+            _call_all(undo)
+
     def restore(self) -> None:
         """Undo every change that lasts until the end of the training."""
         undo, self._undo = self._undo, {}
+        before = self._undo_before_loop
+        self._undo_before_loop = None
         self._final_error = None
-        _call_all(undo)
+        try:
+            _call_all(undo)
+        finally:
+            _call_all(before or {})
 
     def restore_lasting(self) -> None:
         """Undo the lasting changes."""

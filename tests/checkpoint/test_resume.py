@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import signal
 import sys
 import threading
 from collections import Counter
@@ -24,10 +25,11 @@ from tiny import RandomTokens, tiny_arguments, tiny_model, tiny_trainer
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer, TrainerCallback, set_seed
 
-from hfscale import SpotCheckpointCallback, latest_checkpoint
+from hfscale import ScalingCallback, SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import store
 from hfscale.checkpoint.loading import _earlier_data_ranks, readable_checkpoint
 from hfscale.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.checkpoint.store import commit, list_archives, list_checkpoints, update_manifest, wait_until_visible
 from hfscale.core.run_memory import FOLDER_VARIABLE, RunMemory
 from hfscale.errors import CheckpointError, LayoutError, UsageError
@@ -575,3 +577,53 @@ def test_a_pass_of_another_length_after_a_change_of_processes_is_logged(rows, pa
     trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     found = re.findall(r"a pass over the (\d+) trained on (\d+), and with 1 of 8 it trains on (\d+)", caplog.text)
     assert found == ([] if passes is None else [(str(rows), *map(str, passes))])
+
+
+class OutOfMemoryOnce(Trainer):
+    """Has not enough memory for the second step with more than two rows."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        if self.state.global_step == 1 and len(inputs["labels"]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class CountsCallbacks(TrainerCallback):
+    """Counts the callbacks of a Trainer and the methods that are replaced on it, in each of its loops."""
+
+    def __init__(self):
+        self.counts = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            replaced = [name for name in vars(self.trainer) if callable(getattr(type(self.trainer), name, None))]
+            self.counts.append((len(self.trainer.callback_handler.callbacks), sorted(replaced)))
+
+
+def test_a_loop_with_a_smaller_batch_begins_without_what_the_first_one_has_changed(tmp_path, monkeypatch):
+    """All hooks were there twice: the checkpoint of a stop counted as one that others had asked for, and was left."""
+    monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
+    counts = CountsCallbacks()
+    found = {"auto_find_batch_size": True, "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    arguments = tiny_arguments(tmp_path, per_device_train_batch_size=4, **found)
+    callbacks = [ScalingCallback(spot_checkpoint=SpotCheckpointCallback(on_preemption="return")), counts]
+    parts = {"args": arguments, "train_dataset": RandomTokens(32)}
+    counts.trainer = OutOfMemoryOnce(tiny_model(), callbacks=[*callbacks, StopsAt(6)], **parts)
+    counts.trainer.train()
+    assert len(counts.counts) == 3  # with 4, 3 and 2 rows
+    assert all(count == counts.counts[0] for count in counts.counts)
+    assert (tmp_path / "checkpoint-6").is_dir()
+    counts.trainer = OutOfMemoryOnce(tiny_model(), callbacks=callbacks, **parts)
+    counts.trainer.train(resume_from_checkpoint=latest_checkpoint(tmp_path))
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-?")) == ["checkpoint-4", "checkpoint-8"]
+
+
+class StopsAt(TrainerCallback):
+    """Asks for a stop in a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -665,7 +665,7 @@ SITES = {
     "core/run_memory.py:read": MEMORY,
     "core/run_memory.py:read_failure": MEMORY,
     "core/run_memory.py:read_imports": MEMORY,
-    "core/run_memory.py:remove_abandoned": MEMORY,
+    "recovery/abandoned.py:remove_abandoned": MEMORY,
     "core/run_memory.py:replicated_step": MEMORY,
     "core/run_memory.py:samples_of": MEMORY,
     "core/run_memory.py:trusted_step": MEMORY,

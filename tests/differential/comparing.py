@@ -181,6 +181,11 @@ EXPLANATIONS = (
         r"does not repeat the order of the samples",
         ("rows", *FROM_LOSS),
     ),
+    Explanation(
+        lambda program: program.processes > 1 and program.model in ("running_mean", "batch_norm"),
+        r"each process moves the buffers of its model by itself",
+        FROM_LOSS,
+    ),
     Explanation(lambda program: program.average != "none", r"the average starts anew", ("average",)),
     Explanation(
         lambda program: any(each.where == "evaluation" or each.how != "crash" for each in program.interruptions),

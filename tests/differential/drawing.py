@@ -122,6 +122,8 @@ def possible(program: Program) -> Program:
         # then: in a launch that resumes, Trainer finds it from the checkpoint on
         changes |= {"rows": 64, "epochs": max(program.epochs, 2)}
         interruptions = tuple(replace(each, percent=max(each.percent, 40)) for each in interruptions)
+    if program.optimizer == "counting":  # that its state cannot be read is said once the first save is complete
+        interruptions = tuple(replace(each, where="step") for each in interruptions)
     if program.extra == "log_by_epoch":  # after the save of the last step nothing logs, as in plain Trainer
         interruptions = tuple(replace(each, where="step") for each in interruptions)
     if program.eval_strategy == "no":

@@ -20,9 +20,10 @@ from ports import free_port
 
 from hfscale.cli import main
 from hfscale.core.final_errors import is_final, is_of_user, recurring_error
-from hfscale.core.run_memory import AGREED_VARIABLES, OWN_VARIABLES, Progress, RunMemory, remove_abandoned
+from hfscale.core.run_memory import AGREED_VARIABLES, OWN_VARIABLES, Progress, RunMemory
 from hfscale.errors import HealthError, UsageError
 from hfscale.islands.rendezvous import TOKEN_VARIABLE
+from hfscale.recovery.abandoned import remove_abandoned
 from hfscale.recovery.children import catches
 from hfscale.recovery.event_log import EventLog
 from hfscale.recovery.nodes import NodeSettings, Start
@@ -529,7 +530,7 @@ def test_a_sleeping_supervisor_uses_no_cpu(waiting):
 def test_the_memory_of_a_living_supervisor_is_left_alone(tmp_path):
     memory = RunMemory.create(tmp_path)
     probe = (
-        "import sys, pathlib; from hfscale.core.run_memory import remove_abandoned; "
+        "import sys, pathlib; from hfscale.recovery.abandoned import remove_abandoned; "
         "print(remove_abandoned(pathlib.Path(sys.argv[1])))"
     )
     done = subprocess.run([sys.executable, "-c", probe, str(tmp_path)], capture_output=True, text=True, check=True)
