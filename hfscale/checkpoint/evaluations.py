@@ -346,7 +346,7 @@ def put_back_if_cut(adapter: TrainerAdapter) -> None:
 
 
 def _warn_of_own_buffers(model: torch.nn.Module) -> None:
-    """Log where processes have buffers of their own, such as those of batch norm: a checkpoint has one process's."""
+    """Log where processes may have buffers of their own, as of batch norm: a checkpoint has the first one's."""
     if not distributed.is_distributed():
         return
     saved = model.state_dict()
@@ -354,8 +354,8 @@ def _warn_of_own_buffers(model: torch.nn.Module) -> None:
     own = [name for name in buffers if name in saved]
     if own:
         logger.warning(
-            "each process moves the buffers of its model by itself (%s), and a checkpoint has those of the first one: "
-            "the evaluation that is made now may have other metrics than in an uninterrupted run",
+            "a checkpoint has the buffers of the first process (%s): if each moves its own, as batch norm does, the "
+            "evaluation that is made now may have other metrics than in an uninterrupted run",
             ", ".join(own[:3]),
         )
 

@@ -74,11 +74,11 @@ class Changes:
             name (`str`): the attribute.
             lasting (`bool`, *optional*): the lasting ones.
         """
-        undo = self._undo_lasting if lasting else self._undo
-        key = (id(owner), name)
-        if not lasting and key not in undo:
-            undo = self._undo_before_loop or {}
-        undo.pop(key, lambda: None)()
+        found = [self._undo_lasting]
+        if not lasting:
+            found = [self._undo, self._undo_before_loop or {}]
+        for undo in found:
+            undo.pop((id(owner), name), lambda: None)()
 
     def is_replaced(self, owner: Any, name: str) -> bool:
         """Return whether an attribute has a lasting change.

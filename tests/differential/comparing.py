@@ -183,7 +183,7 @@ EXPLANATIONS = (
     ),
     Explanation(
         lambda program: program.processes > 1 and program.model in ("running_mean", "batch_norm"),
-        r"each process moves the buffers of its model by itself",
+        r"a checkpoint has the buffers of the first process",
         FROM_LOSS,
     ),
     Explanation(lambda program: program.average != "none", r"the average starts anew", ("average",)),
