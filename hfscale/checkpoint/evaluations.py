@@ -249,8 +249,7 @@ class ResumedEvaluations(TrainerCallback):
             # It may save the best model, in this checkpoint again, with the states that it finds
             adapter.checkpoints.load_rng_state(self._checkpoint)
         adapter.evaluations.evaluate_as_in_training()
-        if not self._has_states:
-            self._states_after = None if has_moved else rng_state(trainer)
+        self._states_after = None if has_moved else rng_state(trainer)
         if has_moved or not self._has_states:
             set_rng_state(before)
         note_best(trainer, adapter.checkpoints.run_dir())

@@ -356,3 +356,33 @@ def test_a_run_that_has_stopped_early_takes_no_further_step(tmp_path):
     assert first.state.global_step == 6
     again, _ = run(tmp_path, Worse(), EarlyStoppingCallback(2))
     check_equal(again, first)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """A stream that has the rows of a dataset, in order."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __iter__(self):
+        return iter(self.dataset)
+
+
+def test_an_evaluation_after_the_last_step_of_a_stream_moves_the_random_numbers_as_it_did(tmp_path):
+    arguments = EPOCHS | {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": False}
+
+    def train(folder, *callbacks):
+        spot = SpotCheckpointCallback(on_preemption="return")
+        trainer = tiny_trainer(folder, spot, *callbacks, **arguments)
+        rows = torch.utils.data.Subset(trainer.train_dataset, range(12))
+        trainer.train_dataset = Stream(rows)
+        torch.manual_seed(0)
+        trainer.train(resume_from_checkpoint=latest_checkpoint(folder))
+        return trainer
+
+    train(tmp_path / "whole")
+    drawn = torch.rand(4)
+    with pytest.raises(RuntimeError, match="the machine is gone"):
+        train(tmp_path / "run", CrashInEvaluation(6))
+    assert train(tmp_path / "run").state.global_step == 6
+    assert torch.equal(torch.rand(4), drawn)
