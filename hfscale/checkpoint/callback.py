@@ -621,7 +621,8 @@ class SpotCheckpointCallback(AdapterCallback):
         checkpoint = self._run_dir / f"checkpoint-{state.global_step}"
         with TRAINING.agreed("save: files of callbacks"):
             if self._after_save is not None:
-                self._after_save.write(checkpoint)
+                is_temporary = state.global_step in self._kept.temporary
+                self._after_save.finish(checkpoint, is_temporary=is_temporary)
         if self._saving.commits and checkpoint.is_dir():
             (checkpoint / UNFINISHED).unlink(missing_ok=True)
             update_manifest(checkpoint)

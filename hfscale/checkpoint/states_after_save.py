@@ -1,8 +1,9 @@
 """Keeps the random numbers that callbacks draw in `on_save`, such as those of a text that is generated for each save.
 
 The checkpoint has been written by then, with the states of the generators before it. Where a callback has moved them,
-each rank adds a file with the states after it, which a resumed launch restores in place of the others. A launch that
-ends before that leaves a mark in the checkpoint, and the launch that resumes from it says so.
+each rank adds a file with the states after it, which a resumed launch restores in place of the others. A save that
+plain Trainer would not make, such as that of a stop, leaves the states as they were before it. A launch that ends
+before that leaves a mark in the checkpoint, and the launch that resumes from it says so.
 """
 
 import json
@@ -48,11 +49,12 @@ class StatesAfterSave(TrainerCallback):
         if args.should_save and checkpoint.is_dir():
             mark.touch()
 
-    def write(self, checkpoint: Path) -> None:
-        """Add the file of this rank if the states have changed, after `on_save` of the other callbacks.
+    def finish(self, checkpoint: Path, *, is_temporary: bool) -> None:
+        """Keep the states or put them back if they have changed, after `on_save` of the other callbacks.
 
         Args:
             checkpoint (`Path`): the checkpoint of this step.
+            is_temporary (`bool`): neither Trainer nor the user asked for a save at this step.
 
         Raises:
             OSError: the file cannot be written.
@@ -62,7 +64,11 @@ class StatesAfterSave(TrainerCallback):
         if before is None or not has_states:
             return
         now = self._as_text()
-        if now != before:
+        if now == before:
+            return
+        if is_temporary:
+            set_rng_state(_parse(json.loads(before)))
+        else:
             write_atomically(checkpoint / f"{NAME}_{distributed.rank()}.json", now)
 
     def _as_text(self) -> str:

@@ -1,5 +1,8 @@
 """What callbacks do between a save and the next step belongs to the run: its random numbers, and ends of epochs."""
 
+import os
+import signal
+
 import pytest
 import torch
 from tiny import RandomTokens, logged, tiny_arguments, tiny_model
@@ -7,6 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, 
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
 from hfscale.checkpoint import store
+from hfscale.checkpoint.preemption.stop import PreemptionStop
 from hfscale.errors import CheckpointError
 
 ROWS, BATCH = 12, 4
@@ -88,9 +92,8 @@ def program(folder, callback, *, save_steps=EPOCH, data=None, model=model_with_d
         save_strategy="steps",
         save_steps=save_steps,
         logging_steps=1,
-        per_device_train_batch_size=BATCH,
         learning_rate=1e-2,
-        **options,
+        **({"per_device_train_batch_size": BATCH} | options),
     )
     trainer = Trainer(
         model=model(),
@@ -160,6 +163,29 @@ def test_a_callback_that_stops_at_the_end_of_an_epoch_stops_the_resumed_run(tmp_
     again = program(tmp_path, callback)
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{EPOCH}"))
     assert (again.state.global_step, callback.ends) == (EPOCH, [EPOCH])
+
+
+class StopsInStep(AtSaves):
+    """Sends the notice of a stop in a step, and draws random numbers at saves."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.crash:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_save_of_a_stop_moves_no_random_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
+    options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH // 2}
+    whole = program(tmp_path / "whole", AtSaves(), **options)
+    whole.train()
+    drawn = torch.rand(3)
+    with pytest.raises(SystemExit):
+        program(tmp_path / "run", StopsInStep(EPOCH + 1), **options).train()
+    assert latest_checkpoint(tmp_path / "run").endswith(f"-{EPOCH + 1}")
+    again = program(tmp_path / "run", AtSaves(), **options)
+    again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
+    assert logged(again, "loss") == logged(whole, "loss")
+    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_states_after_a_save_are_in_the_manifest(tmp_path):
