@@ -42,10 +42,13 @@ PRELOADED = (
     "hfscale.metrics.profiler",
     "hfscale.averaging.callback",
     "hfscale.replays.bad_batches",
+    "hfscale.replays.replay",
     "hfscale.checkpoint.load_once",
     "hfscale.lr_scaling.width",
     "hfscale.lr_scaling.growing_batch",
     "fsspec.implementations.local",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.utils.serialization.config",
 )
 """What the process that is forked has imported."""
 AFTER_FAILURE_S = 20.0
