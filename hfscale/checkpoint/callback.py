@@ -13,10 +13,16 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.cadence import SaveCadence
-from hfscale.checkpoint.epoch_end import check_no_epoch_was_cut, note_cut_epoch, note_epoch_end
+from hfscale.checkpoint.epoch_end import (
+    check_no_epoch_was_cut,
+    note_cut_epoch,
+    note_epoch_end,
+    note_stop,
+)
 from hfscale.checkpoint.equal_ranks import check_ranks
 from hfscale.checkpoint.evaluations import (
     ends_epoch,
+    has_stopped_early,
     note_made,
     note_unfinished_epoch,
 )
@@ -169,6 +175,7 @@ class SpotCheckpointCallback(AdapterCallback):
         self._has_reserved = False
         self._own_step: int | None = None  # saved for no other reason than the cadence or a notice
         self._evaluated_step: int | None = None
+        self._is_ended_by_others = False
         self._ended_step: int | None = None
         """The last step of the last epoch of whose end callbacks have heard."""
         self._after_save: StatesAfterSave | None = None
@@ -570,6 +577,7 @@ class SpotCheckpointCallback(AdapterCallback):
             control (`TrainerControl`): its flags are set.
         """
         requested_by_others = control.should_save
+        self._is_ended_by_others = control.should_training_stop
         agreed = self._agree(state)
         self._watch_writer(agreed)
         self.memory.follow(agreed)
@@ -600,6 +608,8 @@ class SpotCheckpointCallback(AdapterCallback):
         note_unfinished_epoch(trainer, self._evaluated_step)
         has_ended = self._ended_step == state.global_step
         note_epoch_end(trainer, is_due=ends_epoch(trainer) and not has_ended)
+        may_be_asked = self._is_ended_by_others or self.preemption.stop is None
+        note_stop(trainer, is_asked=may_be_asked and not has_stopped_early(trainer))
         is_temporary = self._own_step == state.global_step
         self._own_step = None  # a second save of this step is one that others have asked for
         if args.save_strategy == "best" and state.best_global_step == state.global_step:

@@ -6,7 +6,8 @@ left out. The checkpoint says that it is still to come, and the resumed launch c
 
 Trainer counts the epochs of a resumed run by its steps. Once a callback has ended an epoch before its last step
 (`should_epoch_stop`), a resume would begin at another row, in another epoch, and take another number of steps: that is
-said, and refused.
+said, and refused. A callback that has ended the training (`should_training_stop`) may have meant this launch only, as
+one that looks at the clock does: a resume goes on, and says so.
 """
 
 import copy
@@ -31,6 +32,8 @@ _STATE_NAME = "epoch_end"  # in `trainer_state.json`
 _DUE = "due"
 _CUT_NAME = "cut_epochs"  # in `trainer_state.json`
 _FIRST = "first"
+_STOP_NAME = "stop"  # in `trainer_state.json`
+_STEP = "step"
 _INSTEAD = "give each epoch fewer rows instead, as with a Subset or a sampler with num_samples"
 
 
@@ -126,4 +129,35 @@ def check_no_epoch_was_cut(adapter: TrainerAdapter, *, is_allowed: bool) -> None
         "its last one (should_epoch_stop), and Trainer counts epochs by steps, so that the resumed run would see "
         f"other samples and take another number of steps; {_INSTEAD}, or, to resume nevertheless, give "
         "resume_with_other data"
+    )
+
+
+def note_stop(trainer: Trainer, *, is_asked: bool) -> None:
+    """Note in the state that is about to be saved whether a callback of the program has ended the training.
+
+    Args:
+        trainer (`Trainer`): the Trainer that trains.
+        is_asked (`bool`): whether a callback may have asked for the end, which neither a notice nor a signal explains.
+    """
+    state = trainer.state
+    drop_saved_state(state, _STOP_NAME)
+    is_early = state.global_step < state.max_steps
+    if is_asked and is_early and trainer.control.should_training_stop:
+        saved_state(state, _STOP_NAME)[_STEP] = state.global_step
+
+
+def warn_of_stop(trainer: Trainer) -> None:
+    """Log that a callback has ended the training at the step from which it goes on.
+
+    Args:
+        trainer (`Trainer`): the Trainer that resumes, before its first step.
+    """
+    state = trainer.state
+    step = find_saved_state(state, _STOP_NAME).get(_STEP)
+    if step != state.global_step:
+        return
+    logger.warning(
+        "a callback had ended the training at step %d (should_training_stop), and it goes on from there now: if that "
+        "was its end, do not train again",
+        step,
     )

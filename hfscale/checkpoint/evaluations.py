@@ -28,7 +28,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hfscale.checkpoint.best import note_best
 from hfscale.checkpoint.contents import rng_state, set_rng_state
-from hfscale.checkpoint.epoch_end import make_up_epoch_end
+from hfscale.checkpoint.epoch_end import make_up_epoch_end, warn_of_stop
 from hfscale.checkpoint.states_after_save import restore_states_after_save, warn_of_unfinished
 from hfscale.core import distributed
 from hfscale.core.logging import get_logger
@@ -168,12 +168,14 @@ class ResumedEvaluations(TrainerCallback):
             self._adapter.evaluations.skip_epoch()
             return
         is_complete = state.global_step >= state.max_steps
-        if is_complete or any(map(_has_stopped, self._adapter.trainer.callback_handler.callbacks)):
+        if is_complete or has_stopped_early(self._adapter.trainer):
             how = "is complete" if is_complete else "has stopped early"
             logger.info("the run %s at step %d: it takes no further step", how, state.global_step)
             control.should_training_stop = True
             # Trainer looks at the number of steps after a step: of a stream, and inside an epoch, it would take one
             self._adapter.evaluations.skip_epoch()
+        else:
+            warn_of_stop(self._adapter.trainer)
 
     def _note_states(self) -> None:
         """Note the random states after all callbacks have begun the first pass, if it is a new one.
@@ -275,10 +277,19 @@ def _is_inside_pass(adapter: TrainerAdapter) -> bool:
     return bool(find_saved_state(trainer.state, "stream").get("samples", 1))
 
 
-def _has_stopped(callback: TrainerCallback) -> bool:
-    if not isinstance(callback, EarlyStoppingCallback):
-        return False
-    return callback.early_stopping_patience_counter >= callback.early_stopping_patience
+def has_stopped_early(trainer: Trainer) -> bool:
+    """Return whether an `EarlyStoppingCallback` has lost its patience.
+
+    Args:
+        trainer (`Trainer`): the Trainer that trains.
+    """
+    for callback in trainer.callback_handler.callbacks:
+        if not isinstance(callback, EarlyStoppingCallback):
+            continue
+        patience = callback.early_stopping_patience
+        if callback.early_stopping_patience_counter >= patience:
+            return True
+    return False
 
 
 def resume_evaluations(adapter: TrainerAdapter) -> ResumedEvaluations | None:

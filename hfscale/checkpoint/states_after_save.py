@@ -38,12 +38,12 @@ class StatesAfterSave(TrainerCallback):
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self._trainer = trainer
         self._folder = folder
-        self._before: str | None = None
+        self._before: dict[str, Any] | None = None
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._before = self._as_text()
+        self._before = rng_state(self._trainer)
         checkpoint = self._folder / f"checkpoint-{state.global_step}"
         mark = checkpoint / UNFINISHED
         if args.should_save and checkpoint.is_dir():
@@ -63,16 +63,14 @@ class StatesAfterSave(TrainerCallback):
         has_states = (checkpoint / rng_name(self._trainer)).is_file()
         if before is None or not has_states:
             return
-        now = self._as_text()
-        if now == before:
+        now = _as_text(rng_state(self._trainer))
+        if now == _as_text(before):
             return
         if is_temporary:
-            set_rng_state(_parse(json.loads(before)))
-        else:
-            write_atomically(checkpoint / f"{NAME}_{distributed.rank()}.json", now)
-
-    def _as_text(self) -> str:
-        return json.dumps(plain(rng_state(self._trainer)))
+            set_rng_state(before)
+            return
+        name = f"{NAME}_{distributed.rank()}.json"
+        write_atomically(checkpoint / name, now)
 
 
 def warn_of_unfinished(checkpoint: Path) -> None:
@@ -105,6 +103,10 @@ def restore_states_after_save(checkpoint: Path) -> None:
     states, rank = found
     if rank == distributed.rank():
         set_rng_state(states)
+
+
+def _as_text(states: dict[str, Any]) -> str:
+    return json.dumps(plain(states))
 
 
 def _parse(saved: Any) -> dict[str, Any]:

@@ -165,6 +165,21 @@ def test_a_callback_that_stops_at_the_end_of_an_epoch_stops_the_resumed_run(tmp_
     assert (again.state.global_step, callback.ends) == (EPOCH, [EPOCH])
 
 
+class StopsAt(Calls):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.crash:
+            control.should_training_stop = control.should_save = True
+
+
+def test_a_run_that_goes_on_where_a_callback_had_ended_it_says_so(tmp_path, caplog):
+    program(tmp_path, StopsAt(EPOCH + 1)).train()
+    assert latest_checkpoint(tmp_path).endswith(f"-{EPOCH + 1}")
+    for is_first in (True, False):
+        caplog.clear()
+        program(tmp_path, Calls()).train(resume_from_checkpoint=latest_checkpoint(tmp_path))
+        assert (f"a callback had ended the training at step {EPOCH + 1}" in caplog.text) == is_first
+
+
 class StopsInStep(AtSaves):
     """Sends the notice of a stop in a step, and draws random numbers at saves."""
 
@@ -173,7 +188,7 @@ class StopsInStep(AtSaves):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_the_save_of_a_stop_moves_no_random_numbers(tmp_path, monkeypatch):
+def test_the_save_of_a_stop_moves_no_random_numbers(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": BATCH // 2}
     whole = program(tmp_path / "whole", AtSaves(), **options)
@@ -184,6 +199,7 @@ def test_the_save_of_a_stop_moves_no_random_numbers(tmp_path, monkeypatch):
     assert latest_checkpoint(tmp_path / "run").endswith(f"-{EPOCH + 1}")
     again = program(tmp_path / "run", AtSaves(), **options)
     again.train(resume_from_checkpoint=latest_checkpoint(tmp_path / "run"))
+    assert "had ended the training" not in caplog.text
     assert logged(again, "loss") == logged(whole, "loss")
     assert torch.equal(torch.rand(3), drawn)
 

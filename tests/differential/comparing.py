@@ -186,6 +186,11 @@ EXPLANATIONS = (
         r"a checkpoint has the buffers of the first process",
         FROM_LOSS,
     ),
+    Explanation(
+        lambda program: program.extra == "stops_when_asked",
+        r"a callback had ended the training at step \d+ .*, and it goes on",
+        ("rows", "rates", *FROM_LOSS, "tokens"),
+    ),
     Explanation(lambda program: program.average != "none", r"the average starts anew", ("average",)),
     Explanation(
         lambda program: any(each.where == "evaluation" or each.how != "crash" for each in program.interruptions),
