@@ -191,6 +191,11 @@ EXPLANATIONS = (
         r"a callback had ended the training at step \d+ .*, and it goes on",
         ("rows", "rates", *FROM_LOSS, "tokens"),
     ),
+    Explanation(
+        lambda program: program.extra == "ignore_data_skip",
+        r"ignore_data_skip is on: what was read before",
+        ("rows", "rates", *FROM_LOSS, "tokens"),
+    ),
     Explanation(lambda program: program.average != "none", r"the average starts anew", ("average",)),
     Explanation(
         lambda program: any(each.where == "evaluation" or each.how != "crash" for each in program.interruptions),

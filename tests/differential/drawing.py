@@ -18,10 +18,20 @@ OWN_TRAINERS = (
     "dataloader",
     "create_optimizer",
     "log",
+    "create_scheduler",
+    "mixup",
+    "adversarial",
+    "own_batches",
+    "loss_function",
+    "saves_more",
 )
 """Trainer itself and subclasses of it, which take every model and every kind of data."""
-SMALL_VISION = ("vit", "batch_norm")
+OWN_MODELS = ("batch_norm", "running_mean", "counter", "plain_counter", "noise_in_place")
+OWN_MODELS += ("spectral", "own_noise", "lstm")
+"""Modules of a user's own, on images."""
+IMAGE_MODELS = ("vit", *OWN_MODELS)
 COUNTS_PASSES = {"counter", "plain_counter", "running_mean", "batch_norm", "annealed_loss", "counting_mask"}
+COUNTS_PASSES |= {"spectral", "own_noise", "own_batches", "mixup", "adversarial"}
 """What depends on how many rows a pass has, so that another batch per device is another program."""
 TEXT_MODELS = ("llama", "tied", "bert", "lora")
 
@@ -68,7 +78,7 @@ def possible(program: Program) -> Program:
             changes |= {"batch": 4, "workers": 0}
     program = replace(program, **changes)
     changes = {}
-    if program.model in SMALL_VISION:
+    if program.model in IMAGE_MODELS:
         changes |= {"collator": "default", "sampler": "default" if program.sampler == "group_by_length" else None}
         changes |= {"data": "sized" if program.data in ("padded", "packed") else None, "smoothing": 0.0}
     if program.data.endswith("stream"):
@@ -77,10 +87,16 @@ def possible(program: Program) -> Program:
         changes["workers"] = 1
     if program.trainer == "create_optimizer":
         changes |= {"optimizer": "default", "schedule": "cosine" if program.schedule.endswith("LR") else None}
-    if program.trainer == "dataloader":
+    if program.trainer == "create_scheduler":
+        changes["schedule"] = "constant"
+    if program.trainer == "loss_function":
+        changes |= {"smoothing": 0.0, "model": "llama" if program.model == "t5" else None}
+    if program.schedule == "OwnPlateauLR" and program.eval_strategy == "no":
+        changes["schedule"] = "constant"
+    if program.trainer in ("dataloader", "own_batches"):
         changes |= {"sampler": "default", "data": "sized", "workers": 0}
-    if program.model in ("batch_norm", "running_mean", "counter", "plain_counter", "noise_in_place"):
-        changes["smoothing"] = 0.0
+    if program.augmentation in ("own_numpy", "own_python", "harder") and program.data == "datasets":
+        changes["data"] = "sized"  # the dataset itself has the generator, or the level
     if program.model == "t5":  # which makes its inputs from the labels, that smoothing takes away
         changes["smoothing"] = 0.0
     if program.trainer == "CrossEncoderTrainer":  # its model cannot be recomputed under DDP
@@ -152,7 +168,9 @@ def has_effect(program: Program) -> bool:
     """Whether the additional choice of a program can be made beside its other choices."""
     is_own = program.trainer in OWN_TRAINERS
     evaluates = program.eval_strategy != "no"
-    finds = is_own and program.move not in ("batch", "processes") and not program.skips
+    moves_rows = program.move in ("batch", "processes")
+    has_own_loader = program.trainer in ("dataloader", "own_batches")
+    finds = is_own and not moves_rows and not program.skips
     needs = {
         "neftune": is_own and program.model in TEXT_MODELS,
         "eval_on_start": evaluates,
@@ -164,14 +182,21 @@ def has_effect(program: Program) -> bool:
         "evaluates_when_asked": program.best == "none" and not program.early_stopping,
         "saves_when_asked": program.best == "none",
         "dispatch_batches": is_own and program.data == "stream",
-        "split_batches": is_own and program.trainer != "dataloader" and program.move not in ("batch", "processes"),
+        "split_batches": is_own and not has_own_loader and not moves_rows,
         "frozen_at_first": is_own and program.processes == 1 and program.trainer != "create_optimizer",
         "changes_settings": is_own and program.processes == 1 and program.trainer != "create_optimizer",
+        "eval_sets": is_own and evaluates,
+        "stops_by_log": evaluates and program.best == "none" and not program.early_stopping,
+        "predicts_itself": is_own,
+        "evaluates_itself": is_own and program.schedule != "OwnPlateauLR",
+        "changes_cadence": program.best == "none" and not program.early_stopping,
+        "sync_each_batch": is_own,
+        "uneven_batches": is_own and not moves_rows,
         "max_steps": not program.data.endswith("stream"),
         "find_smaller_batch": finds,
         "find_smaller_batch_later": finds,
         "unseeded_sampler": is_own,
         # With another batch per device bfloat16 rounds otherwise
-        "bf16_model": is_own and program.model in TEXT_MODELS and program.move not in ("batch", "processes"),
+        "bf16_model": is_own and program.model in TEXT_MODELS and not moves_rows,
     }
     return needs.get(program.extra, True)

@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+RATE = 1e-2
+"""The learning rate of all programs."""
 CHOICES: dict[str, tuple[Any, ...]] = {
     "trainer": (
         "Trainer",
@@ -23,6 +25,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "CrossEncoderTrainer",
         "create_optimizer",
         "log",
+        "create_scheduler",
+        "mixup",
+        "adversarial",
+        "own_batches",
+        "loss_function",
+        "saves_more",
     ),
     "model": (
         "llama",
@@ -36,6 +44,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "tied",
         "lora",
         "plain_counter",
+        "spectral",
+        "own_noise",
+        "lstm",
     ),
     "dropout": (0.0, 0.1),
     "data": ("sized", "padded", "packed", "datasets", "stream", "shuffled_stream", "mixed_stream", "random_stream"),
@@ -55,8 +66,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "python_shuffle",
         "counts_passes",
     ),
-    "collator": ("default", "torch_mask", "numpy_mask", "python_mask", "generator_mask", "counting_mask"),
-    "augmentation": ("none", "torch", "numpy", "python"),
+    "collator": (
+        "default",
+        "torch_mask",
+        "numpy_mask",
+        "python_mask",
+        "generator_mask",
+        "counting_mask",
+        "module_mask",
+        "closure_mask",
+    ),
+    "augmentation": ("none", "torch", "numpy", "python", "own_numpy", "own_python", "harder"),
     "optimizer": (
         "default",
         "sgd",
@@ -83,6 +103,9 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "SequentialLR",
         "CyclicLR",
         "LambdaLR",
+        "ChainedLR",
+        "OwnPlateauLR",
+        "AveragedLR",
     ),
     "clipping": (1.0, 0.0, 0.1),
     "smoothing": (0.0, 0.1),
@@ -138,6 +161,20 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "draws_between_steps",
         "jit_checkpoint",
         "bf16_model",
+        "eval_sets",
+        "evaluates_itself",
+        "predicts_itself",
+        "changes_cadence",
+        "removes_a_file",
+        "averaged_model",
+        "seeds_each_epoch",
+        "clamps_weights",
+        "stops_by_log",
+        "ignore_data_skip",
+        "no_nan_filter",
+        "sync_each_batch",
+        "uneven_batches",
+        "first_step",
     ),
 }
 """Values of each field of a program, the simplest first."""

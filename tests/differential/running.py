@@ -105,7 +105,8 @@ def run_child(job: dict[str, Any]) -> None:
     import torch
     import transformers
     from drawing import OWN_TRAINERS
-    from parts import arguments_of, row_ids, trainer_of
+    from parts import arguments_of, trainer_of
+    from rows import row_ids
 
     tempfile.tempdir = None  # that of TMPDIR, not of the process that was forked
     program = eval(job["program"], {"Program": Program, "Interruption": Interruption})  # noqa: S307  our own text
