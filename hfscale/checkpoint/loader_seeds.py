@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import saved_state
+
+logger = get_logger(__name__)
 
 
 def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
@@ -57,6 +60,23 @@ def keep_loader_seeds(adapter: TrainerAdapter, train_dataloader: Any) -> None:
     adapter.evaluations.put_back_if_cut("started loaders", take_started)
     if adapter.resumes_from is not None and _keeps_workers(train_dataloader):
         _use_own_generator(train_dataloader, state.global_step)
+        # Their generators go on from pass to pass
+        warn_of_workers(adapter.trainer.args.dataloader_num_workers, "this pass and later ones")
+
+
+def warn_of_workers(count: int, passes: str) -> None:
+    """Log that what the workers of a data loader draw is not that of an uninterrupted run.
+
+    Args:
+        count (`int`): the number of workers.
+        passes (`str`): in which passes over the data.
+    """
+    logger.warning(
+        "random numbers that the %d processes of the data loader draw for %s, such as masks of a collator, "
+        "are not those of an uninterrupted run: set dataloader_num_workers to 0 if the data draw any",
+        count,
+        passes,
+    )
 
 
 def _keeps_workers(loader: Any) -> bool:

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +110,8 @@ def compare_replicas(
 ) -> list[Finding]:
     """Find ranks whose weights or gradient norm differ from those of the others.
 
-    Gradient norms are compared only if no weights differ. Each comparison needs a finite value of every rank.
+    Each comparison needs a finite value of every rank. Where most gradient norms differ, nothing has reduced the
+    gradients, and no rank is to blame for its weights. Elsewhere norms are compared only if no weights differ.
 
     Args:
         checksums (`ArrayLike`): the checksum of each rank at the same step, (ranks,); NaN if none was computed.
@@ -120,25 +122,44 @@ def compare_replicas(
     Returns:
         `list[Finding]`: an error for each rank that differs.
     """
-    found = []
     host_of = dict(enumerate(hosts))
-    if np.isfinite(checksums).all():
+    of_ranks = np.asarray(norms)
+    apart = _differing_norms(of_ranks)
+    is_reduced = len(apart) < len(of_ranks) / 2
+    other_weights = []
+    if np.isfinite(checksums).all() and is_reduced:
+        other_weights = _differing_ranks(np.asarray(checksums).tolist())
+    found = []
+    for rank in other_weights:
         problem = f"has other weights than the other replicas at step {step}: its device or its link computes wrongly"
         fix = "resume from a checkpoint before that step, without this device"
-        for rank in _differing_ranks(np.asarray(checksums).tolist()):
-            found.append(rank_error("replicas", rank, host_of, problem, fix))
-    if not found and np.isfinite(norms).all():
-        of_ranks = np.asarray(norms)
-        median = np.sort(of_ranks)[(len(of_ranks) - 1) // 2]
-        for rank in np.flatnonzero(
-            abs(of_ranks - median) > NORM_TOLERANCE * max(abs(median), 1e-12)
-        ).tolist():
-            problem = f"has the gradient norm {of_ranks[rank]:.6g} at step {step}, the others {median:.6g}"
-            fix = (
-                "gradients are not reduced over all ranks: check no_sync and custom training steps"
-            )
-            found.append(rank_error("replicas", rank, host_of, problem, fix))
+        found.append(rank_error("replicas", rank, host_of, problem, fix))
+    if found:
+        return found
+    for rank in apart:
+        problem = f"has the gradient norm {of_ranks[rank]:.6g} at step {step}, the others {_median(of_ranks):.6g}"
+        fix = (
+            "gradients are not reduced over all ranks: check no_sync, custom training steps, and losses that call "
+            "the model itself in place of the one that Trainer gives them"
+        )
+        error = rank_error("replicas", rank, host_of, problem, fix)
+        found.append(error if is_reduced else replace(error, blames_host=False))
     return found
+
+
+def _median(norms: npt.NDArray[np.float64]) -> float:
+    """Return the norm that the ranks share, if most of them do."""
+    return float(np.sort(norms)[(len(norms) - 1) // 2])
+
+
+def _differing_norms(norms: npt.NDArray[np.float64]) -> list[int]:
+    """Return the ranks whose gradient norm is not the median; none if a norm is not finite."""
+    if not np.isfinite(norms).all():
+        return []
+    median = _median(norms)
+    allowed = NORM_TOLERANCE * max(abs(median), 1e-12)
+    ranks: list[int] = np.flatnonzero(abs(norms - median) > allowed).tolist()
+    return ranks
 
 
 def compare_learning_rates(rates: npt.ArrayLike, step: int) -> list[Finding]:

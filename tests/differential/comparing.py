@@ -177,6 +177,11 @@ EXPLANATIONS = (
         FROM_LOSS,
     ),
     Explanation(
+        lambda program: program.data == "random_stream" and program.extra == "persistent_workers",
+        r"random numbers that the \d+ processes of the data loader draw for this pass and later ones",
+        ("rows", *FROM_LOSS),
+    ),
+    Explanation(
         lambda program: program.sampler not in ("default", "sequential", "set_epoch"),
         r"does not repeat the order of the samples",
         ("rows", *FROM_LOSS),

@@ -4,6 +4,7 @@ import math
 import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from forked_ranks import run_ranks
@@ -91,6 +92,19 @@ class TestReplicas:
         (found,) = compare_replicas([math.nan] * 4, [1.0, 1.0, 1.0, 1.4], HOSTS, 9)
         assert found.ranks == (3,)
         assert "1.4" in found.message
+        assert found.blames_host
+
+    @pytest.mark.parametrize("norms", [[1.0, 1.4], [1.0, 1.4, 0.7, 2.0]])
+    def test_gradients_that_nothing_reduces_blame_no_device(self, norms):
+        """As of a loss that calls the model beside DDP: weights differ from the first step on, too."""
+        found = compare_replicas(np.arange(len(norms)), norms, HOSTS, 1)
+        assert len(found) >= len(norms) / 2
+        assert all("gradients are not reduced" in each.message and not each.blames_host for each in found)
+
+    def test_one_replica_with_other_weights_and_another_norm_has_a_bad_device(self):
+        (found,) = compare_replicas([5.0, 5.0, 6.0, 5.0], [1.0, 1.0, 1.4, 1.0], HOSTS, 9)
+        assert (found.ranks, found.blames_host) == ((2,), True)
+        assert "other weights" in found.message
 
 
 class TestLearningRates:

@@ -31,6 +31,7 @@ from transformers.trainer_utils import has_length
 
 from hfscale.checkpoint.data_order.owners import DataState
 from hfscale.checkpoint.data_order.rows import RowsInPlace
+from hfscale.checkpoint.loader_seeds import warn_of_workers
 from hfscale.checkpoint.program_state.kept_values import check_values
 from hfscale.checkpoint.program_state.state import warn_of_iterators
 from hfscale.checkpoint.random_states import (
@@ -372,12 +373,8 @@ def _warn_of_workers(adapter: TrainerAdapter) -> None:
     args = adapter.trainer.args
     trainer = adapter.trainer
     is_inside_pass = micro_batches_of_pass(trainer, trainer.state.global_step) > 0
-    if args.dataloader_num_workers and is_inside_pass:
-        logger.warning(
-            "random numbers that the %d processes of the data loader draw for this pass, such as masks of a collator, "
-            "are not those of an uninterrupted run: set dataloader_num_workers to 0 if the data draw any",
-            args.dataloader_num_workers,
-        )
+    if args.dataloader_num_workers and is_inside_pass and not args.dataloader_persistent_workers:
+        warn_of_workers(args.dataloader_num_workers, "this pass")
 
 
 def _read(checkpoint: Path) -> dict[str, Any] | None:
