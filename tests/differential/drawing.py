@@ -22,16 +22,19 @@ OWN_TRAINERS = (
     "mixup",
     "adversarial",
     "own_batches",
+    "epoch_batches",
     "loss_function",
     "saves_more",
 )
 """Trainer itself and subclasses of it, which take every model and every kind of data."""
+OWN_LOADERS = ("dataloader", "own_batches", "epoch_batches")
+"""Subclasses that make their data loader themselves."""
 OWN_MODELS = ("batch_norm", "running_mean", "counter", "plain_counter", "noise_in_place")
 OWN_MODELS += ("spectral", "own_noise", "lstm")
 """Modules of a user's own, on images."""
 IMAGE_MODELS = ("vit", *OWN_MODELS)
 COUNTS_PASSES = {"counter", "plain_counter", "running_mean", "batch_norm", "annealed_loss", "counting_mask"}
-COUNTS_PASSES |= {"spectral", "own_noise", "own_batches", "mixup", "adversarial"}
+COUNTS_PASSES |= {"spectral", "own_noise", "own_batches", "epoch_batches", "mixup", "adversarial"}
 """What depends on how many rows a pass has, so that another batch per device is another program."""
 TEXT_MODELS = ("llama", "tied", "bert", "lora")
 
@@ -93,7 +96,7 @@ def possible(program: Program) -> Program:
         changes |= {"smoothing": 0.0, "model": "llama" if program.model == "t5" else None}
     if program.schedule == "OwnPlateauLR" and program.eval_strategy == "no":
         changes["schedule"] = "constant"
-    if program.trainer in ("dataloader", "own_batches"):
+    if program.trainer in OWN_LOADERS:
         changes |= {"sampler": "default", "data": "sized", "workers": 0}
     if program.augmentation in ("own_numpy", "own_python", "harder") and program.data == "datasets":
         changes["data"] = "sized"  # the dataset itself has the generator, or the level
@@ -169,7 +172,7 @@ def has_effect(program: Program) -> bool:
     is_own = program.trainer in OWN_TRAINERS
     evaluates = program.eval_strategy != "no"
     moves_rows = program.move in ("batch", "processes")
-    has_own_loader = program.trainer in ("dataloader", "own_batches")
+    has_own_loader = program.trainer in OWN_LOADERS
     finds = is_own and not moves_rows and not program.skips
     needs = {
         "neftune": is_own and program.model in TEXT_MODELS,

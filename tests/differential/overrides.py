@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import transformers
 from program import RATE, Program
-from rows import OwnBatches, sampler_of
+from rows import EpochBatches, OwnBatches, sampler_of
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
@@ -17,6 +17,7 @@ NAMES = {
     "adversarial": "training_step",
     "dataloader": "get_train_dataloader",
     "own_batches": "get_train_dataloader",
+    "epoch_batches": "get_train_dataloader",
     "saves_more": "_save_checkpoint",
 }
 """The methods that are overridden, where they have another name than the Trainer of a program."""
@@ -101,7 +102,8 @@ def trainer_class(program: Program) -> type[Trainer]:
         return self.lr_scheduler
 
     def own_batches(self):
-        sampler = OwnBatches(len(self.train_dataset), self._train_batch_size)
+        kind = OwnBatches if program.trainer == "own_batches" else EpochBatches
+        sampler = kind(len(self.train_dataset), self._train_batch_size)
         loader = DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=self.data_collator)
         return self.accelerator.prepare(loader)
 
@@ -127,6 +129,7 @@ def trainer_class(program: Program) -> type[Trainer]:
         "evaluate": evaluate,
         "dataloader": get_train_dataloader,
         "own_batches": own_batches,
+        "epoch_batches": own_batches,
         "saves_more": saves_more,
     }
     if program.trainer in overrides:

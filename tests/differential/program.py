@@ -29,6 +29,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         "mixup",
         "adversarial",
         "own_batches",
+        "epoch_batches",
         "loss_function",
         "saves_more",
     ),

@@ -239,6 +239,22 @@ class OwnBatches:
         return iter(batches)
 
 
+class EpochBatches(OwnBatches):
+    """A batch sampler that packs its batches anew once it is told the epoch."""
+
+    def __init__(self, size: int, batch_size: int) -> None:
+        super().__init__(size, batch_size)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        order = torch.randperm(self.size, generator=torch.Generator().manual_seed(epoch)).tolist()
+        self.batches = [order[first : first + self.batch_size] for first in range(0, self.size, self.batch_size)]
+
+    def __iter__(self):
+        return iter(self.batches)
+
+
 class Ordered(Sampler):
     """A sampler of the kinds that people write.
 

@@ -5,7 +5,7 @@ A sampler or a collator may draw from a generator of its own, which is in no che
 also count its passes, or keep an order that each pass changes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,8 +53,13 @@ class DataState:
 
     def describe_sampler(self) -> str:
         """Return the name of the class that decides the order: that of the innermost sampler."""
-        innermost = list(self._samplers.values())[-1:]
-        return type(innermost[0]).__name__ if innermost else "the sampler"
+        found = list(self._samplers.values())
+        if not found:
+            return "the sampler"
+        # The batch samplers of sentence-transformers call their dataset a sampler
+        samplers = [each for each in found if isinstance(each, Sampler)]
+        innermost = (samplers or found)[-1]
+        return type(innermost).__name__
 
     def generators(self) -> States:
         """Return the states of the generators by path."""
@@ -113,7 +118,11 @@ class DataState:
         for path, value in (self._first | counters).items():
             owner, _, name = path.rpartition(".")
             sampler = self._samplers.get(owner)
-            if sampler is not None and name in vars(sampler):
+            if sampler is None or name not in vars(sampler):
+                continue
+            if name == "epoch" and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(value)  # it may have to draw its order again
+            else:
                 setattr(sampler, name, _like(vars(sampler)[name], value))
 
     def _numbers(self) -> dict[str, Any]:
@@ -134,6 +143,16 @@ def _samplers_of(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     for name, inner in vars(value).items():
         if isinstance(inner, Sampler) or (name.endswith("sampler") and inner is not None):
             yield from _samplers_of(inner, path_to(path, name))
+        if isinstance(inner, list | tuple):
+            yield from _parts_of(inner, path_to(path, name))
+
+
+def _parts_of(mixture: Sequence[Any], path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the samplers in a list, and those inside them."""
+    for number, part in enumerate(mixture):
+        is_sampler = isinstance(part, Sampler) or path.endswith("samplers")
+        if is_sampler:
+            yield from _samplers_of(part, f"{path}[{number}]")
 
 
 def _plain_numbers(value: Any) -> Any:
