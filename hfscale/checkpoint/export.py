@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hfscale.checkpoint.formats import dcp, read_view, unsharded
-from hfscale.checkpoint.formats.average import read_average
+from hfscale.checkpoint.formats.average import read_average_metadata, stored_groups
 from hfscale.checkpoint.formats.merged import merge, split
 from hfscale.checkpoint.formats.parallel import ADAPTER_PREFIX
 from hfscale.checkpoint.formats.parameter_names import model_of_config, read_parameter_names
@@ -194,6 +194,32 @@ def _weights_alone(checkpoint: Path, format_name: str) -> dict[str, TensorRef]:
     if format_name == dcp.FORMAT.name and (checkpoint / dcp.MODEL_FOLDER).is_dir():
         return dcp.read_fsdp2_weights(checkpoint)
     return read_unsharded_weights(checkpoint)
+
+
+def read_average(checkpoint: Path) -> dict[str, TensorRef] | None:
+    """Return the averaged weights of a checkpoint by the names of the parameters; None if there are none.
+
+    Args:
+        checkpoint (`Path`): the folder of the checkpoint.
+
+    Raises:
+        CheckpointError: the files are broken.
+    """
+    metadata = read_average_metadata(checkpoint)
+    if metadata is None or not metadata.groups:
+        return None
+    stored = stored_groups(checkpoint, metadata)
+    return {name: _mean([refs[name] for _, refs in stored]) for name in stored[0][1]}
+
+
+def _mean(refs: list[TensorRef]) -> TensorRef:
+    def read() -> torch.Tensor:
+        total = refs[0].read()
+        for ref in refs[1:]:
+            total += ref.read()
+        return total / len(refs)
+
+    return TensorRef(shape=refs[0].shape, dtype=refs[0].dtype, read=read)
 
 
 def _with_average(

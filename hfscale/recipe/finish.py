@@ -37,7 +37,7 @@ from hfscale.recipe.router_loss import average_router_loss
 from hfscale.recipe.sequence_parallel import fix_sequence_parallel
 from hfscale.recipe.weight_casts import cast_weights_once
 from hfscale.scaling import ScalingCallback
-from hfscale.trainer.fsdp2_loading import load_buffers_under_fsdp2
+from hfscale.trainer.fsdp2_buffers import load_buffers_under_fsdp2
 from hfscale.trainer.state import output_folder
 
 if TYPE_CHECKING:

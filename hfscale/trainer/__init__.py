@@ -76,8 +76,8 @@ Replaced until the end of the training
   stepping. Test: test_bad_batches.py.
 - `Trainer.train_dataset` and single training arguments (public). By: `replace_train_dataset`, `set_argument`.
   Reason: the stream that keeps its position is needed during the training only. Test: test_stream_position.py.
-- `Accelerator.prepare` (public). By: fsdp2_loading.py. Reason: Accelerate's FSDP2 cannot load persistent buffers, and
-  gathers no head whose final norm it does not find. Test: test_fsdp2_loading.py.
+- `Accelerator.prepare` (public). By: fsdp2_loading.py, fsdp2_buffers.py. Reason: Accelerate's FSDP2 cannot load
+  persistent buffers, and gathers no head whose final norm it does not find. Test: test_fsdp2_loading.py.
 - `get_output_embeddings` (public) of a model, while Accelerate prepares it. By: `gather_head_with_root`. Reason:
   nothing else tells Accelerate to leave the head with the rest of the model. Test: test_fsdp2_loading.py.
 - `Trainer.data_collator` (public), as long as the Trainer lives. By: `wrap_data_collator`. Reason: what the ranks

@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from hfscale import SpotCheckpointCallback, WeightAveragingCallback
 from hfscale.averaging.storage import StoredAverage
-from hfscale.checkpoint.formats.average import read_average
+from hfscale.checkpoint.export import read_average
 from hfscale.checkpoint.loading import readable_checkpoint
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.strategies import Strategy

@@ -577,7 +577,7 @@ def test_only_channels_exchange_values_of_hfscale():
     measures = {"check/calibrate.py", "check/check.py", "health/measure.py", "health/preflight.py"}
     trains = {"metrics/meters/noise_scale.py", "recipe/compression.py", "recipe/entrypoint.py"}
     trains |= {"recipe/onebit.py", "recipe/sign_mean.py", "recipe/router_bias.py"}
-    trains |= {"optim/newton_schulz.py", "trainer/fsdp2_loading.py"}
+    trains |= {"optim/newton_schulz.py", "trainer/fsdp2_buffers.py"}
     own = {"core/collectives.py", "core/replicas.py", "core/tree.py"}
     own.add("core/distributed.py")  # the barrier at the end
     assert {user for user in users if not user.startswith("parallel/")} <= measures | trains | own

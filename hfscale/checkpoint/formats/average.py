@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from hfscale.checkpoint.formats.dcp import tensor_ref
 from hfscale.checkpoint.formats.view import TensorRef, check_names
 from hfscale.checkpoint.manifest import checkpoint_files
@@ -134,32 +132,6 @@ def stored_groups(
 
 def _shapes(refs: Mapping[str, TensorRef]) -> dict[str, tuple[int, ...]]:
     return {name: ref.shape for name, ref in refs.items()}
-
-
-def read_average(checkpoint: Path) -> dict[str, TensorRef] | None:
-    """Return the averaged weights of a checkpoint by the names of the parameters; None if there are none.
-
-    Args:
-        checkpoint (`Path`): the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: the files are broken.
-    """
-    metadata = read_average_metadata(checkpoint)
-    if metadata is None or not metadata.groups:
-        return None
-    stored = stored_groups(checkpoint, metadata)
-    return {name: _mean([refs[name] for _, refs in stored]) for name in stored[0][1]}
-
-
-def _mean(refs: list[TensorRef]) -> TensorRef:
-    def read() -> torch.Tensor:
-        total = refs[0].read()
-        for ref in refs[1:]:
-            total += ref.read()
-        return total / len(refs)
-
-    return TensorRef(shape=refs[0].shape, dtype=refs[0].dtype, read=read)
 
 
 def average_files(checkpoint: Path) -> list[str]:
