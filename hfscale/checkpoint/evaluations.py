@@ -38,7 +38,7 @@ from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import (
     drop_saved_state,
     find_saved_state,
-    micro_batches_of_pass,
+    is_inside_pass,
     model_of,
     saved_state,
     steps_per_epoch,
@@ -139,7 +139,7 @@ class ResumedEvaluations(TrainerCallback):
             )
             adapter.set_argument("eval_on_start", False)
         adapter.append_callback(self)
-        self._begins_pass = not _is_inside_pass(adapter)
+        self._begins_pass = not is_inside_pass(adapter.trainer)
         if self._begins_pass:
             # That of the pass before: what callbacks do at the beginning of the next one comes after it
             adapter.prepend_callback(_Earlier(self))
@@ -267,14 +267,6 @@ class _Earlier(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._evaluations.on_epoch_begin(args, state, control)
-
-
-def _is_inside_pass(adapter: TrainerAdapter) -> bool:
-    """Whether the training resumes inside a pass over its data."""
-    trainer = adapter.trainer
-    if steps_per_epoch(trainer):
-        return micro_batches_of_pass(trainer, trainer.state.global_step) > 0
-    return bool(find_saved_state(trainer.state, "stream").get("samples", 1))
 
 
 def has_stopped_early(trainer: Trainer) -> bool:

@@ -8,13 +8,16 @@ number of the same step. Here each rank's checkpoint keeps the sum and the step 
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
 from hfscale.checkpoint.rank_files import read_checked
 from hfscale.core import distributed
 from hfscale.core.collectives import TRAINING
 from hfscale.core.versions import has_epoch_methods
 from hfscale.trainer.adapter import TrainerAdapter
 from hfscale.trainer.state import (
-    micro_batches_of_pass,
+    is_inside_pass,
     running_loss,
     set_running_loss,
     steps_per_epoch,
@@ -38,27 +41,59 @@ def keep_running_loss(adapter: TrainerAdapter) -> None:
     if not has_epoch_methods():
         return
     trainer = adapter.trainer
+    before = _BeforeStep(trainer)
+    adapter.announced.json[NAME] = before.saved
+    if adapter.resumes_from is not None:
+        _resume(trainer, Path(adapter.resumes_from))
+    if not steps_per_epoch(trainer) and trainer.args.gradient_accumulation_steps > 1:
+        adapter.append_callback(before)
 
-    def saved() -> dict[str, Any]:
-        loss, last_log = running_loss(trainer)
-        return {"loss": loss, "last_log": last_log}
 
-    adapter.announced.json[NAME] = saved
-    if adapter.resumes_from is None:
-        return
+def _resume(trainer: Trainer, checkpoint: Path) -> None:
+    """Have the next log go on with the sum of a checkpoint."""
     with TRAINING.agreed("start: running loss"):  # the file of one rank may be broken
-        own = _read_share(Path(adapter.resumes_from))
+        own = _read_share(checkpoint)
     count, total, last_log = _of_all_ranks(own)
     # The log at the end of an epoch follows the save of its last step
-    ends_epoch = steps_per_epoch(trainer) > 0 and not micro_batches_of_pass(
-        trainer, trainer.state.global_step
-    )
-    if count == 0 or (ends_epoch and trainer.args.logging_strategy == "epoch"):
+    is_logged = trainer.args.logging_strategy == "epoch" and not is_inside_pass(trainer)
+    if count == 0 or is_logged:
         return
     mean = total / count
     has_same_ranks = count == distributed.world_size()
     loss = own[0][0] if has_same_ranks else mean
     set_running_loss(trainer, loss, mean, last_log=last_log)
+
+
+class _BeforeStep(TrainerCallback):
+    """Notes the sum at the beginning of each step.
+
+    Where a pass over a stream ends within a step, a checkpoint is saved before its other micro-batches, and the launch
+    that resumes reads the first ones again.
+
+    Args:
+        trainer (`Trainer`): the Trainer that trains.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._step = -1
+        self._loss: torch.Tensor | None = None
+        self._last_log = -1
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._step = state.global_step
+        self._loss, self._last_log = running_loss(self._trainer)
+
+    def saved(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        loss, last_log = running_loss(self._trainer)
+        now = self._trainer.state.global_step
+        is_of_step = (self._step, self._last_log) == (now, last_log)
+        if is_of_step and self._loss is not None:
+            loss = self._loss
+        return {"loss": loss.item(), "last_log": last_log}
 
 
 def _of_all_ranks(own: list[tuple[float, int]]) -> tuple[int, float, int]:

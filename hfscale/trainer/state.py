@@ -6,7 +6,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import is_compiled_module
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -256,13 +256,26 @@ def jump_to(trainer: Trainer, step: int) -> None:
     trainer._globalstep_last_logged += missed
 
 
-def running_loss(trainer: Trainer) -> tuple[float, int]:
-    """Return the sum of this rank's losses since the last log, and the step of that log.
+def is_inside_pass(trainer: Trainer) -> bool:
+    """Return whether a training resumes inside a pass over its data.
+
+    Args:
+        trainer (`Trainer`): a Trainer whose state is that of the checkpoint.
+    """
+    state = trainer.state
+    if steps_per_epoch(trainer):
+        return micro_batches_of_pass(trainer, state.global_step) > 0
+    position = find_saved_state(state, "stream")
+    return bool(position.get("samples", 1))
+
+
+def running_loss(trainer: Trainer) -> tuple[Tensor, int]:
+    """Return a copy of the sum of this rank's losses since the last log, a scalar, and the step of that log.
 
     Args:
         trainer (`Trainer`): a Trainer that trains, of transformers 5.4 or later.
     """
-    return trainer._tr_loss.item(), trainer._globalstep_last_logged
+    return trainer._tr_loss.detach().clone(), trainer._globalstep_last_logged
 
 
 def set_running_loss(trainer: Trainer, loss: float, mean: float, *, last_log: int) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from forked_ranks import run_ranks
 from tiny import RandomTokens, StopAt, tiny_arguments, tiny_model
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -20,13 +21,23 @@ from hfscale.errors import CheckpointError
 pytestmark = pytest.mark.skipif(not has_epoch_methods(), reason="the sum is a local variable of Trainer")
 
 
-def train(folder, *callbacks, resume=False, **arguments):
+class Stream(IterableDataset):
+    """Rows in order, with no length."""
+
+    def __init__(self, rows):
+        self.rows = RandomTokens(rows)
+
+    def __iter__(self):
+        return iter([self.rows[number] for number in range(len(self.rows))])
+
+
+def train(folder, *callbacks, resume=False, data=None, **arguments):
     """Train 8 steps of 4 sequences and log every third one; return the logs, and the mean loss of the launch."""
     batch = 4 // int(os.environ.get("WORLD_SIZE", "1"))
     defaults = {"max_steps": 8, "logging_steps": 3, "per_device_train_batch_size": batch}
     args = tiny_arguments(folder, **(defaults | arguments))
     callbacks = [SpotCheckpointCallback(), *callbacks]
-    trainer = Trainer(tiny_model(), args, train_dataset=RandomTokens(), callbacks=callbacks)
+    trainer = Trainer(tiny_model(), args, train_dataset=data or RandomTokens(), callbacks=callbacks)
     checkpoint = latest_checkpoint(str(folder)) if resume else None
     mean = trainer.train(resume_from_checkpoint=checkpoint).training_loss
     return [(log["step"], log["loss"]) for log in trainer.state.log_history if "loss" in log], mean
@@ -66,6 +77,32 @@ def test_the_log_of_an_epoch_is_of_this_epoch(tmp_path):
     assert latest_checkpoint(tmp_path / "broken").endswith("checkpoint-4")
     resumed, _ = train(tmp_path / "broken", resume=True, **arguments)
     assert [log for log in resumed if log[0] > 4] == [log for log in whole if log[0] > 4]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"logging_steps": 3, "gradient_accumulation_steps": 2}, {"logging_strategy": "epoch"}],
+    ids=["ends within a step", "logged by epoch"],
+)
+def test_a_log_after_a_pass_over_a_stream_counts_each_loss_once(tmp_path, monkeypatch, arguments):
+    """A step that goes on with the next pass is read again as a whole; a pass that has been logged is not again."""
+    monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
+    arguments = arguments | {"save_strategy": "epoch", "data": Stream(20)}
+    whole, _ = train(tmp_path / "whole", **arguments)
+    if "logging_strategy" in arguments:
+        first, second = Stops(4), Stops()
+        with pytest.raises(SystemExit):
+            train(tmp_path / "broken", first, **arguments)
+        assert latest_checkpoint(str(tmp_path / "broken")).endswith("checkpoint-5")
+        train(tmp_path / "broken", second, resume=True, **arguments)
+        assert first.logged + second.logged == whole
+        return
+    train(tmp_path / "broken", **arguments)
+    for step in (8, 7, 6, 5, 4):
+        shutil.rmtree(tmp_path / "broken" / f"checkpoint-{step}", ignore_errors=True)
+    assert latest_checkpoint(str(tmp_path / "broken")).endswith("checkpoint-2")
+    resumed, _ = train(tmp_path / "broken", resume=True, **arguments)
+    assert [log for log in resumed if log[0] > 2] == [log for log in whole if log[0] > 2]
 
 
 class Stops(TrainerCallback):

@@ -91,7 +91,8 @@ def possible(program: Program) -> Program:
     if program.trainer == "create_optimizer":
         changes |= {"optimizer": "default", "schedule": "cosine" if program.schedule.endswith("LR") else None}
     if program.trainer == "create_scheduler":
-        changes["schedule"] = "constant"
+        # A schedule that the user has made for the larger batch stays when a smaller one is found
+        changes |= {"schedule": "constant", "extra": "none" if program.extra.startswith("find_") else None}
     if program.trainer == "loss_function":
         changes |= {"smoothing": 0.0, "model": "llama" if program.model == "t5" else None}
     if program.schedule == "OwnPlateauLR" and program.eval_strategy == "no":
