@@ -21,7 +21,7 @@ from hfscale.checkpoint.host_copy import HostCopy
 from hfscale.checkpoint.rng_states import write_rng_states
 from hfscale.checkpoint.store import verify
 from hfscale.core.clocks import clock_of
-from hfscale.facts.hardware import read_hardware_file
+from hfscale.facts.own_hardware import read_hardware_file
 from hfscale.health import gpu
 from hfscale.islands.parameters import PartOfParameters
 from hfscale.metrics.meters.noise_scale import LeafProbe

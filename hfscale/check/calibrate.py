@@ -29,12 +29,8 @@ from hfscale.core.disk_errors import writing
 from hfscale.core.durable_files import write_atomically
 from hfscale.core.launch_variables import launch_number
 from hfscale.errors import UsageError
-from hfscale.facts.hardware import (
-    Accelerator,
-    match_device_name,
-    read_hardware_document,
-    read_hardware_file,
-)
+from hfscale.facts.hardware import Accelerator, match_device_name
+from hfscale.facts.own_hardware import read_hardware_document, read_hardware_file
 from hfscale.health import measure
 
 GIB = 2**30

@@ -21,8 +21,8 @@ Read, called, or set once
   with `weights_only`, and torch has no public list of it. Test: test_pickles.py.
 - `numpy.ndarray.__reduce__`'s function `_reconstruct`. By: pickles.py. Reason: pickles of arrays name it. Test:
   test_pickles.py.
-- `Trainer._load_from_checkpoint` and `_hf_peft_config_loaded` of a model, read. By: `check_own_adapters`. Reason:
-  nothing public tells that a model has adapters of its own, or whether a Trainer loads them. Test: test_resumable.py.
+- `_hf_peft_config_loaded` of a model, read. By: `check_own_adapters`. Reason: nothing public tells that a model has
+  adapters of its own. Test: test_resumable.py.
 - `_iterator` of torch's `DataLoader`. By: preemption/workers.py. Reason: nothing public tells which worker processes
   a loader has. Test: test_preemption.py.
 - `_buffers` and `_non_persistent_buffers_set` of torch's modules, and the hooks of their parameters, `_backward_hooks`

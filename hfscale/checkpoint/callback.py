@@ -71,6 +71,7 @@ from hfscale.core.clocks import StepPace
 from hfscale.core.collectives import START, TRAINING, StepAgreement
 from hfscale.core.logging import get_logger
 from hfscale.core.options import takes_options
+from hfscale.core.versions import is_peft_model
 from hfscale.errors import CheckpointError, StorageError
 from hfscale.trainer.adapter import AdapterCallback, TrainerAdapter
 from hfscale.trainer.batch_indices import is_hub_stream, is_own_stream
@@ -218,6 +219,8 @@ class SpotCheckpointCallback(AdapterCallback):
             NativeLoading(adapter)
             if self.cadence.every_steps is not None:
                 adapter.announced.callback_saves = True
+        elif adapter.trainer.model is not None and is_peft_model(adapter.trainer.model):
+            adapter.checkpoints.keep_adapters_in_place()
         if adapter.resumes_from is not None:
             self._resumed_files = ResumedFiles(adapter.resumes_from)
             adapter.checkpoints.load_states_in(

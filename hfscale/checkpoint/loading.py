@@ -43,6 +43,7 @@ from hfscale.errors import (
     UsageError,
 )
 from hfscale.facts.strategies import CONVERTIBLE, StrategyFacts, facts_of
+from hfscale.trainer.checkpoint_changes import loads_itself
 from hfscale.trainer.state import (
     data_ranks,
     global_batch_size,
@@ -305,8 +306,11 @@ def check_weights(trainer: Trainer, checkpoint: Path) -> None:
         CheckpointError: Trainer would find none.
     """
     model = trainer.model
-    loads_itself = type(trainer)._load_from_checkpoint is not Trainer._load_from_checkpoint
-    if loads_itself or not Strategy.of(trainer).facts.is_replicated or is_peft_model(model):
+    if (
+        loads_itself(trainer)
+        or not Strategy.of(trainer).facts.is_replicated
+        or is_peft_model(model)
+    ):
         return
     if has_weights(checkpoint, "model"):
         return
@@ -449,7 +453,7 @@ def check_own_adapters(trainer: Trainer) -> None:
     """
     model: Any = trainer.model
     has_own = bool(getattr(model, "_hf_peft_config_loaded", False)) and not is_peft_model(model)
-    if has_own and type(trainer)._load_from_checkpoint is Trainer._load_from_checkpoint:
+    if has_own and not loads_itself(trainer):
         raise UsageError(
             f"{type(model).__name__} has the adapters of model.add_adapter, and Trainer cannot load a checkpoint of "
             "them: use peft.get_peft_model(model, config), or save_strategy='no'"

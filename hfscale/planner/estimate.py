@@ -9,10 +9,11 @@ from hfscale.core.options import options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.batch_schedule import BatchSchedule
-from hfscale.facts.hardware import find_accelerator, peak_dtype, peak_tflops
+from hfscale.facts.hardware import peak_dtype, peak_tflops
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
+from hfscale.facts.own_hardware import find_accelerator
 from hfscale.facts.support import check_support
 from hfscale.planner.batch_stages import planned_schedule, why_not_piped
 from hfscale.planner.frameworks import find_framework, shared_constants

@@ -15,8 +15,8 @@ from hfscale.core.options import check_options
 from hfscale.core.spelling import speaking, spelled
 from hfscale.core.text_files import bounded_lines
 from hfscale.errors import HfScaleError, UsageError
-from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
+from hfscale.facts.own_hardware import find_accelerator
 from hfscale.planner.command_line import check_one_kind, make_command, parse_gpus
 from hfscale.planner.estimate import Estimate, estimate_job, estimate_with
 from hfscale.planner.job import check_pure

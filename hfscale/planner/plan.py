@@ -9,10 +9,10 @@ from typing import Any
 from hfscale.core.options import options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError, UnknownHardwareError, UsageError
-from hfscale.facts.hardware import find_accelerator
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
 from hfscale.facts.models import find_model
+from hfscale.facts.own_hardware import find_accelerator
 from hfscale.facts.prices import STALE_DAYS, Egress, Price, all_egress, all_prices, prices_of
 from hfscale.facts.support import Combination, check_support
 from hfscale.planner.advice import Advice, advice, assumptions, simplicity

@@ -15,7 +15,7 @@ from hfscale.core.options import check_options, names_of, options_of
 from hfscale.core.spelling import spelled
 from hfscale.errors import ParameterError, UsageError
 from hfscale.facts.compression import Compression
-from hfscale.facts.hardware import read_hardware_file, user_hardware_file
+from hfscale.facts.own_hardware import read_hardware_file, user_hardware_file
 from hfscale.planner.command_line import check_one_kind, make_command, parse_gpus
 from hfscale.planner.islands import Islands, judge_islands
 from hfscale.planner.job import check_pure

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hfscale.errors import HfScaleError, UnknownHardwareError
-from hfscale.facts.hardware import Accelerator, find_accelerator, match_device_name
+from hfscale.facts.hardware import Accelerator, match_device_name
 from hfscale.facts.layout import ParallelLayout
 from hfscale.facts.model_shape import ModelShape
+from hfscale.facts.own_hardware import find_accelerator
 from hfscale.facts.schedules import schedule_name
 from hfscale.planner.estimate import Estimate, estimate_job
 from hfscale.planner.job import Job, splits_activations

@@ -44,6 +44,9 @@ Replaced until the end of the training
 - `Trainer._load_from_checkpoint`, `Trainer._load_optimizer_and_scheduler`, `Trainer._load_rng_state` and
   `Trainer._load_best_model`. By: `replace_loading`. Reason: Trainer cannot resume a model that was loaded with
   `distributed_config`. Test: test_native.py.
+- `Trainer._load_from_checkpoint` and `Trainer._load_best_model`. By: `keep_adapters_in_place`. Reason: PEFT puts other
+  parameters in the place of adapters in bfloat16 that it loads. Test: test_adapters_in_place.py. `loads_itself` reads
+  the first: nothing public tells whether a Trainer loads weights in a way of its own. Test: test_resumable.py.
 - `Trainer.create_optimizer` (public). By: `wrap_method`. Reason: there is no event between the making of
   the optimizer and of its scheduler. Test: test_lr_scaling_callback.py.
 - `Trainer.save_model` (public), `Trainer._save_optimizer_and_scheduler`, `Trainer._save_scaler` and

@@ -8,8 +8,18 @@ from typing import Any
 
 from transformers import Trainer
 
+from hfscale.trainer.adapters_in_place import adapters_in_place
 from hfscale.trainer.changes import Changes
 from hfscale.trainer.frames import training_frame
+
+
+def loads_itself(trainer: Trainer) -> bool:
+    """Return whether a Trainer's class loads the weights of a checkpoint in a way of its own.
+
+    Args:
+        trainer (`Trainer`): the Trainer.
+    """
+    return type(trainer)._load_from_checkpoint is not Trainer._load_from_checkpoint
 
 
 class CheckpointChanges:
@@ -161,6 +171,22 @@ class CheckpointChanges:
         for name, method in methods.items():
             self.changes.replace(self.trainer, name, method)
         return original
+
+    def keep_adapters_in_place(self) -> None:
+        """Have Trainer load adapters into the parameters that the model has, at a resume and of the best model."""
+        trainer = self.trainer
+        load, load_best = trainer._load_from_checkpoint, trainer._load_best_model
+
+        def load_in_place(checkpoint: str, model: Any = None) -> None:
+            with adapters_in_place(trainer.model):
+                load(checkpoint, model)
+
+        def load_best_in_place() -> None:
+            with adapters_in_place(trainer.model):
+                load_best()
+
+        self.changes.replace(trainer, "_load_from_checkpoint", load_in_place)
+        self.changes.replace(trainer, "_load_best_model", load_best_in_place)
 
     def load_states_in(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         """Have Trainer load the optimizer and the scheduler of a checkpoint within a context.

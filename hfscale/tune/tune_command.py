@@ -20,7 +20,8 @@ from hfscale.core.shipped import find_config, shipped_root
 from hfscale.core.spelling import spelled
 from hfscale.core.text_files import parse_json
 from hfscale.errors import HfScaleError, UsageError
-from hfscale.facts.hardware import Accelerator, find_accelerator, user_hardware_file
+from hfscale.facts.hardware import Accelerator
+from hfscale.facts.own_hardware import find_accelerator, user_hardware_file
 from hfscale.planner.command_line import make_command
 from hfscale.planner.option_fields import HARDWARE, OUTPUT, SEARCH, option, same_option
 from hfscale.planner.options import JsonOption, PlanOptions, PlanOutput, a_count
@@ -575,7 +576,7 @@ def progress(runs: int) -> Iterator[Show]:
 def _correct(tuning: Tuning, row: Accelerator) -> dict[str, Any]:
     """Correct the hardware row from the measurements, write it into the user's file and describe it."""
     from hfscale.check.calibrate import write_row
-    from hfscale.facts.hardware import read_hardware_document
+    from hfscale.facts.own_hardware import read_hardware_document
 
     jobs = [
         (tuning.configurations[name].choice.estimate.job, rate)

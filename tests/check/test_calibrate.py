@@ -12,7 +12,8 @@ from hfscale.check import calibrate
 from hfscale.cli import main
 from hfscale.core import distributed
 from hfscale.errors import StorageError
-from hfscale.facts.hardware import accelerator, find_accelerator, read_hardware_file
+from hfscale.facts.hardware import accelerator
+from hfscale.facts.own_hardware import find_accelerator, read_hardware_file
 from hfscale.facts.prices import all_prices, prices_of
 from hfscale.planner.frameworks import shared_constants
 from hfscale.planner.network import Group, Network

@@ -32,7 +32,7 @@ from hfscale.core.records import begin_records, last_logged_step
 from hfscale.core.run_memory import RunMemory, replicated_step, trusted_step
 from hfscale.errors import HfScaleError
 from hfscale.facts.config_reader import load_config
-from hfscale.facts.hardware import read_hardware_file
+from hfscale.facts.own_hardware import read_hardware_file
 from hfscale.facts.prices import all_egress, all_prices
 from hfscale.health.node import _offload_device
 from hfscale.lr_scaling.lr_command import read_training_text

@@ -16,7 +16,8 @@ from tiny import tiny_model
 
 from hfscale.cli import main
 from hfscale.errors import UsageError
-from hfscale.facts.hardware import accelerator, find_accelerator
+from hfscale.facts.hardware import accelerator
+from hfscale.facts.own_hardware import find_accelerator
 from hfscale.planner.estimate import estimate_job
 from hfscale.planner.plan import plan
 from hfscale.tune import launch_command
