@@ -21,7 +21,8 @@ from hfscale import (
     WeightAveragingCallback,
 )
 from hfscale.core.flags import parse_bandwidth
-from hfscale.core.options import flags_of, options_from, options_of
+from hfscale.core.option_flags import flags_of, options_from
+from hfscale.core.options import options_of
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import ParameterError, UsageError
 from hfscale.health.options import HealthOptions

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from hfscale.core.options import from_flags, names_of, options_from
+from hfscale.core.option_flags import from_flags, options_from
+from hfscale.core.options import names_of
 from hfscale.core.spelling import speaking
 from hfscale.facts.compression import Compression
 from hfscale.islands.callback import DiLoCoCallback

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hfscale.core.flags import require_positive
-from hfscale.core.options import flag
+from hfscale.core.option_flags import flag
 from hfscale.core.spelling import spelled
 from hfscale.errors import LayoutError
 from hfscale.facts.expert_layout import ExpertLayout

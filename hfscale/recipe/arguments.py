@@ -21,7 +21,7 @@ from transformers.trainer_utils import IntervalStrategy, SchedulerType
 from hfscale.averaging.options import AverageOptions
 from hfscale.core.flags import require_from_0, require_positive
 from hfscale.core.nvidia_driver import check_gpus_of_driver
-from hfscale.core.options import check_flags, flag, options_taken_by, with_flags_of
+from hfscale.core.option_flags import check_flags, flag, options_taken_by, with_flags_of
 from hfscale.core.spelling import spelled
 from hfscale.core.text_files import parse_json, read_text
 from hfscale.core.versions import pass_activation_checkpointing, require

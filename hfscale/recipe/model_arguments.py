@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfscale.core.flags import require_from_0, require_positive
-from hfscale.core.options import flag
+from hfscale.core.option_flags import flag
 from hfscale.core.spelling import spelled
 from hfscale.core.versions import require
 from hfscale.errors import UsageError

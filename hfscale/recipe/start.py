@@ -7,7 +7,8 @@ from transformers import EarlyStoppingCallback, TrainerCallback, set_seed
 
 from hfscale.averaging.callback import WeightAveragingCallback
 from hfscale.averaging.options import AverageOptions
-from hfscale.core.options import from_flags, names_of, options_from
+from hfscale.core.option_flags import from_flags, options_from
+from hfscale.core.options import names_of
 from hfscale.core.spelling import speaking, spelled
 from hfscale.errors import UsageError
 from hfscale.facts.layout import ParallelLayout

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, ClassVar
 
 from hfscale.core.flags import require_from_0, require_positive
-from hfscale.core.options import flag
+from hfscale.core.option_flags import flag
 from hfscale.core.spelling import speaking, spelled
 from hfscale.core.text_files import parse_json
 from hfscale.core.versions import is_fsdp_enabled, require

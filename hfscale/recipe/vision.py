@@ -7,7 +7,7 @@ from transformers import AutoProcessor, ProcessorMixin
 
 from hfscale.core.flags import require_positive
 from hfscale.core.logging import get_logger
-from hfscale.core.options import flag
+from hfscale.core.option_flags import flag
 from hfscale.core.spelling import speaking, spelled
 from hfscale.core.versions import require
 from hfscale.core.vocabulary import knows_no_text
