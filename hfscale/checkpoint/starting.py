@@ -15,6 +15,7 @@ from hfscale.checkpoint.program_state.state import keep_program_state
 from hfscale.checkpoint.remote_copies import RemoteCopies
 from hfscale.checkpoint.resume import refuse_to_replace_unread
 from hfscale.checkpoint.running_loss import keep_running_loss
+from hfscale.checkpoint.schedule import compare_schedules
 from hfscale.checkpoint.state_formats import note_formats
 from hfscale.core.collectives import START
 from hfscale.errors import ParameterError
@@ -103,5 +104,6 @@ def keep_what_trainer_does_not(adapter: TrainerAdapter, train_dataloader: Any) -
     watch_optimizer_states(adapter)
     keep_generated_batches(adapter)
     keep_running_loss(adapter)
+    compare_schedules(adapter)
     if evaluations is not None:
         evaluations.begin()
