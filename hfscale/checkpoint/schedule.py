@@ -50,11 +50,12 @@ def _compare_rates(trainer: Any) -> None:
     """Log where the schedule of this launch has another rate at the step of the checkpoint than the checkpoint has."""
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     factors = getattr(schedule, "lr_lambdas", None) or []
-    saved = getattr(schedule, "_last_lr", None) or []
     # Those of transformers; a function of the user's may count its calls
-    if not all(isinstance(factor, functools.partial) for factor in factors):
+    if not factors or not all(isinstance(factor, functools.partial) for factor in factors):
         return
-    for factor, first, rate in zip(factors, schedule.base_lrs, saved, strict=False):
+    for factor, first, rate in zip(
+        factors, schedule.base_lrs, schedule.get_last_lr(), strict=False
+    ):
         now = first * factor(schedule.last_epoch)
         if math.isclose(now, rate, rel_tol=_TOLERANCE, abs_tol=1e-15):
             continue

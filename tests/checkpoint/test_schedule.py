@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 from tiny import RandomTokens, StopAt, tiny_arguments, tiny_model
 from transformers import Trainer, TrainerCallback
 
@@ -58,3 +59,33 @@ def test_a_rate_that_is_scaled_with_the_batch_is_the_same_schedule(tmp_path, cap
     train(tmp_path, LRScalingCallback(base_global_batch_size=1), resumes=True)
     assert JUMPS not in caplog.text
     assert NO_EFFECT not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["ChainedScheduler", "ReduceLROnPlateau", "LambdaLR"])
+def test_a_schedule_of_the_user_is_left_alone(tmp_path, caplog, kind):
+    """It may have no rates to begin with, or count how often its function is called."""
+    calls = []
+
+    def of(optimizer):
+        schedulers = torch.optim.lr_scheduler
+        if kind == "ChainedScheduler":
+            return schedulers.ChainedScheduler([schedulers.ExponentialLR(optimizer, 0.9)])
+        if kind == "ReduceLROnPlateau":
+            return schedulers.ReduceLROnPlateau(optimizer)
+        return schedulers.LambdaLR(optimizer, lambda step: calls.append(step) or 1.0)
+
+    def run(*callbacks, resume=None):
+        model = tiny_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 100, "eval_strategy": "steps"}
+        arguments = tiny_arguments(tmp_path, **options, eval_steps=1, metric_for_best_model="eval_loss")
+        data = {"train_dataset": RandomTokens(), "eval_dataset": RandomTokens(4)}
+        callbacks = [SpotCheckpointCallback(), *callbacks]
+        trainer = Trainer(model, arguments, optimizers=(optimizer, of(optimizer)), callbacks=callbacks, **data)
+        trainer.train(resume_from_checkpoint=resume)
+
+    run(StopAt(2))
+    calls.clear()
+    run(resume=latest_checkpoint(tmp_path))
+    assert JUMPS not in caplog.text
+    assert calls == ([0, 1, 2, 3, 4] if kind == "LambdaLR" else [])  # as in an uninterrupted run
