@@ -251,9 +251,6 @@ class StreamPosition(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._pass += 1
-        # The loader draws its seed when a pass begins
-        if self._resumed is not None and self._begun_with == 0:
-            self._adapter.checkpoints.load_rng_state(self._resumed)
         if self._resumed is None:
             self._samples = self._steps = 0
             self._at_step = state.global_step

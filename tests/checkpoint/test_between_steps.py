@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 from tiny import RandomTokens, logged, tiny_arguments, tiny_model
+from torch.utils.data import IterableDataset
 from transformers import BertConfig, BertForMaskedLM, Trainer, TrainerCallback, default_data_collator, set_seed
 
 from hfscale import SpotCheckpointCallback, latest_checkpoint
@@ -87,13 +88,12 @@ def model_with_dropout():
 def program(folder, callback, *, save_steps=EPOCH, data=None, model=model_with_dropout, **options):
     arguments = tiny_arguments(
         folder,
-        max_steps=-1,
         num_train_epochs=3,
         save_strategy="steps",
         save_steps=save_steps,
         logging_steps=1,
         learning_rate=1e-2,
-        **({"per_device_train_batch_size": BATCH} | options),
+        **({"per_device_train_batch_size": BATCH, "max_steps": -1} | options),
     )
     trainer = Trainer(
         model=model(),
@@ -124,6 +124,22 @@ def test_what_callbacks_draw_between_steps_is_drawn_again(tmp_path, kind, crash)
     again, _ = crashed_and_resumed(tmp_path / "crashed", kind, crash)
     assert logged(again, "loss") == logged(whole, "loss")
     assert logged(again, "eval_loss") == logged(whole, "eval_loss")
+
+
+class Stream(IterableDataset):
+    """The rows in order, with no length."""
+
+    def __iter__(self):
+        return iter([RandomTokens(ROWS)[number] for number in range(ROWS)])
+
+
+@pytest.mark.parametrize("kind", [AtBegins, Seeds])
+def test_what_callbacks_draw_where_a_pass_over_a_stream_begins_stays(tmp_path, kind):
+    options = {"data": Stream(), "max_steps": 3 * EPOCH}
+    whole = program(tmp_path / "whole", kind(), **options)
+    whole.train()
+    again, _ = crashed_and_resumed(tmp_path / "crashed", kind, EPOCH + 1, **options)
+    assert logged(again, "loss") == logged(whole, "loss")
 
 
 @pytest.mark.parametrize("kind", [AtSaves, AtEnds, AtBegins])
