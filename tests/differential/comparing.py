@@ -329,16 +329,17 @@ def numbers_of(run: Run, name: str) -> list[dict[int, Any]]:
     ]
 
 
-def metrics_of(run: Run) -> list[dict[int, Any]]:
-    """Return, for each launch, step -> the metrics of its evaluation."""
-    found = []
-    for launch in run.launches:
-        logs = ((each["step"], each["numbers"]) for each in launch.of("log"))
-        evaluated = (
-            (step, [value for name, value in sorted(log.items()) if name.startswith("eval_")]) for step, log in logs
-        )
-        found.append({step: values for step, values in evaluated if values})
-    return found
+def metrics_of(run: Run) -> list[dict[tuple[int, str], Any]]:
+    """Return, for each launch, step and name -> a metric of its evaluations; several sets log one after another."""
+    return [
+        {
+            (log["step"], name): value
+            for log in launch.of("log")
+            for name, value in log["numbers"].items()
+            if name.startswith("eval_")
+        }
+        for launch in run.launches
+    ]
 
 
 def differs(program: Program, left: Any, right: Any) -> bool:
@@ -368,12 +369,15 @@ def difference(program: Program, phase: str, plain: Run, run: Run) -> Fault | No
     if program.extra == "eval_on_start":  # as the user asks for, also when a later launch starts
         later = zip(steps["metrics"][1][1:], run.launches[1:], strict=True)
         for metrics, launch in later:
-            for event in launch.of("begin"):
-                metrics.pop(event["step"], None)
+            begun = {event["step"] for event in launch.of("begin")}
+            for key in [key for key in metrics if key[0] in begun]:
+                del metrics[key]
     for quantity, (reference, launches) in steps.items():
         found = first_difference(program, reference[0], launches)
         if found is not None:
-            return Fault(phase, quantity, *found)
+            place, detail = found
+            step = place[0] if isinstance(place, tuple) else place
+            return Fault(phase, quantity, step, detail)
     for quantity, key in (("steps", "step"), ("tokens", "tokens"), ("best", "best"), ("checkpoints", "checkpoints")):
         if quantity == "checkpoints" and program.move == "lost" and phase == "resumed":
             continue  # only what a resume needs is fetched
@@ -392,9 +396,9 @@ def difference(program: Program, phase: str, plain: Run, run: Run) -> Fault | No
 
 
 def first_difference(
-    program: Program, reference: dict[int, Any], launches: list[dict[int, Any]]
-) -> tuple[int, str] | None:
-    """Return the first step that differs in one of the launches, or that is in none of them."""
+    program: Program, reference: dict[Any, Any], launches: list[dict[Any, Any]]
+) -> tuple[Any, str] | None:
+    """Return the first step, or step and name, that differs in one of the launches, or that is in none of them."""
     for launch in launches:
         for step, value in sorted(launch.items()):
             if differs(program, reference.get(step), value):

@@ -144,6 +144,10 @@ def possible(program: Program) -> Program:
         interruptions = tuple(replace(each, percent=max(each.percent, 40)) for each in interruptions)
     if program.optimizer == "counting":  # that its state cannot be read is said once the first save is complete
         interruptions = tuple(replace(each, where="step") for each in interruptions)
+    if program.extra == "removes_a_file":  # a launch that ends meanwhile leaves a checkpoint that is not verified
+        interruptions = tuple(
+            replace(each, where="step" if each.where == "save" else each.where) for each in interruptions
+        )
     if program.extra == "log_by_epoch":  # after the save of the last step nothing logs, as in plain Trainer
         interruptions = tuple(replace(each, where="step") for each in interruptions)
     if program.eval_strategy == "no":
