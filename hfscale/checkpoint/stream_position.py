@@ -102,6 +102,8 @@ class StreamPosition(TrainerCallback):
         self._at_step = 0
         # Samples of the pass that another launch has taken; -1: the position is not known
         self._begun_with = 0
+        self._begun_step: int | None = None
+        self._has_named_cut_step = False
         self._resumed: str | None = None  # the checkpoint, until the first step
         self._must_load_rng_state = False
         self._collator: DataState | None = None
@@ -262,6 +264,7 @@ class StreamPosition(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        self._begun_step = state.global_step
         if self._resumed is None:
             return
         if self._begun_with > 0:
@@ -301,6 +304,21 @@ class StreamPosition(TrainerCallback):
             }
             saved |= position
         saved |= self._readers()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Name a save in the middle of a step, as at the end of a pass."""
+        if self._begun_step != state.global_step or self._has_named_cut_step:
+            return
+        self._has_named_cut_step = True
+        logger.warning(
+            "a pass over the stream ends within step %d: the checkpoint of step %d is saved before its rest, and "
+            "a launch that resumes from it takes the first rows of the step again, with other random numbers; let the "
+            "batches of a pass divide by gradient_accumulation_steps, or save and evaluate by steps",
+            state.global_step + 1,
+            state.global_step,
+        )
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

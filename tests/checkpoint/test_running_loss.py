@@ -84,11 +84,13 @@ def test_the_log_of_an_epoch_is_of_this_epoch(tmp_path):
     [{"logging_steps": 3, "gradient_accumulation_steps": 2}, {"logging_strategy": "epoch"}],
     ids=["ends within a step", "logged by epoch"],
 )
-def test_a_log_after_a_pass_over_a_stream_counts_each_loss_once(tmp_path, monkeypatch, arguments):
+def test_a_log_after_a_pass_over_a_stream_counts_each_loss_once(tmp_path, monkeypatch, caplog, arguments):
     """A step that goes on with the next pass is read again as a whole; a pass that has been logged is not again."""
     monkeypatch.setattr(PreemptionStop, "exchange_every_s", 0.0)
     arguments = arguments | {"save_strategy": "epoch", "data": Stream(20)}
     whole, _ = train(tmp_path / "whole", **arguments)
+    ends_within_step = "a pass over the stream ends within step 3: the checkpoint of step 2 is saved before its rest"
+    assert caplog.text.count(ends_within_step) == ("logging_strategy" not in arguments)
     if "logging_strategy" in arguments:
         first, second = Stops(4), Stops()
         with pytest.raises(SystemExit):

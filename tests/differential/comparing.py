@@ -167,6 +167,11 @@ EXPLANATIONS = (
         ("rows", *FROM_LOSS, "tokens"),
     ),
     Explanation(
+        lambda program: program.data.endswith("stream") and program.accumulation > 1,
+        r"a pass over the stream ends within step \d+: the checkpoint",
+        ("rows", *FROM_LOSS, "tokens"),
+    ),
+    Explanation(
         lambda program: program.data.endswith("stream") and (program.processes > 1 or program.move == "processes"),
         r"the last one is filled up with others",
         ("rows", *FROM_LOSS, "tokens"),
