@@ -7,7 +7,10 @@ checkpoint. With other epochs, another warm-up or another kind the rate jumps at
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
+
+from transformers.trainer import SCHEDULER_NAME
 
 from hfscale.core.logging import get_logger
 from hfscale.trainer.adapter import TrainerAdapter
@@ -33,8 +36,9 @@ def compare_schedules(adapter: TrainerAdapter) -> None:
     asked = trainer.args.learning_rate
     trained = find_saved_state(state, _STATE_NAME).get(_RATE, asked)
     saved_state(state, _STATE_NAME)[_RATE] = trained
-    if adapter.resumes_from is None:
-        return
+    checkpoint = adapter.resumes_from
+    if checkpoint is None or not (Path(checkpoint) / SCHEDULER_NAME).is_file():
+        return  # without one, as under save_only_model, the rates are those of the arguments
     if not math.isclose(asked, trained, rel_tol=_TOLERANCE):
         logger.warning(
             "learning_rate is %g, and the run began with %g: the rates of the checkpoint are used, and the "

@@ -23,9 +23,11 @@ def adapters_in_place(model: nn.Module | None) -> Iterator[None]:
     if model is None or not is_peft_model(model):
         yield
         return
-    before = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    # One that two modules share is replaced in each of them
+    named = model.named_parameters(remove_duplicate=False)
+    before = [(name, weight) for name, weight in named if weight.requires_grad]
     yield
-    for name, weight in before.items():
+    for name, weight in before:
         path, _, last = name.rpartition(".")
         owner = model.get_submodule(path)
         loaded = getattr(owner, last)

@@ -53,6 +53,20 @@ def test_another_schedule_is_named_at_the_resume(tmp_path, caplog, options, said
     assert (rates[5] != pytest.approx(whole[5])) == (JUMPS in said)
 
 
+def test_a_rate_that_has_an_effect_is_not_said_to_have_none(tmp_path, caplog):
+    """Without the state of the optimizer and the schedule, Trainer makes both from the arguments."""
+    train(tmp_path, StopAt(4), save_only_model=True)
+    rates = Rates()
+    options = {"max_steps": 8, "learning_rate": 1e-4, "lr_scheduler_type": "constant", "save_only_model": True}
+    arguments = tiny_arguments(tmp_path, **options)
+    trainer = Trainer(
+        tiny_model(), arguments, train_dataset=RandomTokens(), callbacks=[SpotCheckpointCallback(), rates]
+    )
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert rates.of_step[4] == 1e-4
+    assert NO_EFFECT not in caplog.text
+
+
 def test_a_rate_that_is_scaled_with_the_batch_is_the_same_schedule(tmp_path, caplog):
     train(tmp_path, StopAt(4), LRScalingCallback(base_global_batch_size=1))
     caplog.clear()

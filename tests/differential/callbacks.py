@@ -9,30 +9,12 @@ import torch
 import transformers
 from transformers import TrainerCallback
 
-ASKING = (
-    "saves_when_asked",
-    "stops_when_asked",
-    "evaluates_when_asked",
-    "rate_set_by_hand",
-    "frozen_at_first",
-    "changes_settings",
-    "draws_between_steps",
-    "evaluates_itself",
-    "predicts_itself",
-    "changes_cadence",
-    "removes_a_file",
-    "averaged_model",
-    "seeds_each_epoch",
-    "clamps_weights",
-    "stops_by_log",
-)
-
 
 class Asking(TrainerCallback):
     """A user's callback that decides by the step.
 
     Args:
-        kind (`str`): what it does, one of `ASKING`.
+        kind (`str`): what it does, one of `KINDS`.
         steps (`int`): the steps of the whole training.
     """
 
@@ -156,6 +138,12 @@ class MakesHarder(TrainerCallback):
 
 
 KINDS = {
+    "saves_when_asked": Asking,
+    "stops_when_asked": Asking,
+    "evaluates_when_asked": Asking,
+    "rate_set_by_hand": Asking,
+    "frozen_at_first": Asking,
+    "changes_settings": Asking,
     "draws_between_steps": DrawsBetweenSteps,
     "evaluates_itself": CallsTrainer,
     "predicts_itself": CallsTrainer,
@@ -166,4 +154,4 @@ KINDS = {
     "clamps_weights": ChangesRun,
     "stops_by_log": ChangesRun,
 }
-"""The class of what a program has in `extra`; `Asking` where it is not named."""
+"""The class of what a program has in `extra`, where that is a callback."""

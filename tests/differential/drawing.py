@@ -9,23 +9,7 @@ from program import CHOICES, HOW, WHERE, Interruption, Program
 COMMON = ("sampler", "collator", "data", "model", "trainer", "rows", "epochs", "save_strategy", "save_steps", "limit")
 COMMON += ("eval_strategy", "eval_steps", "best", "move", "callback", "dropout", "processes", "extra")
 """Fields of which every second program has another value than the simplest; of the others, every fourth."""
-OWN_TRAINERS = (
-    "Trainer",
-    "compute_loss",
-    "annealed_loss",
-    "training_step",
-    "evaluate",
-    "dataloader",
-    "create_optimizer",
-    "log",
-    "create_scheduler",
-    "mixup",
-    "adversarial",
-    "own_batches",
-    "epoch_batches",
-    "loss_function",
-    "saves_more",
-)
+OWN_TRAINERS = ("Trainer", *(name for name in CHOICES["trainer"] if not name.endswith("Trainer")))
 """Trainer itself and subclasses of it, which take every model and every kind of data."""
 OWN_LOADERS = ("dataloader", "own_batches", "epoch_batches")
 """Subclasses that make their data loader themselves."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from callbacks import ASKING, KINDS, Asking, MakesHarder
+from callbacks import KINDS, MakesHarder
 from drawing import OWN_MODELS
 from kinds_sentence_transformers import KINDS as SENTENCE_KINDS
 from kinds_transformers import LLAMA, VISION, bert, t5
@@ -322,8 +322,8 @@ def accuracy(prediction: Any, compute_result: bool = True) -> dict[str, float]:
 
 def trainer_of(program: Program, arguments: dict[str, Any], callbacks: list[TrainerCallback]) -> Trainer:
     """Return the Trainer of a program."""
-    if program.extra in ASKING:
-        asking = KINDS.get(program.extra, Asking)(program.extra, total_steps(program))
+    if program.extra in KINDS:
+        asking = KINDS[program.extra](program.extra, total_steps(program))
         callbacks = [*callbacks, asking]
     if program.early_stopping:
         callbacks = [*callbacks, transformers.EarlyStoppingCallback(program.early_stopping)]
@@ -351,7 +351,7 @@ def trainer_of(program: Program, arguments: dict[str, Any], callbacks: list[Trai
         compute_metrics=accuracy if program.extra in ("accuracy", "batch_metrics") else None,
     )
     made.remove_callback(transformers.PrinterCallback)
-    if program.extra in ASKING:
+    if program.extra in KINDS:
         asking.trainer = made
     if program.augmentation == "harder":
         made.add_callback(MakesHarder(made.train_dataset))
